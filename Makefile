@@ -1,0 +1,103 @@
+# `make` lists what there is. Every target makes the environment it needs in .venv first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Nothing here reaches the model hub: the pretrained models come from the package index.
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+export OMP_NUM_THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-all test-kernels gpu-check lint format clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# --- environment ---------------------------------------------------------------------------------------------------
+
+setup: $(STAMP) ## make the environment in .venv (PYTHON=python3.12 chooses the interpreter)
+
+# torch comes first and by its exact version, so that no later step replaces a build that is already there.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "==> Making the environment $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "==> Installing $$(grep '^torch==' constraints.txt) (large: some minutes)"
+	@$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@echo "==> Installing memopt and what its tests need"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# --- demo ----------------------------------------------------------------------------------------------------------
+
+DEMO_MODELS := SmolLM2-135M-Instruct all-MiniLM-L6-v2
+SOURCES := $(shell find src/memopt configs/recipes -name '*.py' -o -name '*.yaml')
+
+demo: $(DEMO_MODELS:%=out/%/memopt.json) ## patch, verify and report two pretrained models, then ask one a question
+	$(foreach model,$(DEMO_MODELS),$(call memopt,verify out/$(model)))
+	$(foreach model,$(DEMO_MODELS),$(call memopt,report out/$(model)))
+	$(call show,python examples/demo/answer.py out/SmolLM2-135M-Instruct)
+	@$(BIN)/python examples/demo/answer.py out/SmolLM2-135M-Instruct
+
+$(DEMO_MODELS:%=models/%/config.json): models/%/config.json: | $(STAMP)
+	$(call show,python examples/demo/fetch_models.py $*)
+	@$(BIN)/python examples/demo/fetch_models.py $*
+
+# --force: a patched folder from an older memopt or an older model is replaced.
+$(DEMO_MODELS:%=out/%/memopt.json): out/%/memopt.json: models/%/config.json $(SOURCES) | $(STAMP)
+	$(call memopt,patch models/$* --out out/$* --force)
+
+# Print a command as a user would type it.
+define show
+@printf '\n$$ %s\n' '$(1)'
+endef
+
+# Print a memopt command, then run it from the environment.
+define memopt
+$(call show,memopt $(1))
+@$(BIN)/memopt $(1)
+
+endef
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+PYTEST = $(BIN)/python -m pytest --durations=10
+
+test: $(STAMP) ## run the tests, without the slow ones
+	@$(PYTEST) -m "not slow"
+
+test-all: $(STAMP) ## run every test
+	@$(PYTEST)
+
+test-kernels: $(STAMP) ## run the tests of the kernels only
+	@$(PYTEST) tests/kernels
+
+# With MEMOPT_PYTHON nothing is installed: that interpreter must have torch, transformers and pytest.
+GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)
+gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (MEMOPT_PYTHON=... uses that interpreter as it is)
+	@$(GPU_PYTHON) -c 'import torch; print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else \
+	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest --durations=10 tests/gpu
+
+lint: $(STAMP) ## check style, formatting and types
+	@echo "==> ruff check" && $(BIN)/ruff check .
+	@echo "==> ruff format --check" && $(BIN)/ruff format --check .
+	@echo "==> mypy" && $(BIN)/mypy
+
+format: $(STAMP) ## format the code and sort its imports
+	@$(BIN)/ruff check --select I --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove what was built: patched models, caches, packages
+	rm -rf out build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+distclean: clean ## also remove the environment and the fetched models
+	rm -rf $(VENV) models

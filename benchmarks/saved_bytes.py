@@ -1,0 +1,216 @@
+"""Bytes that one transformer block keeps for backward, stock and patched, measured on real tensors.
+
+    python -m benchmarks.saved_bytes            print the table
+    python -m benchmarks.saved_bytes --check    and exit 1 where a number falls short of its target
+
+Setting: bf16, SDPA, no dropout, hidden size 512, random weights. A block's bytes are those of a model with three
+blocks less those of one with two. Every storage counts once, with all its bytes; parameters and inputs do not count.
+One unit is tokens x hidden size x 2 bytes. `live` is the independent check: the same difference taken from the
+storages that are still alive after the forward, whoever refers to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import memopt
+from memopt.report.account import account, live_bytes
+
+HIDDEN = 512
+VOCAB = 1000
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model family, what is trained, the published stock number and the most that patched may keep."""
+
+    name: str
+    build: Callable[[int], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    tokens: int
+    lora: bool
+    stock: float
+    target: float
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    train: str
+    stock: float
+    patched: float
+    live: float
+    target: float
+
+    @property
+    def passed(self) -> bool:
+        return self.patched <= self.target and abs(self.live - self.patched) < 0.01
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="exit 1 where a number falls short of its target")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows = [measure(case) for case in CASES]
+    Console(width=100 if not sys.stdout.isatty() else None).print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(document(rows), indent=2) + "\n")
+    short = [row for row in rows if not row.passed]
+    for row in short:
+        print(f"falls short: {row.name}, {row.train}: {row.patched:.3f} units, target {row.target}", file=sys.stderr)
+    return 1 if arguments.check and short else 0
+
+
+def measure(case: Case) -> Row:
+    stock, _ = _block_units(case, patched=False)
+    patched, live = _block_units(case, patched=True)
+    return Row(case.name, "LoRA, all linears" if case.lora else "full", stock, patched, live, case.target)
+
+
+def _block_units(case: Case, *, patched: bool) -> tuple[float, float]:
+    saved, live = zip(*(_whole_model(case, layers, patched=patched) for layers in (2, 3)), strict=True)
+    unit = case.tokens * HIDDEN * DTYPE.itemsize
+    return (saved[1] - saved[0]) / unit, (live[1] - live[0]) / unit
+
+
+def _whole_model(case: Case, layers: int, *, patched: bool) -> tuple[int, int]:
+    model = case.build(layers).to(DTYPE).train()
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        # Adapters in the base model's dtype: fp32 adapters make every linear keep a cast copy of its input.
+        config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if patched:
+        memopt.patch(model)
+    inputs = case.inputs()
+
+    def run() -> Any:
+        return model(**inputs).loss
+
+    return account(model, run).total, live_bytes(run)
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table for people."""
+    result = Table(title="Kept for backward, units a block (1 unit = tokens x hidden x 2 bytes)", title_justify="left")
+    for column in ("model", "trained"):
+        result.add_column(column, no_wrap=True)
+    for column in ("stock", "patched", "target", "live check", "saved"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        result.add_row(
+            row.name,
+            row.train,
+            f"{row.stock:.2f}",
+            f"{row.patched:.2f}",
+            f"<= {row.target:g}",
+            f"{row.live:.2f}",
+            f"{1 - row.patched / row.stock:.1%}",
+            style=None if row.passed else "bold red",
+        )
+    return result
+
+
+def document(rows: list[Row]) -> dict[str, Any]:
+    """The rows with what is needed to repeat them."""
+    return {
+        "command": "python -m benchmarks.saved_bytes --check",
+        "device": "cpu",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "setting": {"dtype": str(DTYPE), "hidden": HIDDEN, "attention": "sdpa", "dropout": 0},
+        "rows": [asdict(row) | {"passed": row.passed} for row in rows],
+    }
+
+
+def _llama(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=1376,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=layers,
+        vocab_size=VOCAB,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gpt2(layers: int) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=HIDDEN,
+        n_head=8,
+        n_layer=layers,
+        vocab_size=VOCAB,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _bert(layers: int) -> nn.Module:
+    config = transformers.BertConfig(vocab_size=VOCAB, **_encoder(layers))
+    return transformers.BertForMaskedLM(config)
+
+
+def _vit(layers: int) -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**_encoder(layers)))
+
+
+def _encoder(layers: int) -> dict[str, Any]:
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_attention_heads": 8,
+        "num_hidden_layers": layers,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def _text() -> dict[str, Any]:
+    ids = torch.randint(3, VOCAB, (2, 256))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _image() -> dict[str, Any]:
+    return {"pixel_values": torch.randn(2, 3, 224, 224, dtype=DTYPE), "labels": torch.tensor([0, 1])}
+
+
+CASES = [
+    Case("Llama (MHA, r = 2.6875)", _llama, _text, 512, False, 22.80, 11.5),
+    Case("Llama (MHA, r = 2.6875)", _llama, _text, 512, True, 20.91, 11.7),
+    Case("ViT (pre-norm, GELU)", _vit, _image, 2 * 197, False, 16.05, 10.1),
+    Case("ViT (pre-norm, GELU)", _vit, _image, 2 * 197, True, 16.14, 10.2),
+    Case("BERT (post-norm, GELU)", _bert, _text, 512, False, 16.05, 10.1),
+    Case("BERT (post-norm, GELU)", _bert, _text, 512, True, 16.14, 10.2),
+    Case("GPT-2 (Conv1D, gelu_new)", _gpt2, _text, 512, False, 28.04, 10.1),
+]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

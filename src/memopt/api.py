@@ -1,0 +1,118 @@
+"""The library's verbs for a model in memory: patch, unpatch, load. `memopt` re-exports them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from memopt.errors import ModelError, NegativeVerdict, RecipeError
+from memopt.patches.apply import Applied, apply, is_patched, undo
+from memopt.plan import Plan, make_plan
+from memopt.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch(
+    model: M, recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE, *, inputs: Mapping[str, Any] | None = None
+) -> M:
+    """Patch a model in memory so that training it keeps fewer bytes; returns the same object.
+
+    No weight changes: the loss and every gradient are the stock model's within rounding. Call it before or after
+    adding LoRA adapters, and before tools that wrap modules (FSDP, DDP, accelerate's device maps).
+
+    Args:
+        model: any torch module; a Hugging Face model needs nothing else.
+        recipe: name of a shipped recipe, a YAML file, or a Recipe, with ``norms.fold: never``.
+        inputs: keyword arguments for one forward on the CPU, for models whose inputs cannot be guessed.
+
+    Raises:
+        NegativeVerdict: the model is already patched, or nothing in it can be.
+        RecipeError: the recipe is unknown, or folds weights.
+    """
+    if is_patched(model):
+        raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
+    rules = load_recipe(recipe)
+    if rules.norms.fold != "never":
+        raise RecipeError(
+            f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
+            "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
+        )
+    _applied_or_raise(apply(model, plan(model, rules, inputs=inputs)))
+    return model
+
+
+def unpatch(model: M) -> M:
+    """Give every patched module its stock forward back; returns the same object."""
+    undo(model)
+    return model
+
+
+def plan(
+    model: nn.Module | str | Path,
+    recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """What `recipe` would do to a model in memory, a local folder or a hub id; nothing is changed."""
+    from memopt.walk.build import load_config
+    from memopt.walk.observe import walk_config, walk_model
+
+    rules = load_recipe(recipe)
+    if isinstance(model, nn.Module):
+        return make_plan(walk_model(model, inputs), rules)
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    return make_plan(walk_config(config, trust_remote_code=trust_remote_code), rules)
+
+
+def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, **kwargs: Any) -> nn.Module:
+    """Load a folder that `memopt patch` wrote, patched and ready to train.
+
+    Args:
+        directory: the folder.
+        model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
+            the checkpoint names.
+        **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
+
+    Raises:
+        ModelError: the folder does not exist or was not written by `memopt patch`.
+    """
+    from memopt.checkpoint.manifest import read_manifest
+    from memopt.walk.build import load_config, model_class as natural_class
+    from memopt.walk.observe import walk_model
+
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(
+            f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"
+        )
+    manifest = read_manifest(directory)
+    trust_remote_code = bool(kwargs.get("trust_remote_code", False))
+    cls: Any = model_class
+    if cls is None:
+        cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
+    model: nn.Module = cls.from_pretrained(directory, **kwargs)
+    unfolded = load_recipe(manifest.recipe, ["norms.fold=never"])
+    folded = manifest.folded_norms()
+    names = {name for name, _ in model.named_modules() if _same_norm(name, folded)}
+    _applied_or_raise(apply(model, make_plan(walk_model(model), unfolded), folded=names))
+    return model
+
+
+def _same_norm(name: str, folded: frozenset[str]) -> bool:
+    # Another head class puts the base model's prefix before the name, or takes it away.
+    return name in folded or any(name.endswith("." + other) or other.endswith("." + name) for other in folded if name)
+
+
+def _applied_or_raise(applied: Applied) -> None:
+    for name, reason in applied.refused:
+        warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
+    if not applied.patched:
+        raise NegativeVerdict(
+            "Nothing in this model can be patched.", "See memopt.plan(model).refusals for the reasons."
+        )

@@ -1,0 +1,276 @@
+"""Which tensors of a checkpoint a plan's folds touch, and how. Pure data; the arithmetic is in `arithmetic`.
+
+A norm is folded into all its consumers or into none. Whatever the files do not allow (a tensor stored under
+another name, a quantised weight, a shared one) turns the norm's action into "share", with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from memopt.checkpoint.header import FLOAT_DTYPES, TensorInfo
+from memopt.plan import Plan
+from memopt.walk.sites import Consumer, NormSite
+
+
+@dataclass(frozen=True)
+class FoldedConsumer:
+    """One weight that takes a norm's affine; names are those of the files."""
+
+    weight: str
+    axis: int
+    channels: tuple[int, ...] | None = None
+    """Norm channel of each coordinate along `axis`; negative where it is not this norm's."""
+    bias: str | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One norm whose affine moves into its consumers; names are those of the files."""
+
+    norm: str
+    """Name of the norm module."""
+    weight: str
+    offset: int
+    bias: str | None
+    consumers: tuple[FoldedConsumer, ...]
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Every tensor that the fold changes."""
+        own = {self.weight} | ({self.bias} if self.bias else set())
+        shifted = {c.bias for c in self.consumers if c.bias and self.bias}
+        return frozenset(own | shifted | {c.weight for c in self.consumers})
+
+
+@dataclass(frozen=True)
+class Fill:
+    """The tensor becomes a constant: the identity of a folded norm."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class ScalePart:
+    gamma: str
+    offset: int
+    channels: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The tensor is multiplied along `axis` by one or more norms' scales, each over its own coordinates."""
+
+    axis: int
+    parts: tuple[ScalePart, ...]
+
+
+@dataclass(frozen=True)
+class ShiftPart:
+    weight: str
+    axis: int
+    beta: str
+    channels: tuple[int, ...] | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The tensor, a bias, takes the product of original weights and norm biases."""
+
+    parts: tuple[ShiftPart, ...]
+
+
+Operation = Fill | Scale | Shift
+
+
+@dataclass(frozen=True)
+class FoldPlan:
+    """The folds that the files allow, and those that they do not."""
+
+    folds: tuple[Fold, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    """(norm, reason) of every norm that the plan folds and the files do not allow."""
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, tensors: Mapping[str, TensorInfo], aliases: Mapping[str, tuple[str, ...]] | None = None
+    ) -> FoldPlan:
+        """Folds of `plan` on the files' `tensors`; `aliases` names tensors that share memory with others."""
+        norms = plan.norms("fold")
+        keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors)
+        owners = Counter(norm.weight for norm in plan.sites.norms)
+        folds, refused = [], []
+        for norm in norms:
+            reason = _obstacle(norm, keys, tensors, aliases or {}, owners)
+            if reason is None:
+                folds.append(_fold(norm, keys))
+            else:
+                refused.append((norm.name, reason))
+        result = cls(tuple(folds), tuple(refused))
+        return result.without(dict(_conflicts(result.folds)))
+
+    def operations(self) -> dict[str, Operation]:
+        """Tensor name -> what happens to it; every other tensor stays as it is."""
+        operations: dict[str, Operation] = {}
+        for fold in self.folds:
+            operations[fold.weight] = Fill(1.0 - fold.offset)
+            if fold.bias:
+                operations[fold.bias] = Fill(0.0)
+            for consumer in fold.consumers:
+                part = ScalePart(fold.weight, fold.offset, consumer.channels)
+                before = operations.get(consumer.weight)
+                parts = (*before.parts, part) if isinstance(before, Scale) else (part,)
+                operations[consumer.weight] = Scale(consumer.axis, parts)
+                if fold.bias and consumer.bias:
+                    term = ShiftPart(consumer.weight, consumer.axis, fold.bias, consumer.channels, consumer.scale)
+                    shift = operations.get(consumer.bias)
+                    terms = (*shift.parts, term) if isinstance(shift, Shift) else (term,)
+                    operations[consumer.bias] = Shift(terms)
+        return operations
+
+    def without(self, reasons: Mapping[str, str]) -> FoldPlan:
+        """The plan less the norms in `reasons` and every norm that shares a tensor with one of them."""
+        dropped = dict(reasons)
+        changed = True
+        while changed:
+            changed = False
+            tainted = {name: fold.norm for fold in self.folds if fold.norm in dropped for name in fold.touched}
+            for fold in self.folds:
+                shared = sorted(fold.touched & tainted.keys())
+                if fold.norm not in dropped and shared:
+                    dropped[fold.norm] = (
+                        f"it changes {shared[0]} together with {tainted[shared[0]]}, which is not folded"
+                    )
+                    changed = True
+        kept = tuple(fold for fold in self.folds if fold.norm not in dropped)
+        refused = tuple((fold.norm, dropped[fold.norm]) for fold in self.folds if fold.norm in dropped)
+        return FoldPlan(kept, self.refused + refused)
+
+    def revise(self, plan: Plan) -> Plan:
+        """`plan` with every refused fold turned into sharing."""
+        refused = dict(self.refused)
+        entries = tuple(
+            dataclasses.replace(entry, action="share", reason=f"not folded: {refused[entry.site]}")
+            if entry.kind == "norm" and entry.action == "fold" and entry.site in refused
+            else entry
+            for entry in plan.entries
+        )
+        return dataclasses.replace(plan, entries=entries)
+
+
+def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
+    """Parameter name -> name in the files, for those that are there.
+
+    Names are equal, or differ by the base model's prefix, which checkpoints of a bare base model lack and
+    checkpoints of a model with a head have.
+    """
+    names, keys = set(names), set(keys)
+    found = {name: name for name in names & keys}
+    missing = names - keys
+    best: dict[str, str] = {}
+    for prefix in sorted({name.split(".")[0] + "." for name in missing}):
+        if not any(key.startswith(prefix) for key in keys):
+            candidate = {name: name[len(prefix) :] for name in missing if name.startswith(prefix)}
+            best = max(best, _present(candidate, keys - names), key=len)
+    for prefix in sorted({key.split(".")[0] + "." for key in keys}):
+        if not any(name.startswith(prefix) for name in names):
+            best = max(best, _present({name: prefix + name for name in missing}, keys - names), key=len)
+    return found | best
+
+
+def _present(candidate: dict[str, str], keys: set[str]) -> dict[str, str]:
+    return {name: key for name, key in candidate.items() if key in keys}
+
+
+def _parameters(norm: NormSite) -> Iterator[str]:
+    names = [norm.weight, norm.bias]
+    for consumer in norm.consumers:
+        names += [consumer.parameter, consumer.bias if norm.bias else None]
+    return (name for name in names if name is not None)
+
+
+def _fold(norm: NormSite, keys: Mapping[str, str]) -> Fold:
+    assert norm.weight is not None
+    consumers = dict.fromkeys(  # a weight that is read twice is folded once
+        FoldedConsumer(
+            weight=keys[c.parameter],
+            axis=c.axis,
+            channels=c.channels,
+            bias=keys[c.bias] if norm.bias and c.bias else None,
+            scale=c.scale,
+        )
+        for c in norm.consumers
+    )
+    return Fold(norm.name, keys[norm.weight], norm.offset, keys[norm.bias] if norm.bias else None, tuple(consumers))
+
+
+def _obstacle(
+    norm: NormSite,
+    keys: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+    aliases: Mapping[str, tuple[str, ...]],
+    owners: Counter[str | None],
+) -> str | None:
+    """Why the files do not allow the fold of `norm`; None when they do."""
+    if not norm.consumers:
+        return "no linear reads it"
+    if owners[norm.weight] > 1:
+        return "another norm has the same weight"
+    for name in _parameters(norm):
+        if name not in keys:
+            return f"{name} is not in the files under this name"
+        info = tensors[keys[name]]
+        if info.dtype not in FLOAT_DTYPES:
+            return f"{info.name} is stored as {info.dtype}, which holds no plain weights"
+        if others := aliases.get(info.name):
+            return f"{info.name} is one tensor with {', '.join(others)}"
+    for name in (norm.weight, norm.bias):
+        if name is not None and prod(tensors[keys[name]].shape) != norm.hidden_size:
+            return f"{name} has another shape in the files"
+    return next((reason for c in norm.consumers if (reason := _consumer_obstacle(norm, c, keys, tensors))), None)
+
+
+def _consumer_obstacle(
+    norm: NormSite, consumer: Consumer, keys: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> str | None:
+    shape = tensors[keys[consumer.parameter]].shape
+    size = norm.hidden_size if consumer.channels is None else len(consumer.channels)
+    if not 0 <= consumer.axis < len(shape) or shape[consumer.axis] != size:
+        return f"{consumer.parameter} has another shape in the files"
+    if norm.bias is None:
+        return None
+    if consumer.bias is None or not consumer.accepts_bias:
+        return f"{consumer.parameter} cannot take the norm's bias"
+    reduced = (*shape[: consumer.axis], *shape[consumer.axis + 1 :])
+    bias = tensors[keys[consumer.bias]].shape
+    return None if bias == reduced[: len(bias)] else f"{consumer.bias} has another shape in the files"
+
+
+def _conflicts(folds: tuple[Fold, ...]) -> Iterator[tuple[str, str]]:
+    """(norm, reason) of folds that do not go together: one coordinate scaled twice, one tensor in two roles."""
+    own = {name: fold.norm for fold in folds for name in (fold.weight, fold.bias) if name}
+    weights = {consumer.weight for fold in folds for consumer in fold.consumers}
+    users: dict[str, list[tuple[str, FoldedConsumer]]] = {}
+    for fold in folds:
+        for consumer in fold.consumers:
+            users.setdefault(consumer.weight, []).append((fold.norm, consumer))
+            for name in {consumer.weight, consumer.bias} & own.keys():
+                yield fold.norm, f"{name} belongs to the norm {own[name]}"
+            if consumer.bias in weights:
+                yield fold.norm, f"{consumer.bias} is used both as a weight and as a bias"
+    for weight, uses in users.items():
+        for index, (norm, one) in enumerate(uses):
+            if any(_overlap(one, other) for other_index, (_, other) in enumerate(uses) if other_index != index):
+                yield norm, f"{weight} reads it, or it and another norm, at the same place twice"
+
+
+def _overlap(one: FoldedConsumer, other: FoldedConsumer) -> bool:
+    if one.axis != other.axis or one.channels is None or other.channels is None:
+        return True
+    return any(a >= 0 and b >= 0 for a, b in zip(one.channels, other.channels, strict=True))

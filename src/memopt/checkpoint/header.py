@@ -1,0 +1,151 @@
+"""The safetensors container: reading a file's header and checking it, and building a new one.
+
+A file is an 8-byte little-endian length, a JSON header of that length and the tensors' bytes without
+gaps. Only headers are touched here; tensor data is read by `source` and written by `writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import ModelError
+
+#: Bits of one element of every dtype of the format.
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+#: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale kept elsewhere.
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor's bytes are."""
+
+    name: str
+    shard: str
+    """Name of the file that holds it."""
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, counted from the start of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header."""
+
+    raw: bytes
+    """The file's first bytes, up to the first tensor."""
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
+    file_size: int
+
+
+def read_header(path: Path) -> Header:
+    """Header of a safetensors file, with every offset checked against the file.
+
+    Raises:
+        ModelError: the file is truncated, its header is no valid JSON, or its offsets overlap, leave
+            gaps or pass the end of the file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if length < 0 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _broken(path, f"its header does not fit into its {size} bytes")
+            text = file.read(length)
+    except OSError as error:
+        raise ModelError(f"'{path}' cannot be read: {error.strerror or error}.") from None
+    entries = _parse(path, text)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _broken(path, "its metadata is not a mapping")
+    start = 8 + length
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    _check_layout(path, tensors.values(), start, size)
+    return Header(raw=prefix + text, metadata=metadata, tensors=tensors, file_size=size)
+
+
+def build_header(shard: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
+    """Header for a new file with `tensors` (name -> dtype and shape), widest elements first for alignment."""
+    order = sorted(tensors, key=lambda name: (-DTYPE_BITS[tensors[name][0]], name))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = position + _nbytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    infos = {}
+    for name in order:
+        begin, end = entries[name]["data_offsets"]
+        infos[name] = TensorInfo(name, shard, *tensors[name], offset=start + begin, nbytes=end - begin)
+    return Header(struct.pack("<Q", len(text)) + text, entries["__metadata__"], infos, start + position)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return found
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not valid JSON ({error})") from None
+    if not isinstance(entries, dict):
+        raise _broken(path, "its header is not a JSON object")
+    return entries
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError):
+        raise _broken(path, f"the entry of tensor '{name}' is incomplete") from None
+    if dtype not in DTYPE_BITS:
+        raise _broken(path, f"tensor '{name}' has the unknown dtype {dtype!r}")
+    if not whole or end - begin != _nbytes(dtype, shape):
+        raise _broken(path, f"tensor '{name}' has offsets that do not match its dtype and shape")
+    return TensorInfo(name, path.name, dtype, shape, start + begin, end - begin)
+
+
+def _check_layout(path: Path, tensors: Iterable[TensorInfo], start: int, size: int) -> None:
+    position = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset < position:
+            raise _broken(path, f"tensor '{info.name}' overlaps the one before it")
+        if info.offset > position:
+            raise _broken(path, f"there is a gap before tensor '{info.name}'")
+        position = info.offset + info.nbytes
+        if position > size:
+            raise _broken(path, f"tensor '{info.name}' ends at byte {position}, past the end of the file ({size})")
+    if position != size:
+        raise _broken(path, f"its tensors end at byte {position} and the file at byte {size}")
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def _broken(path: Path, why: str) -> ModelError:
+    return ModelError(f"'{path}' is not a valid safetensors file: {why}.", "Download or copy it again.")

@@ -1,0 +1,97 @@
+"""From a model name to a local folder: a path as it is, a hub id through the hub's cache.
+
+What the folder contains is `source`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from memopt.errors import ModelError
+
+#: Names of weight files that are not part of a safetensors checkpoint, as shell wildcards.
+OTHER_WEIGHTS = (
+    "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.ot",
+    "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.npz", "*.nemo", "openvino_*", "*.bin.index.json",
+)  # fmt: skip
+
+
+def locate(model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True) -> Path:
+    """Folder of `model`, downloaded first if it is a hub id.
+
+    Args:
+        model: a local folder or a hub id (``name`` or ``organisation/name``).
+        revision: branch, tag or commit; hub ids only.
+        allow_pickle: also fetch ``pytorch_model*.bin``.
+        weights: False fetches the configuration, code and index only.
+
+    Raises:
+        ModelError: it exists neither here nor on the hub, is gated, or cannot be reached.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"--revision is for hub ids, and '{model}' is a local folder.")
+        return path.resolve()
+    if path.exists():
+        raise ModelError(f"'{model}' is a file, not a folder.", "Give the folder that contains config.json.")
+    if _looks_like_a_path(model):
+        raise ModelError(f"The folder '{model}' does not exist.")
+    return _download(model, revision, allow_pickle, weights)
+
+
+def commit_of(root: Path) -> str | None:
+    """Commit of a folder inside the hub's cache; None elsewhere."""
+    return root.name if root.parent.name == "snapshots" else None
+
+
+def cache_folder() -> Path:
+    """Folder of the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or os.sep * 2 in model
+
+
+def _download(model: str, revision: str | None, allow_pickle: bool, weights: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    ignored = [pattern for pattern in OTHER_WEIGHTS if not (allow_pickle and pattern.startswith("*.bin"))]
+    at = f" at revision '{revision}'" if revision else ""
+    page = f"https://huggingface.co/{model}"
+    try:
+        folder = snapshot_download(
+            model, revision=revision, ignore_patterns=ignored + ([] if weights else ["*.safetensors", "*.bin"])
+        )
+    except errors.HFValidationError:
+        raise ModelError(f"'{model}' is neither a folder here nor a valid hub id.") from None
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"'{model}' is gated and this account has no access.", f"Ask for it at {page}, then run `hf auth login`."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelError(f"'{model}' has no revision '{revision}'.", f"See {page}/tree/main.") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"'{model}' is neither a folder here nor a model on the hub.",
+            "Check the name; for a private model run `hf auth login`.",
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise ModelError(f"'{model}'{at} is not in the hub's cache, {_why_offline()}") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"'{model}' could not be downloaded: {detail}", "Check the connection and try again."
+        ) from None
+    return Path(folder)
+
+
+def _why_offline() -> str:
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}:
+            return f"and {variable} is set: unset it, or give a local folder."
+    return "and the hub cannot be reached: check the connection, or give a local folder."

@@ -1,0 +1,39 @@
+"""Errors that reach the user, each one plain sentence: what happened, where, and what to do next.
+
+The CLI prints ``message`` and ``hint`` without a traceback and exits with ``exit_code``; the library
+raises the same exceptions. Anything else that escapes is a fault of memopt's and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MemoptError(Exception):
+    """It could not run: usage, missing or broken input, I/O (exit code 2)."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class RecipeError(MemoptError):
+    """A recipe, or a key or value in it, is unknown or does not fit."""
+
+
+class ModelError(MemoptError):
+    """The model cannot be found, read, built or run."""
+
+
+class OutputError(MemoptError):
+    """The output folder cannot be written."""
+
+
+class NegativeVerdict(MemoptError):
+    """It ran, and the answer is no: nothing to patch, already patched, a check failed (exit code 1)."""
+
+    exit_code = 1

@@ -1,0 +1,135 @@
+"""Norm modules that keep x_hat, which the linears behind them share, instead of their input.
+
+A norm whose affine was folded into the next linears holds an identity affine; its weight and bias become persistent
+buffers, so they keep their names in every saved checkpoint and are neither trained nor decayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, normalize
+from memopt.patches.swap import restore_forward, swap_forward, swap_state
+from memopt.walk.sites import NormSite
+
+
+@dataclass(frozen=True)
+class NormRewrite:
+    """What a patched norm knows: its family, the names of its parameters, and where its output goes."""
+
+    spec: NormSpec
+    weight: str | None
+    bias: str | None
+    only_linears_read: bool
+    """All readers are linears, so under autocast the output may be emitted in the dtype they would cast it to."""
+    frozen: tuple[tuple[str, bool], ...] = ()
+    """(name, requires_grad) of identity parameters that became buffers."""
+
+
+def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
+    """Make `module` keep x_hat for backward.
+
+    Raises:
+        ValueError: the module cannot be swapped or is not the norm that `site` describes.
+    """
+    weight, bias = _local(site.weight), _local(site.bias)
+    spec = NormSpec(kind=site.kind, eps=site.eps, offset=site.offset, cast=site.cast)
+    tensors = [getattr(module, name) for name in (weight, bias) if name is not None]
+    if any(tensor.shape != (site.hidden_size,) for tensor in tensors):
+        raise ValueError(f"its parameters do not have {site.hidden_size} elements")
+    _prove(module, spec, weight, bias, site.hidden_size)
+    frozen: tuple[tuple[str, bool], ...] = ()
+    if folded and _is_identity(module, spec, weight, bias):
+        names = [name for name in (weight, bias) if name is not None]
+        frozen = tuple((name, getattr(module, name).requires_grad) for name in names)
+    only_linears = bool(site.consumers) and not site.reaches
+    swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
+    for name, _ in frozen:
+        tensor = getattr(module, name).detach()
+        delattr(module, name)
+        module.register_buffer(name, tensor, persistent=True)
+
+
+def unpatch_norm(module: nn.Module) -> None:
+    """Undo :func:`patch_norm`."""
+    rewrite = swap_state(module)
+    assert isinstance(rewrite, NormRewrite)
+    restore_forward(module)
+    for name, requires_grad in rewrite.frozen:
+        tensor = getattr(module, name)
+        delattr(module, name)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=requires_grad))
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: NormRewrite, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    weight = getattr(module, rewrite.weight) if rewrite.weight is not None else None
+    bias = getattr(module, rewrite.bias) if rewrite.bias is not None else None
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or args or kwargs:
+        return stock(module, x, *args, **kwargs)
+    if not (x.requires_grad or any(p is not None and p.requires_grad for p in (weight, bias))):
+        return stock(module, x)
+    autocast = _autocast_dtype(x)
+    mixed = any(p is not None and p.dtype != x.dtype for p in (weight, bias))
+    if autocast is not None and rewrite.only_linears_read:
+        dtype = autocast
+    elif mixed:
+        # What the stock module returns for mixed dtypes depends on its code and the device.
+        return stock(module, x)
+    else:
+        dtype = x.dtype
+    if rewrite.frozen:
+        return ms_norm(x, None, None, rewrite.spec, dtype)
+    return ms_norm(x, weight, bias, rewrite.spec, dtype, autocast or dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _local(parameter: str | None) -> str | None:
+    return None if parameter is None else parameter.rpartition(".")[2]
+
+
+def _is_identity(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | None) -> bool:
+    if weight is not None and not bool((getattr(module, weight) == 1 - spec.offset).all()):
+        return False
+    return bias is None or not bool(getattr(module, bias).any())
+
+
+@torch.no_grad()
+def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | None, hidden_size: int) -> None:
+    """Compare with the module itself on its own weights; both errors are taken against fp64."""
+    parameter = next(module.parameters(), None)
+    dtype, device = (parameter.dtype, parameter.device) if parameter is not None else (torch.float32, "cpu")
+    if parameter is not None and (parameter.is_meta or type(parameter.data) is not Tensor):
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(4, hidden_size, generator=generator, dtype=torch.float64) * 3 + 0.5).to(device, dtype)
+    gamma, beta = (None if name is None else getattr(module, name) for name in (weight, bias))
+    truth = affine(
+        normalize(x.double(), spec)[0],
+        None if gamma is None else gamma.double(),
+        None if beta is None else beta.double(),
+        spec,
+        torch.float64,
+        torch.float64,
+    )
+    with torch.autocast(x.device.type, enabled=False):
+        stock = module(x)
+    ours = affine(normalize(x, spec)[0], gamma, beta, spec, x.dtype, stock.dtype)
+    rounding = torch.finfo(stock.dtype).eps * truth.abs() + torch.finfo(accumulation_dtype(dtype)).tiny
+    stock_error = ((stock.double() - truth).abs() / rounding).max()
+    our_error = ((ours.double() - truth).abs() / rounding).max()
+    # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
+    if not our_error <= 2 * stock_error + 2:
+        raise ValueError(f"it does not compute the norm it looks like (error {float(our_error):.1f} roundings)")

@@ -1,0 +1,170 @@
+"""Sites x recipe -> what is rewritten, how, and what is left, with a reason for each. Pure data, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memopt.recipe import Recipe
+from memopt.walk.sites import ActivationSite, NormSite, Sites
+
+SiteKind = Literal["norm", "gated_mlp", "activation", "linear", "dropout", "loss"]
+Action = Literal["fold", "share", "recompute", "keep"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the coverage table: a site, what happens to it and why."""
+
+    kind: SiteKind
+    site: str
+    action: Action
+    reason: str
+
+    @property
+    def rewritten(self) -> bool:
+        return self.action != "keep"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe does to a model."""
+
+    recipe: Recipe
+    sites: Sites
+    entries: tuple[Entry, ...]
+
+    @property
+    def rewrites(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.rewritten)
+
+    @property
+    def refusals(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if not entry.rewritten)
+
+    def norms(self, *actions: Action) -> tuple[NormSite, ...]:
+        """Norm sites whose action is one of `actions`."""
+        chosen = {e.site for e in self.entries if e.kind == "norm" and e.action in actions}
+        return tuple(norm for norm in self.sites.norms if norm.name in chosen)
+
+    def activations(self) -> tuple[ActivationSite, ...]:
+        """Activation sites whose output is made again in backward."""
+        chosen = {e.site for e in self.entries if e.kind == "activation" and e.rewritten}
+        return tuple(site for site in self.sites.activations if site.name in chosen)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Kind -> action -> number of sites."""
+        table: dict[str, Counter[str]] = {}
+        for entry in self.entries:
+            table.setdefault(entry.kind, Counter())[entry.action] += 1
+        return {kind: dict(actions) for kind, actions in table.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; stored in memopt.json."""
+        return {
+            "recipe": self.recipe.model_dump(mode="json"),
+            "counts": self.counts(),
+            "entries": [dataclasses.asdict(entry) for entry in self.entries],
+        }
+
+
+def make_plan(sites: Sites, recipe: Recipe) -> Plan:
+    """Decide every site of `sites` under `recipe`."""
+    entries = (
+        *_plan_norms(sites, recipe),
+        *_plan_gated_mlps(sites, recipe),
+        *_plan_activations(sites, recipe),
+        *_plan_linears(sites),
+        *_plan_dropouts(sites),
+        *_plan_loss(sites),
+    )
+    return Plan(recipe=recipe, sites=sites, entries=entries)
+
+
+def _plan_norms(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
+    for norm in sites.norms:
+        action, reason = _decide_norm(norm, recipe)
+        yield Entry("norm", norm.name, action, reason)
+    for name, reason in sites.skipped:
+        yield Entry("norm", name, "keep", reason)
+
+
+def _decide_norm(norm: NormSite, recipe: Recipe) -> tuple[Action, str]:
+    if recipe.norms.method == "none":
+        return "keep", "the recipe leaves norms alone"
+    if not recipe.selects(norm.name):
+        return "keep", "excluded by the recipe's targets or ignore"
+    if not norm.executed:
+        return "keep", "no forward of the walk ran it"
+    if norm.weight is None:
+        return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
+    if recipe.norms.fold == "never":
+        return "share", "the recipe keeps the affine"
+    if norm.foldable:
+        readers = ", ".join(sorted({consumer.parameter for consumer in norm.consumers}))
+        return "fold", f"into {readers}"
+    return "share", "not folded: " + "; ".join(norm.fold_obstacles)
+
+
+def _plan_gated_mlps(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
+    for site in sites.gated_mlps:
+        if recipe.gated_mlps.method == "none":
+            yield Entry("gated_mlp", site.name, "keep", "the recipe leaves gated MLPs alone")
+        elif not recipe.selects(site.name):
+            yield Entry("gated_mlp", site.name, "keep", "excluded by the recipe's targets or ignore")
+        else:
+            yield Entry(
+                "gated_mlp", site.name, "recompute", "act(gate) and the product are made again from gate and up"
+            )
+
+
+def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
+    gated = {site.name for site in sites.gated_mlps if recipe.selects(site.name)}
+    for site in sites.activations:
+        if recipe.activations.method == "none":
+            yield Entry("activation", site.name, "keep", "the recipe leaves activations alone")
+        elif not recipe.selects(site.name):
+            yield Entry("activation", site.name, "keep", "excluded by the recipe's targets or ignore")
+        elif site.gated_mlp in gated:
+            yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
+        elif site.kind == "relu":
+            yield Entry(
+                "activation", site.name, "keep", "relu already keeps its output only, which the next linear shares"
+            )
+        elif site.is_module and site.operations > 1:
+            yield Entry(
+                "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
+            )
+        elif site.next_linear is None:
+            yield Entry("activation", site.name, "keep", "no linear keeps its output: nothing to save")
+        else:
+            yield Entry(
+                "activation", site.name, "recompute", "its output is made again from its input, which is kept anyway"
+            )
+
+
+def _plan_linears(sites: Sites) -> Iterator[Entry]:
+    for site in sites.linears:
+        if site.input_shared_with:
+            reason = "exact as it is; its input is one storage with " + ", ".join(site.input_shared_with)
+        else:
+            reason = "exact as it is" + (f"; its input comes from {site.fed_by}" if site.fed_by else "")
+        yield Entry("linear", site.parameter, "keep", reason)
+
+
+def _plan_dropouts(sites: Sites) -> Iterator[Entry]:
+    for site in sites.dropouts:
+        why = (
+            "probability 0: keeps nothing" if site.probability == 0 else "keeps its mask; not rewritten by this recipe"
+        )
+        yield Entry("dropout", site.name, "keep", why)
+
+
+def _plan_loss(sites: Sites) -> Iterator[Entry]:
+    if sites.loss_head is not None:
+        yield Entry(
+            "loss", sites.loss_head.parameter, "keep", "stock loss over all logits; not rewritten by this recipe"
+        )

@@ -1,0 +1,126 @@
+"""Which storages an execution creates: by what operation, in what module, and which of them are still alive.
+
+A storage is the block of memory behind a tensor and all its views; memory is counted in storages, never in tensors.
+Who keeps a storage for backward is `memopt.report.account`'s question, not this module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+#: Operations whose output holds the values of their input: a cast, or a copy in another layout.
+_COPIES = frozenset({"_to_copy", "clone"})
+
+
+@dataclass(frozen=True)
+class Birth:
+    """How a storage came to be."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    operation: str
+    """The operator that allocated it, e.g. ``mm``; with its namespace if it is not one of PyTorch's own."""
+    function: str
+    """The function that Python called, e.g. ``layer_norm``; empty where none was seen."""
+    module: str
+    """The innermost module that was running."""
+    copy_of: Birth | None = None
+    """The storage whose values it copies or casts."""
+    of_parameter: bool = False
+    """Whether those values are a parameter's or a buffer's."""
+
+    @property
+    def origin(self) -> Birth:
+        """The storage where its values were computed, looking through casts and copies."""
+        return self if self.copy_of is None else self.copy_of.origin
+
+
+def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised)."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from storages(getattr(tensor, name) for name in names)
+        elif tensor.layout == torch.strided:
+            yield tensor.untyped_storage()
+
+
+class StorageTracker(TorchDispatchMode):
+    """While active, notes the birth of every storage and keeps a weak reference to it.
+
+    Args:
+        module: says which module is running.
+        function: says which Python-level function is running.
+        parameters: tensors whose copies are marked ``of_parameter``.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[], str] = str,
+        function: Callable[[], str] = str,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self._module, self._function = module, function
+        self._parameters = {storage._cdata for storage in storages(parameters)}
+        # A weak reference keeps the address of a freed storage from being used again, so an address is an identity.
+        self._born: dict[int, tuple[StorageWeakRef, Birth]] = {}
+
+    def birth(self, storage: torch.UntypedStorage) -> Birth | None:
+        """How `storage` came to be; None if it existed before."""
+        entry = self._born.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def alive_bytes(self) -> int:
+        """Bytes of the storages born so far that something still refers to."""
+        references = (reference for reference, _ in self._born.values())
+        living = (torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references)
+        return sum(storage.nbytes() for storage in living if storage is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        if outputs:
+            self._note(func, list(storages(_tensors((args, kwargs)))), outputs)
+        return result
+
+    def _note(self, func: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
+        aliases = {storage._cdata for storage in inputs}
+        for output in outputs:
+            for storage in storages([output]):
+                address = storage._cdata
+                if address in aliases or address in self._born or address in self._parameters:
+                    continue
+                operation = _name(func)
+                source, of_parameter = None, False
+                if operation in _COPIES and inputs:
+                    source = self.birth(inputs[0])
+                    of_parameter = inputs[0]._cdata in self._parameters or (source is not None and source.of_parameter)
+                birth = Birth(
+                    dtype=str(output.dtype).removeprefix("torch."),
+                    shape=tuple(output.shape),
+                    operation=operation,
+                    function=self._function(),
+                    module=self._module(),
+                    copy_of=source,
+                    of_parameter=of_parameter,
+                )
+                self._born[address] = (StorageWeakRef(storage), birth)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)
+    return (schema.name if schema is not None else str(func)).removeprefix("aten::")

@@ -1,0 +1,83 @@
+"""Which tensors can be made again: one rule per kind of autograd node.
+
+A rule belongs to the node (``tensor.grad_fn``) of the operation that made a tensor. It says whether the node keeps
+enough for backward to make its own output again, and does so with one elementwise pass. Nothing new is kept: the
+rule reads the node's own saved tensors. Rules for PyTorch's operations are here; memopt's operators register theirs
+with :func:`recomputable` beside the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
+Node = Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to make the output of one kind of node again."""
+
+    remake: Callable[[Node], Tensor]
+    """The node's output from the tensors that the node saved."""
+    keeps_enough: Callable[[Node], bool]
+    """Whether this very node saved all that `remake` reads."""
+    family: str
+    """The group that a recipe switches: ``norm``, ``activation`` or ``gated_mlp``."""
+
+
+RULES: dict[str, Rule] = {}
+
+
+def recomputable(
+    node_name: str, family: str, keeps_enough: Callable[[Node], bool] = lambda node: True
+) -> Callable[[Callable[[Node], Tensor]], Callable[[Node], Tensor]]:
+    """Register the decorated function as the rule of the nodes called `node_name` (``grad_fn.name()``)."""
+
+    def register(remake: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
+        RULES[node_name] = Rule(remake, keeps_enough, family)
+        return remake
+
+    return register
+
+
+def _keeps_both_operands(node: Node) -> bool:
+    # d(ab) needs a for b's gradient and b for a's: both are saved exactly when both edges lead somewhere.
+    edges = node.next_functions
+    return len(edges) == 2 and edges[0][0] is not None and edges[1][0] is not None
+
+
+@recomputable("MulBackward0", "gated_mlp", _keeps_both_operands)
+def _product(node: Node) -> Tensor:
+    return torch.mul(node._saved_self, node._saved_other)
+
+
+@recomputable("SiluBackward0", "activation")
+def _silu(node: Node) -> Tensor:
+    return F.silu(node._saved_self)
+
+
+@recomputable("GeluBackward0", "activation")
+def _gelu(node: Node) -> Tensor:
+    return F.gelu(node._saved_self, approximate=node._saved_approximate)
+
+
+@recomputable("MishBackward0", "activation")
+def _mish(node: Node) -> Tensor:
+    return F.mish(node._saved_self)
+
+
+@recomputable("HardswishBackward0", "activation")
+def _hardswish(node: Node) -> Tensor:
+    return F.hardswish(node._saved_self)
+
+
+@recomputable("PowBackward0", "activation")
+def _power(node: Node) -> Tensor:
+    return torch.pow(node._saved_self, node._saved_exponent)

@@ -1,0 +1,211 @@
+"""Keep a handle instead of a tensor that can be made again, wherever autograd saves one.
+
+Inside a :class:`RecomputeScope` every tensor that any operation saves for backward passes through a saved-tensor
+hook. If the tensor (or the base of which it is a view) was made by a node with a rule (`memopt.saved.rules`), a
+:class:`Handle` to that node is kept; backward makes the tensor again once for all its holders and lets it go with the
+last of them. Everything else is kept as autograd would keep it, or handed to the hook that was active outside
+(activation checkpointing, offloading, a memory report), so scopes compose with those in both orders.
+
+Identity comes from the graph, not from addresses: the handle owns the producing node, and the node owns what it
+saved. A tensor that was changed in place since (version > 0) is never replaced by a handle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.saved.rules import RULES, Node, Rule
+
+_METADATA_KEY = "memopt"
+_CAST_NODE = "ToCopyBackward0"
+ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
+
+
+class RecomputeScope:
+    """Context manager: inside it, outputs that can be made again are kept as handles.
+
+    Entering is free where it has nothing to do: gradients are off, another scope is already active, saved-tensor
+    hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
+
+    Args:
+        families: which rules apply (``norm``, ``activation``, ``gated_mlp``).
+    """
+
+    def __init__(self, families: frozenset[str] = ALL_FAMILIES) -> None:
+        self._families = families
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        autograd = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return
+        outer = autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and isinstance(outer[0], _Pack):
+            return
+        self._hooks = saved_tensors_hooks(_Pack(self._families, outer), _unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(*error)
+
+
+class _Pack:
+    """The pack hook of one scope."""
+
+    __slots__ = ("_families", "_first_node", "_outer_pack", "_outer_unpack")
+
+    def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+        self._families = families
+        self._outer_pack, self._outer_unpack = outer if outer is not None else (None, None)
+        # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
+        # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
+        restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
+        self._first_node = torch._C._autograd._get_sequence_nr() if restricted else -1
+
+    def __call__(self, tensor: Tensor) -> Handle | _Kept | _Forwarded:
+        base = tensor._base
+        if base is None:
+            base = tensor
+        node = base.grad_fn
+        if node is not None and tensor._version == 0 and node._sequence_nr() >= self._first_node:
+            source, cast = node, None
+            if node.name() == _CAST_NODE:
+                source, cast = node.next_functions[0][0], tensor.dtype
+            rule = RULES.get(source.name()) if source is not None else None
+            if rule is not None and self._applies(rule, source, cast):
+                return Handle(source, rule, cast, tensor, base)
+        if self._outer_pack is not None:
+            return _Forwarded(self._outer_pack(tensor), self._outer_unpack)
+        return _Kept(tensor)
+
+    def _applies(self, rule: Rule, node: Node, cast: torch.dtype | None) -> bool:
+        if cast is not None and (rule.family != "norm" or node._sequence_nr() < self._first_node):
+            return False
+        return rule.family in self._families and rule.keeps_enough(node)
+
+
+def _unpack(packed: Handle | _Kept | _Forwarded) -> Tensor:
+    return packed.unpack()
+
+
+class _Kept:
+    """A tensor kept as it is. Hooks switch autograd's own version check off, so it is made here."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. A leaf is
+        # kept itself, because sharded training may exchange its data between forward and backward.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; "
+                f"expected version {self._version} instead."
+            )
+        return self._tensor
+
+
+class _Forwarded:
+    """A tensor that the outer hook keeps.
+
+    Checkpointing's hook gives each tensor back only once per backward. A handle that reads its node's saved tensors
+    takes that one turn, so the tensor stays here until the node itself asks.
+    """
+
+    __slots__ = ("_early", "_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None) -> None:
+        self._packed, self._unpack = packed, unpack
+        self._early: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        tensor = self._early
+        if tensor is None:
+            assert self._unpack is not None
+            tensor = self._unpack(self._packed)
+        self._early = tensor if _remaking.depth else None
+        return tensor
+
+
+class _Remaking(threading.local):
+    """Whether this thread is making a tensor again (and not running a node's backward)."""
+
+    depth = 0
+
+
+_remaking = _Remaking()
+
+
+class _Remade:
+    """The remade output of one node while its holders need it; lives in the node's metadata, refers to no node."""
+
+    __slots__ = ("holders", "served", "values")
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.served = 0
+        self.values: dict[torch.dtype | None, Tensor] = {}
+
+    def release(self, *_: object) -> None:
+        self.served = 0
+        self.values.clear()
+
+
+class Handle:
+    """Stands for a tensor that `node` can make again."""
+
+    __slots__ = ("_base_stride", "_cast", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+
+    def __init__(self, node: Node, rule: Rule, cast: torch.dtype | None, tensor: Tensor, base: Tensor) -> None:
+        self._node, self._rule, self._cast = node, rule, cast
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() - base.storage_offset()
+        self._base_stride = base.stride()
+        remade = node.metadata.get(_METADATA_KEY)
+        if remade is None:
+            remade = node.metadata[_METADATA_KEY] = _Remade()
+            # All holders come before the node in backward: when its turn comes, nothing needs the value any more.
+            node.register_prehook(remade.release)
+        remade.holders += 1
+        self._remade: _Remade = remade
+
+    def unpack(self) -> Tensor:
+        remade = self._remade
+        value = remade.values.get(self._cast)
+        if value is None:
+            value = remade.values[self._cast] = self._make()
+        remade.served += 1
+        if remade.served >= remade.holders:
+            remade.release()
+        return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
+
+    def _make(self) -> Tensor:
+        value = self._remade.values.get(None)
+        if value is None:
+            _remaking.depth += 1
+            try:
+                with torch.no_grad():
+                    value = self._rule.remake(self._node)
+            finally:
+                _remaking.depth -= 1
+        if self._cast is not None:
+            value = value.to(self._cast)
+        if value.stride() != self._base_stride:
+            value = torch.empty_strided(value.size(), self._base_stride, dtype=value.dtype, device=value.device).copy_(
+                value
+            )
+        return value

@@ -1,0 +1,276 @@
+"""From a folder or hub id to a config, and from a config to the class that runs it. No weights, no modules here.
+
+Which class belongs to a config is answered by transformers' own registries (`architectures`, the auto mappings,
+`auto_map` for remote code), so a model type that transformers learns tomorrow needs no change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import transformers
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from memopt.errors import ModelError
+
+CONFIG_FILE = "config.json"
+
+#: Head preferred for a config that names no architecture, by transformers' task names. Sequence-to-sequence first and
+#: masked before causal, because encoders and encoder-decoders are listed under causal LM as well.
+_HEADS = (
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "MASKED_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "CAUSAL_LM",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+    "CTC",
+    "AUDIO_CLASSIFICATION",
+)
+
+
+def load_config(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """Config of the model in the folder, or under the hub id, `source`.
+
+    Raises:
+        ModelError: the folder, file, id, revision or model type is missing, broken or not allowed; says which.
+    """
+    path = _config_file(source, revision)
+    settings = _read(path, source)
+    _check_known(settings, source, trust_remote_code)
+    folder_or_id = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else str(source)
+    try:
+        # trust_remote_code is passed even when False: left out, transformers asks on stdin.
+        config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"The config of '{source}' does not fit model type '{settings.get('model_type')}' of transformers "
+            f"{transformers.__version__}: {_one_line(error)}."
+        ) from error
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class named in ``config.architectures``, else the natural head class of the model type, else its base.
+
+    Remote code is used only if the config itself came from remote code, i.e. was loaded with the user's consent.
+
+    Raises:
+        ModelError: transformers has no model class for this config.
+    """
+    for candidate in _candidate_classes(config):
+        return candidate
+    raise ModelError(
+        f"transformers {transformers.__version__} has no model class for model type '{config.model_type}' "
+        f"({type(config).__name__}).",
+        "Name one that it has in the config's 'architectures'.",
+    )
+
+
+def config_nodes(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """`config` and every config nested in it, each once, parents first."""
+    seen: set[int] = set()
+    queue = [config]
+    while queue:
+        node = queue.pop(0)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        queue.extend(value for value in vars(node).values() if isinstance(value, PreTrainedConfig))
+
+
+def _config_file(source: str | Path, revision: str | None) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return _config_in_folder(folder)
+    if folder.exists():
+        raise ModelError(f"'{source}' is a file, not a model folder.", "Give the folder that holds its config.json.")
+    if isinstance(source, Path) or str(source).startswith(("/", "./", "../", "~")):
+        raise ModelError(f"The folder '{source}' does not exist.", "Check the path.")
+    return _config_on_hub(str(source), revision)
+
+
+def _config_in_folder(folder: Path) -> Path:
+    path = folder / CONFIG_FILE
+    if path.is_file():
+        return path
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"'{folder}' holds a PEFT adapter, not a model: it has no {CONFIG_FILE}.", "Give the base model instead."
+        )
+    raise ModelError(
+        f"'{folder}' is not a model: it has no {CONFIG_FILE}.", "Give a folder written by save_pretrained, or a hub id."
+    )
+
+
+def _config_on_hub(source: str, revision: str | None) -> Path:
+    at = f" at revision '{revision}'" if revision else ""
+    try:
+        return Path(huggingface_hub.hf_hub_download(source, CONFIG_FILE, revision=revision))
+    except HFValidationError:
+        message = f"'{source}' is neither an existing folder nor a hub id."
+        raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None
+    except GatedRepoError:
+        message = f"The model '{source}' on the hub is gated and this machine has no access to it."
+        hint = f"Accept its terms at {_endpoint()}/{source}, then log in with 'hf auth login' or set HF_TOKEN."
+        raise ModelError(message, hint) from None
+    except RevisionNotFoundError:
+        message = f"The model '{source}' on the hub has no revision '{revision}'."
+        raise ModelError(message, f"See {_endpoint()}/{source}/tree/main for its branches and tags.") from None
+    except RepositoryNotFoundError:
+        message = f"'{source}' is neither an existing folder nor a model on the hub."
+        raise ModelError(message, "Check the spelling; if it is private, log in with 'hf auth login'.") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise _not_in_cache(source, at) from None
+    except EntryNotFoundError:
+        message = f"'{source}' on the hub{at} is not a transformers model: it has no {CONFIG_FILE}."
+        raise ModelError(message) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"The hub could not deliver the config of '{source}'{at}: {_one_line(error)}.") from error
+
+
+def _not_in_cache(source: str, at: str) -> ModelError:
+    missing = f"'{source}'{at} is no local folder and its {CONFIG_FILE} is not in the hub cache"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return ModelError(
+            f"{missing}, and HF_HUB_OFFLINE is set, so it cannot be downloaded.",
+            "Unset HF_HUB_OFFLINE, or give a local folder.",
+        )
+    return ModelError(
+        f"{missing}, and the hub at {_endpoint()} cannot be reached.", "Check the network, or give a local folder."
+    )
+
+
+def _read(path: Path, source: str | Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(
+            f"The {CONFIG_FILE} of '{source}' is not valid JSON: {error.msg} at line {error.lineno}."
+        ) from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"The {CONFIG_FILE} of '{source}' cannot be read: {_one_line(error)}.") from None
+    if not isinstance(settings, dict):
+        raise ModelError(f"The {CONFIG_FILE} of '{source}' is not a JSON object, so it describes no model.")
+    return settings
+
+
+def _check_known(settings: dict[str, Any], source: str | Path, trust_remote_code: bool) -> None:
+    model_type = settings.get("model_type")
+    if isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING:
+        return
+    has_code = "AutoConfig" in (settings.get("auto_map") or {})
+    if has_code and trust_remote_code:
+        return
+    if has_code:
+        raise ModelError(
+            f"'{source}' (model type '{model_type}') needs code that it carries itself, which memopt does not run "
+            "without your consent.",
+            "Read that code, then pass --trust-remote-code (trust_remote_code=True).",
+        )
+    if model_type is None:
+        raise ModelError(
+            f"The {CONFIG_FILE} of '{source}' has no 'model_type', so it is not a transformers model.",
+            "Give a folder written by save_pretrained.",
+        )
+    raise ModelError(
+        f"Model type '{model_type}' of '{source}' is unknown to transformers {transformers.__version__}.",
+        "A newer transformers may know it: pip install --upgrade transformers",
+    )
+
+
+def _candidate_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    consented = not type(config).__module__.startswith("transformers.") and bool(getattr(config, "auto_map", None))
+    if consented:
+        yield from _remote_classes(config)
+    for name in config.architectures or ():
+        candidate = getattr(transformers, name, None) or getattr(_modeling_module(config), name, None)
+        if _runs(candidate, config):
+            yield candidate
+    yield from _mapped_classes(config)
+    yield from _unmapped_classes(config)
+
+
+def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Classes that ``auto_map`` points to: the named architecture first, then heads, then the bare model."""
+    references = [ref for key, ref in config.auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
+    named = set(config.architectures or ())
+    references.sort(key=lambda ref: (ref.rpartition(".")[2] not in named, config.auto_map.get("AutoModel") == ref))
+    for reference in references:
+        revision = getattr(config, "_commit_hash", None)
+        try:
+            yield get_class_from_dynamic_module(reference, config.name_or_path, revision=revision)
+        except (OSError, ImportError, AttributeError) as error:
+            raise ModelError(
+                f"The code that '{config.name_or_path}' carries for '{reference}' cannot be loaded: {_one_line(error)}."
+            ) from error
+
+
+def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    names = [f"MODEL_FOR_{head}_MAPPING" for head in _HEADS] + ["MODEL_MAPPING"]
+    others = [n for n in dir(transformers) if n.startswith("MODEL_FOR_") and n.endswith("_MAPPING") and n not in names]
+    for name in names + others:
+        mapping = getattr(transformers, name, None)
+        if mapping is None or type(config) not in mapping:
+            continue
+        entry = mapping[type(config)]
+        for candidate in entry if isinstance(entry, tuple | list) else (entry,):
+            if _runs(candidate, config):
+                yield candidate
+
+
+def _unmapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Parts that no auto class lists (towers, codecs): model classes beside the config that declare it as theirs."""
+    found = [
+        value
+        for value in vars(_modeling_module(config)).values()
+        if _runs(value, config) and value.config_class is type(config) and value.forward is not PreTrainedModel.forward
+    ]
+    yield from sorted(found, key=lambda value: (len(value.__name__), value.__name__))
+
+
+def _modeling_module(config: PreTrainedConfig) -> Any:
+    name = type(config).__module__
+    try:
+        return importlib.import_module(name.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return importlib.import_module(name)
+
+
+def _runs(candidate: Any, config: PreTrainedConfig) -> bool:
+    if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
+        return False
+    expected = getattr(candidate, "config_class", None)
+    return not inspect.isclass(expected) or isinstance(config, expected)
+
+
+def _endpoint() -> str:
+    return str(huggingface_hub.constants.ENDPOINT)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__

@@ -1,0 +1,89 @@
+"""Building a model of a config on a device, with the settings that a walk needs. No shrinking, no random values here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.walk.config import config_nodes, model_class
+
+try:  # Old remote code calls .item() on a torch.linspace in its __init__, which meta tensors cannot answer.
+    from transformers.initialization import meta_device_safe_creation_ops
+except ImportError:
+    meta_device_safe_creation_ops = contextlib.nullcontext
+
+#: Attention to fall back to when a class refuses the requested one: every transformers class has it.
+_FALLBACK_ATTENTION = "eager"
+
+
+def instantiate(
+    config: PreTrainedConfig,
+    *,
+    device: str,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = "sdpa",
+    experts_implementation: str = "eager",
+) -> PreTrainedModel:
+    """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it.
+
+    Raises:
+        ModelError: the class cannot be built from this config.
+    """
+    cls = model_class(config)
+    attempts = [attn_implementation]
+    if attn_implementation not in (None, _FALLBACK_ATTENTION):
+        attempts.append(_FALLBACK_ATTENTION)
+    for attention in attempts:
+        prepared = _prepare(config, attention, experts_implementation)
+        try:
+            return _construct(cls, prepared, device, dtype or _config_dtype(config))
+        except Exception as error:
+            if attention != attempts[-1]:
+                continue
+            reason = str(error).splitlines()[0] if str(error) else "no message"
+            raise ModelError(
+                f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {reason}"
+            ) from error
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _construct(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    safe_creation = meta_device_safe_creation_ops() if device == "meta" else contextlib.nullcontext()
+    with torch.device(device), _default_dtype(dtype), safe_creation:
+        return cls(config)
+
+
+def _prepare(config: PreTrainedConfig, attention: str | None, experts: str) -> PreTrainedConfig:
+    prepared = copy.deepcopy(config)
+    if attention is not None:
+        prepared._attn_implementation = attention
+    for node in config_nodes(prepared):
+        if "use_cache" in vars(node):
+            node.use_cache = False
+        if hasattr(node, "_experts_implementation"):
+            node._experts_implementation = experts
+    return prepared
+
+
+def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

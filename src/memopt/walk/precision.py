@@ -1,0 +1,53 @@
+"""Float64 for code that insists on less: a dispatch mode that turns every requested 16- or 32-bit float into fp64.
+
+Norms, routers and rotary embeddings upcast "to float32" inside; in a model of doubles that is a rounding to
+1e-7, which would drown a proof to 1e-10. Nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WIDENED = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+
+def widen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an aten op with every narrow floating dtype among them replaced by its 64-bit one."""
+    if any(isinstance(value, torch.dtype) and value in _WIDENED for value in args):
+        args = tuple(_WIDENED.get(value, value) if isinstance(value, torch.dtype) else value for value in args)
+    dtype = kwargs.get("dtype")
+    if isinstance(dtype, torch.dtype) and dtype in _WIDENED:
+        kwargs = {**kwargs, "dtype": _WIDENED[dtype]}
+    return args, kwargs
+
+
+class Float64Mode(TorchDispatchMode):
+    """Runs every op with the dtypes that `widen` gives it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = widen(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def default_float64() -> Iterator[None]:
+    """New tensors without a dtype are doubles."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

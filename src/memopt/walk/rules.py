@@ -1,0 +1,332 @@
+"""What each aten op does to channel ids: the rules of `memopt.walk.shadow`, one op at a time.
+
+A `Shadow` says, for every element of a tensor, which channel of which norm scales it. Data movement moves ids,
+a product with something else keeps them, and whatever mixes, bends or reads values ends in an obstacle, named in
+words that a user understands. Contractions with parameters are not here but in `memopt.walk.contractions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+#: Ids of elements that are zero (any scale is right for them, a shift is not) and of foreign ones.
+ZERO, FOREIGN = -1, -2
+NO_RULE = "an operation without a rule"
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """Channel ids of a tensor that derives from norms, in its shape."""
+
+    ids: Tensor
+    shift: bool = True
+    """Whether the norm's bias still arrives as scale * bias at every element."""
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One aten op as the dispatcher saw it."""
+
+    func: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [t for t in tree_leaves(self.out) if isinstance(t, Tensor)]
+
+    def argument(self, position: int, keyword: str, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(keyword, default)
+
+
+ShadowOf = Callable[[Any], Shadow | None]
+#: New shadows, or the obstacle in words.
+Effect = list[tuple[Tensor, Shadow]] | str
+
+MOVEMENT = set(
+    "view _unsafe_view reshape _reshape_alias t transpose permute expand slice select unsqueeze squeeze split "
+    "split_with_sizes chunk unbind narrow index_select index gather roll flip repeat repeat_interleave clone contiguous "
+    "detach alias lift_fresh unfold diagonal _to_copy movedim swapaxes take tile view_copy expand_copy "
+    "unflatten flatten slice_copy squeeze_copy unsqueeze_copy _unsafe_index rot90 pixel_shuffle pixel_unshuffle "
+    "channel_shuffle masked_select to type_as view_as narrow_copy unsafe_split unsafe_chunk split_copy "
+    "split_with_sizes_copy select_copy".split()
+)
+_SAME_ELEMENTS = {"_to_copy", "to", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh"}
+_RESHAPES = {"view", "_unsafe_view", "_reshape_alias", "reshape"}
+
+#: Ops that read a shape or dtype only.
+NO_USE = set(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full sym_size size "
+    "is_same_size new_empty_strided sym_numel sym_stride stride numel _has_compatible_shallow_copy_type".split()
+)
+NONLINEARITIES = set(
+    "silu gelu relu sigmoid tanh hardswish leaky_relu elu softplus mish hardtanh hardsigmoid log_sigmoid_forward celu "
+    "selu rrelu_with_noise _prelu_kernel glu _softmax _log_softmax softmax pow rsqrt sqrt exp erf log sin cos clamp "
+    "clamp_min clamp_max abs maximum minimum sign square reciprocal exp2 log1p round floor".split()
+)
+NORM_FUNCTIONS = set(
+    "native_layer_norm layer_norm native_group_norm native_batch_norm _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training cudnn_batch_norm batch_norm _batch_norm_with_update batch_norm_with_update "
+    "_fused_rms_norm rms_norm linalg_vector_norm norm var_mean var std".split()
+)
+_READS = set(
+    "_local_scalar_dense equal any all eq ne lt gt le ge isnan isinf isfinite nonzero is_nonzero argmax max min topk "
+    "sort argsort item _assert_async isin unique2 _unique2 amax amin bucketize searchsorted".split()
+)
+_SCATTERS = set("masked_scatter index_put scatter slice_scatter select_scatter index_add scatter_add".split())
+
+_OBSTACLES = (
+    (NORM_FUNCTIONS, "another norm"),
+    (NONLINEARITIES, "a nonlinearity"),
+    (_READS, "a branch or comparison on its values"),
+    (_SCATTERS, "another tensor it is scattered into"),
+    ({"view_as_complex"}, "a rotary embedding, which mixes channels"),
+)
+
+
+def propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    """What an op with at least one shadowed input, and no contraction with a parameter, does to the shadows."""
+    try:
+        return _propagate(call, shadow_of)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # the op takes something that ids cannot follow
+        return NO_RULE
+
+
+def _propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    shadowed = [t for t in call.tensors if shadow_of(t) is not None]
+    if call.name in NO_USE:
+        return []
+    if call.func._schema.is_mutable:
+        return _mutation(call.name)
+    if call.name in MOVEMENT:
+        source = call.args[0] if call.args else None
+        if len(shadowed) != 1 or shadowed[0] is not source:
+            return "an index computed from it"
+        return _move(call, source, shadow_of)
+    handler = _HANDLERS.get(call.name)
+    if handler is not None:
+        return handler(call, shadow_of)
+    if call.name in {"bmm", "baddbmm"} or "scaled_dot_product" in call.name or "attention" in call.name:
+        return "attention"
+    return next((words for names, words in _OBSTACLES if call.name in names), NO_RULE)
+
+
+def _mutation(name: str) -> str:
+    if name in {"add_", "sub_"}:
+        return "an in-place add"
+    return "a nonlinearity" if name.rstrip("_") in NONLINEARITIES else "an in-place operation"
+
+
+def _move(call: OpCall, source: Tensor, shadow_of: ShadowOf) -> Effect:
+    shadow = _get(shadow_of, source)
+    outputs = call.outputs
+    if not all(out.is_floating_point() for out in outputs):
+        return "a cast to integers"
+    if call.name in _SAME_ELEMENTS:
+        return [(outputs[0], shadow)]
+    if call.name in _RESHAPES:
+        return [(outputs[0], replace(shadow, ids=shadow.ids.reshape(outputs[0].shape)))]
+    layout = {"dtype", "layout", "device", "pin_memory", "memory_format"}
+    kwargs = {k: _on_cpu(v) for k, v in call.kwargs.items() if k not in layout}
+    args = [_on_cpu(a) for a in call.args[1:]]
+    if any(a is None and b is not None for a, b in zip(args, call.args[1:], strict=True)):
+        return _move_by_unknown_index(call, shadow)
+    moved = tree_leaves(call.func(shadow.ids, *args, **kwargs))
+    if [m.shape for m in moved] != [out.shape for out in outputs]:
+        return NO_RULE
+    return [(out, replace(shadow, ids=ids)) for out, ids in zip(outputs, moved, strict=True)]
+
+
+def _on_cpu(value: Any) -> Any:
+    """The argument as the ids, which live on the CPU, can use it; None for an index without values (meta)."""
+    if isinstance(value, Tensor):
+        return None if value.is_meta else value.cpu()
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        moved = [_on_cpu(v) for v in value]
+        return None if any(m is None and v is not None for m, v in zip(moved, value, strict=True)) else moved
+    return value
+
+
+def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
+    """A gather whose index has no values. Right for any index when the ids do not change along the indexed dims."""
+    ids, out = shadow.ids, call.outputs[0]
+    if call.name == "index":
+        dims = [d for d, index in enumerate(call.args[1]) if index is not None]
+    elif call.name in {"gather", "index_select"}:
+        dims = [call.args[1] % ids.dim()]
+    else:
+        return "a selection that depends on values"
+    if any(not torch.equal(ids.narrow(d, 0, 1).expand_as(ids), ids) for d in dims):
+        return "a selection that depends on values"
+    if call.name == "index":
+        firsts = tuple(slice(None) if d not in dims else 0 for d in range(ids.dim()))
+        kept = ids[firsts]  # one axis less for every indexed one
+        leading = dims == list(range(len(dims)))
+        if not leading or out.shape[out.dim() - kept.dim() :] != kept.shape:
+            return "a selection that depends on values"
+        return [(out, replace(shadow, ids=kept.expand(out.shape)))]
+    first = ids.narrow(dims[0], 0, 1)
+    for d in range(ids.dim()):
+        if d != dims[0] and out.size(d) != ids.size(d):
+            first = first.narrow(d, 0, out.size(d))
+    return [(out, replace(shadow, ids=first.expand(out.shape)))]
+
+
+def _get(shadow_of: ShadowOf, tensor: Any) -> Shadow:
+    shadow = shadow_of(tensor)
+    assert shadow is not None
+    return shadow
+
+
+def _dropped(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    source = call.args[0]
+    return [(call.outputs[0], replace(_get(shadow_of, source), shift=False))] if shadow_of(source) else "a mask"
+
+
+def _join(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    tensors = call.args[0]
+    shadows = [shadow_of(t) for t in tensors]
+    scales = {s.scale for s in shadows if s is not None}
+    parts = [
+        s.ids.expand(t.shape) if s is not None else torch.full(t.shape, ZERO if _is_zero(t) else FOREIGN)
+        for t, s in zip(tensors, shadows, strict=True)
+    ]
+    ids = call.func(parts, *call.args[1:], **call.kwargs)
+    # A scale that differs between the parts cannot be told apart any more; only a shift would have needed it.
+    shift = len(scales) == 1 and all(
+        s.shift if s is not None else not _is_zero(t) for t, s in zip(tensors, shadows, strict=True)
+    )
+    return [(call.out, Shadow(ids, shift, scales.pop() if len(scales) == 1 else 1.0))]
+
+
+def _is_zero(value: Any) -> bool:
+    return not value.is_meta and not bool(value.any()) if isinstance(value, Tensor) else value == 0
+
+
+def _pad(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    source = call.args[0]
+    shadow = _get(shadow_of, source)
+    if call.argument(2, "value", 0) != 0:
+        return "padding that is not zero"
+    shift = shadow.shift and call.out.shape == source.shape
+    return [(call.out, Shadow(call.func(shadow.ids, call.args[1], ZERO), shift, shadow.scale))]
+
+
+def _negate(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    shadow = _get(shadow_of, call.args[0])
+    return [(call.out, replace(shadow, scale=-shadow.scale))]
+
+
+def _multiply(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    a, b = call.args[:2]
+    if shadow_of(a) is not None and shadow_of(b) is not None:
+        return "a product with a normalised tensor"
+    if call.name == "div" and (shadow_of(b) is not None or call.kwargs.get("rounding_mode")):
+        return "a nonlinearity"
+    source, factor = (a, b) if shadow_of(a) is not None else (b, a)
+    shadow = _get(shadow_of, source)
+    ids = shadow.ids.expand(call.out.shape)
+    if isinstance(factor, Tensor) and (factor.numel() > 1 or factor.is_meta or factor.requires_grad):
+        return [(call.out, Shadow(ids, False, shadow.scale))]
+    if isinstance(factor, complex):
+        return "complex numbers"
+    value = float(factor)
+    return [(call.out, Shadow(ids, shadow.shift, shadow.scale * value if call.name == "mul" else shadow.scale / value))]
+
+
+def _add(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    a, b = (shadow_of(x) for x in call.args[:2])
+    if a is None or b is None:
+        return _added_to(call)
+    if a.ids.shape != b.ids.shape or call.kwargs.get("alpha", 1) != 1:
+        return "a residual add"
+    same = (a.ids == b.ids) | (a.ids == ZERO) | (b.ids == ZERO)
+    if not bool(same.all()):
+        own = {int(i) for s in (a, b) for i in (s.ids.min(), s.ids.max())}
+        shared = len(own) <= 2 or torch.equal(a.ids.unique(), b.ids.unique())
+        return "a rotary embedding or sum that mixes channels" if shared else "a residual add"
+    shift = a.shift and b.shift and torch.equal(a.ids, b.ids)
+    scale = a.scale + b.scale if call.name == "add" else a.scale - b.scale
+    return [(call.out, Shadow(torch.maximum(a.ids, b.ids), shift, scale))]
+
+
+def _added_to(call: OpCall) -> str:
+    shapes = {tuple(x.shape) for x in call.args[:2] if isinstance(x, Tensor)}
+    both = all(isinstance(x, Tensor) and x.dim() for x in call.args[:2])
+    return "a residual add" if both and len(shapes) == 1 else "an addition"
+
+
+def _reduce(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    source = call.args[0]
+    shadow = _get(shadow_of, source)
+    dims, keep = call.argument(1, "dim"), call.argument(2, "keepdim", False)
+    if not dims and dims != 0:
+        return "a reduction over channels"
+    ids, count = shadow.ids.expand(source.shape), 1
+    for d in sorted((x % source.dim() for x in ([dims] if isinstance(dims, int) else dims)), reverse=True):
+        first = ids.narrow(d, 0, 1)
+        if not torch.equal(first.expand_as(ids), ids):
+            return "a reduction over channels"
+        ids = first if keep else first.squeeze(d)
+        count *= source.size(d)
+    scale = shadow.scale * count if call.name == "sum" else shadow.scale
+    return [(call.out, Shadow(ids, shadow.shift, scale))]
+
+
+def _mask(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    source, mask, value = call.args[:3]
+    shadow = shadow_of(source)
+    if shadow is None:
+        return "a mask"
+    if not _is_zero(value):
+        return "a mask with other values"
+    return [(call.out, Shadow(shadow.ids.expand(call.out.shape), False, shadow.scale))]
+
+
+def _where(call: OpCall, shadow_of: ShadowOf) -> Effect:
+    condition, *branches = call.args
+    if shadow_of(condition) is not None or len(branches) != 2:
+        return "a branch or comparison on its values"
+    shape = call.out.shape
+    parts = []
+    for branch in branches:
+        shadow = shadow_of(branch)
+        if shadow is None and not _is_zero(branch):
+            return "a selection between it and other values"
+        parts.append(torch.full(shape, ZERO) if shadow is None else shadow.ids.expand(shape))
+    if not bool(((parts[0] == parts[1]) | (parts[0] == ZERO) | (parts[1] == ZERO)).all()):
+        return "a selection between it and other values"
+    scales = {s.scale for s in map(shadow_of, branches) if s is not None}
+    return [(call.out, Shadow(torch.maximum(*parts), False, scales.pop()))]
+
+
+_HANDLERS: dict[str, Callable[[OpCall, ShadowOf], Effect]] = {
+    "native_dropout": _dropped,
+    "dropout": _dropped,
+    "feature_dropout": _dropped,
+    "cat": _join,
+    "stack": _join,
+    "constant_pad_nd": _pad,
+    "neg": _negate,
+    "mul": _multiply,
+    "div": _multiply,
+    "add": _add,
+    "sub": _add,
+    "mean": _reduce,
+    "sum": _reduce,
+    "masked_fill": _mask,
+    "where": _where,
+}

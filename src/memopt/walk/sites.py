@@ -1,0 +1,170 @@
+"""What the walk finds: plain data about a model, with no module and no tensor in it.
+
+A *site* is a place of the model that a rewrite may change (a norm, a gated MLP, an activation, a
+linear, a dropout, the loss head). Sites are found by observing the data flow (`memopt.walk.shadow`)
+and by probing what a module computes (`memopt.walk.probe`), never by a class or architecture name.
+Everything here is frozen and serialisable, so that a plan can be printed, stored and tested without
+torch. Module and parameter names are the dotted names of `named_modules` and `named_parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+NormKind = Literal["rms", "layer"]
+#: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
+#: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
+CastOrder = Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """One contraction of a norm's output with a parameter, i.e. one linear that reads the norm."""
+
+    parameter: str
+    """Name of the weight, e.g. ``model.layers.0.self_attn.q_proj.weight``."""
+    module: str
+    """Name of the innermost module whose forward ran the contraction."""
+    axis: int
+    """Axis of the weight that is contracted with the norm's channels."""
+    channels: tuple[int, ...] | None = None
+    """Norm channel read by each coordinate along ``axis``; None when it is 0, 1, 2, ... in order."""
+    bias: str | None = None
+    """Name of the bias added to this product; None when it has none."""
+    scale: float = 1.0
+    """Constant by which the norm's output is multiplied before the contraction."""
+    accepts_bias: bool = True
+    """Whether a norm bias may be folded through (no padding, mask or dropout in between)."""
+    same_storage: bool = True
+    """Whether the contraction reads the norm's output itself (a view of it), not a copy."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Something other than a linear that a norm's output reaches."""
+
+    what: str
+    """The kind of obstacle in words: ``"residual add"``, ``"attention"``, ``"model output"``, ..."""
+    operation: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.what} ({self.operation}{where})"
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """A module that computes y = (offset + weight) * normalise(x) + bias over its last dimension."""
+
+    name: str
+    kind: NormKind
+    hidden_size: int
+    eps: float
+    weight: str | None
+    """Parameter name of the scale; None for a norm without one."""
+    bias: str | None = None
+    offset: Literal[0, 1] = 0
+    """1 for the (1 + weight) family."""
+    cast: CastOrder = "after"
+    consumers: tuple[Consumer, ...] = ()
+    reaches: tuple[Reach, ...] = ()
+    """What else the output reaches; a fold needs this to be empty."""
+    fold_obstacles: tuple[str, ...] = ()
+    """Why the affine cannot be folded into the consumers, in plain words; empty when it can."""
+    executed: bool = True
+    """False when no forward of the walk ran this module."""
+    proof: float | None = None
+    """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
+
+    @property
+    def foldable(self) -> bool:
+        return not self.fold_obstacles and self.weight is not None
+
+
+@dataclass(frozen=True)
+class ActivationSite:
+    """An elementwise nonlinearity, run by a module of its own or by a function inside another one."""
+
+    name: str
+    """Module name (its own, or that of the module whose forward called the function)."""
+    kind: str
+    """``gelu_erf``, ``gelu_tanh``, ``quick_gelu``, ``silu``, ``relu``, ``relu2``, ... or ``other``."""
+    is_module: bool
+    operations: int = 1
+    """Number of aten operations it is made of; more than one means that autograd keeps intermediates."""
+    source: str | None = None
+    """Weight of the linear whose output it reads, if that is what it reads."""
+    next_linear: str | None = None
+    """Weight of the linear that reads its output directly; None when something else does."""
+    gated_mlp: str | None = None
+    """Name of the gated MLP that it belongs to."""
+
+
+@dataclass(frozen=True)
+class GatedMLPSite:
+    """down(act(gate(x)) * up(x)); gate and up may be halves of one fused weight."""
+
+    name: str
+    """Name of the innermost module that contains gate, up, activation and down."""
+    activation: str
+    """Kind of the activation, as in :class:`ActivationSite`."""
+    gate: str
+    up: str
+    down: str | None
+    """Parameter names; gate == up when they are fused in one weight."""
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A contraction of an activation with a parameter (nn.Linear, Conv1D, expert weights, ...)."""
+
+    parameter: str
+    module: str
+    shape: tuple[int, ...]
+    bias: str | None = None
+    fed_by: str | None = None
+    """What made the input: a norm or activation module, a gated MLP, a weight, or None."""
+    input_shared_with: tuple[str, ...] = ()
+    """Weights of other linears that read the very same storage."""
+
+
+@dataclass(frozen=True)
+class DropoutSite:
+    name: str
+    probability: float
+    is_module: bool = True
+
+
+@dataclass(frozen=True)
+class LossHead:
+    """The linear that makes the logits."""
+
+    parameter: str
+    vocab_size: int
+    tied_to: str | None = None
+    """Name of the embedding that shares this weight."""
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Everything the walk found in one model."""
+
+    model_class: str
+    model_type: str
+    norms: tuple[NormSite, ...] = ()
+    gated_mlps: tuple[GatedMLPSite, ...] = ()
+    activations: tuple[ActivationSite, ...] = ()
+    linears: tuple[LinearSite, ...] = ()
+    dropouts: tuple[DropoutSite, ...] = ()
+    loss_head: LossHead | None = None
+    blocks: tuple[str, ...] = ()
+    """Names of the repeated blocks, in order of execution."""
+    hidden_size: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(module, reason) of modules that look like a norm or activation and are not one of the families."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: traces that failed, paths not run, ..."""
+    traces: tuple[tuple[str, str], ...] = field(default=())
+    """(label, "ok" or the error) of every forward that was observed."""

@@ -1,0 +1,173 @@
+"""MS-norms against autograd through the formula, in fp64 and in the dtypes of training."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from memopt.kernels.norm import NormSpec, affine, ms_norm, normalize
+
+FAMILIES = [
+    # kind, offset, has weight, has bias: the eight numeric families of transformers' norms
+    ("rms", 0, True, False),
+    ("layer", 0, True, True),
+    ("rms", 1, True, False),
+    ("rms", 0, False, False),
+    ("layer", 0, True, False),
+    ("layer", 1, True, True),
+    ("layer", 1, True, False),
+    ("layer", 0, False, False),
+]
+
+
+def make(family, shape, dtype, cast="after"):
+    kind, offset, has_weight, has_bias = family
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
+
+    x = (draw(*shape) * 2 + 0.5).requires_grad_()
+    weight = draw(shape[-1]).requires_grad_() if has_weight else None
+    bias = draw(shape[-1]).requires_grad_() if has_bias else None
+    return x, weight, bias, NormSpec(kind, 1e-5, offset, cast)
+
+
+def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    """The formula, differentiated by autograd."""
+    return affine(normalize(x, spec)[0], weight, bias, spec, x.dtype, x.dtype)
+
+
+def leaves(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_gradients_are_right_in_fp64(family):
+    x, weight, bias, spec = make(family, (3, 2, 7), torch.float64)
+    inputs = leaves(x, weight, bias)
+    assert gradcheck(lambda *_: ms_norm(x, weight, bias, spec, x.dtype), inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_families_mean_what_torch_computes(family):
+    x, weight, bias, spec = make(family, (5, 16), torch.float64)
+    kind, offset = spec.kind, spec.offset
+    scale = None if weight is None else weight + offset
+    if kind == "layer":
+        expected = torch.nn.functional.layer_norm(x, (16,), scale, bias, spec.eps)
+    else:
+        expected = torch.nn.functional.rms_norm(x, (16,), scale, spec.eps)
+    torch.testing.assert_close(ms_norm(x, weight, bias, spec, x.dtype), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("family", "cast", "dtype"),
+    list(itertools.product(FAMILIES[:3], ["before", "after"], [torch.float32, torch.bfloat16, torch.float16])),
+    ids=str,
+)
+def test_errors_against_fp64_do_not_exceed_those_of_autograd(family, cast, dtype):
+    shape = (256, 96)
+    x, weight, bias, spec = make(family, shape, dtype, cast)
+    dy = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run(function, *tensors):
+        y = function(*tensors)
+        return [y, *torch.autograd.grad(y, leaves(*tensors), dy.to(y.dtype))]
+
+    def double(t):
+        return None if t is None else t.detach().double().requires_grad_()
+
+    truth = run(lambda *t: plain(*t, spec), *map(double, (x, weight, bias)))
+    stock = run(lambda *t: plain(*t, spec), x, weight, bias)
+    ours = run(lambda *t: ms_norm(*t, spec, dtype), x, weight, bias)
+    for exact, reference, candidate in zip(truth, stock, ours, strict=True):
+        error = (candidate.double() - exact).square().mean().sqrt()
+        # x_hat is rounded once before it is read in backward: one rounding, of the size of the dtype's own,
+        # beside those that the reference makes.
+        rounding = torch.finfo(dtype).eps / 2 * exact.square().mean().sqrt()
+        assert error <= 1.25 * (reference.double() - exact).square().mean().sqrt() + rounding
+
+
+def test_the_forward_is_bitwise_that_of_the_formula():
+    x, weight, bias, spec = make(FAMILIES[1], (64, 48), torch.bfloat16)
+    assert torch.equal(ms_norm(x, weight, bias, spec, x.dtype), plain(x, weight, bias, spec))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, weight, bias, spec = make(FAMILIES[1], (4, 8), torch.float32)
+    weight.requires_grad_(False)
+    y = ms_norm(x, weight, bias, spec, x.dtype)
+    y.sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
+    assert bias.grad is not None
+
+
+def test_a_norm_without_affine_keeps_its_output_and_one_number_a_row():
+    x, _, _, spec = make(FAMILIES[3], (4, 8), torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.detach()) or t.detach(), lambda t: t):
+        y = ms_norm(x, None, None, spec, x.dtype)
+    assert [tuple(t.shape) for t in kept] == [(4, 8), (4, 1)]
+    assert kept[0].untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    assert kept[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 1), (1, 1, 5), (7,), (2, 3, 129)], ids=str)
+def test_odd_and_empty_shapes(shape):
+    x, weight, bias, spec = make(FAMILIES[1], shape, torch.float32)
+    y = ms_norm(x, weight, bias, spec, x.dtype)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+
+
+def test_strided_inputs_and_expanded_gradients():
+    x, weight, bias, spec = make(FAMILIES[1], (6, 10), torch.float64)
+    strided = x.detach().t().contiguous().t().requires_grad_()
+    a = ms_norm(x, weight, bias, spec, x.dtype)
+    b = ms_norm(strided, weight, bias, spec, x.dtype)
+    assert torch.equal(a, b)
+    dy = torch.ones(1, 10, dtype=torch.float64).expand(6, 10)
+    assert torch.equal(torch.autograd.grad(a, x, dy)[0], torch.autograd.grad(b, strided, dy)[0])
+
+
+def test_nan_and_inf_stay_visible_in_both_directions():
+    x, weight, bias, spec = make(FAMILIES[0], (3, 8), torch.float32)
+    with torch.no_grad():
+        x[0, 0], x[1, 0] = float("nan"), float("inf")
+    y = ms_norm(x, weight, bias, spec, x.dtype)
+    y.sum().backward()
+    assert y[0].isnan().all()
+    assert x.grad[0].isnan().all()
+    assert not x.grad[1].isfinite().all()
+    assert x.grad[2].isfinite().all()
+
+
+def test_a_zero_weight_still_gets_a_gradient():
+    x, weight, bias, spec = make(FAMILIES[0], (32, 8), torch.bfloat16)
+    with torch.no_grad():
+        weight.zero_()
+    ms_norm(x, weight, bias, spec, x.dtype).sum().backward()
+    assert (weight.grad != 0).all()
+
+
+def test_incoming_gradients_are_not_written_to():
+    x, weight, bias, spec = make(FAMILIES[1], (4, 8), torch.float32)
+    dy = torch.randn(4, 8)
+    copy = dy.clone()
+    ms_norm(x, weight, bias, spec, x.dtype).backward(dy)
+    assert torch.equal(dy, copy)
+
+
+def test_a_double_backward_is_an_error_and_not_a_wrong_number():
+    x, weight, bias, spec = make(FAMILIES[1], (4, 8), torch.float32)
+    (dx,) = torch.autograd.grad(ms_norm(x, weight, bias, spec, x.dtype).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.square().sum().backward()

@@ -1,0 +1,369 @@
+"""Inside a scope, gradients are autograd's own and fewer bytes are kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memopt.saved import RecomputeScope
+
+
+class Observer:
+    """Outermost hook that counts the storages of non-parameters that are really kept."""
+
+    memopt_observer = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.kept: dict[int, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        detached = tensor.detach()
+        if tensor.untyped_storage().data_ptr() not in self.parameters:
+            self.kept[tensor.untyped_storage().data_ptr()] = detached
+        return detached
+
+    @property
+    def elements(self) -> int:
+        return sum(t.untyped_storage().nbytes() // t.element_size() for t in self.kept.values())
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Scoped(nn.Module):
+    def __init__(self, inner: nn.Module, families: frozenset[str] | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.arguments = () if families is None else (families,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with RecomputeScope(*self.arguments):
+            return self.inner(x)
+
+
+def make_mlp(activation: Callable[[Tensor], Tensor] = F.silu) -> tuple[GatedMLP, Tensor]:
+    torch.manual_seed(0)
+    return GatedMLP(activation), torch.randn(2, 3, 8, requires_grad=True)
+
+
+def gradients(model: nn.Module, loss: Tensor, x: Tensor, **backward: bool) -> list[Tensor]:
+    model.zero_grad()
+    x.grad = None
+    loss.backward(**backward)
+    return [p.grad.clone() for p in model.parameters()] + [x.grad.clone()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.mish, F.hardswish])
+def test_gradients_are_bitwise_those_of_autograd(activation):
+    model, x = make_mlp(activation)
+    stock = gradients(model, model(x).square().sum(), x)
+    assert same(stock, gradients(model, Scoped(model)(x).square().sum(), x))
+
+
+def test_a_gated_mlp_keeps_gate_up_and_its_input_only():
+    model, x = make_mlp()
+    counts = []
+    for candidate in (model, Scoped(model)):
+        observer = Observer(model)
+        with saved_tensors_hooks(observer, lambda t: t):
+            candidate(x)
+        counts.append(observer.elements)
+    hidden, intermediate = 2 * 3 * 8, 2 * 3 * 16
+    assert counts == [hidden + 4 * intermediate, hidden + 2 * intermediate]
+
+
+def test_squared_relu_is_made_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model[1].forward = lambda z: F.relu(z).pow(2)
+    x = torch.randn(4, 8, requires_grad=True)
+    stock = gradients(model, model(x).sum(), x)
+    observer = Observer(model)
+    with saved_tensors_hooks(observer, lambda t: t):
+        loss = Scoped(model)(x).sum()
+    assert same(stock, gradients(model, loss, x))
+    assert observer.elements == 4 * 8 + 4 * 16
+
+
+def test_a_second_backward_of_a_retained_graph_gives_the_same_gradients():
+    model, x = make_mlp()
+    stock = gradients(model, model(x).square().sum(), x)
+    loss = Scoped(model)(x).square().sum()
+    assert same(stock, gradients(model, loss, x, retain_graph=True))
+    assert same(stock, gradients(model, loss, x, retain_graph=True))
+    assert same(stock, gradients(model, loss, x))
+
+
+def test_the_remade_tensor_is_made_once_and_let_go_after_its_last_holder(monkeypatch):
+    made: list[weakref.ref[Tensor]] = []
+    silu = F.silu
+
+    def counting_silu(z):
+        value = silu(z)
+        made.append(weakref.ref(value))
+        return value
+
+    torch.manual_seed(0)
+    first, readers = nn.Linear(8, 8), [nn.Linear(8, 8) for _ in range(3)]
+    x = torch.randn(4, 8, requires_grad=True)
+    with RecomputeScope():
+        h = silu(first(x))
+        loss = sum(reader(h).square().sum() for reader in readers)
+    del h
+    monkeypatch.setattr(F, "silu", counting_silu)
+    loss.backward(retain_graph=True)
+    gc.collect()
+    assert len(made) == 1
+    assert made[0]() is None
+    loss.backward()
+    assert len(made) == 2
+
+
+def test_a_partial_backward_does_not_leave_a_remade_tensor_behind(monkeypatch):
+    made: list[weakref.ref[Tensor]] = []
+    silu = F.silu
+
+    def counting_silu(z):
+        value = silu(z)
+        made.append(weakref.ref(value))
+        return value
+
+    torch.manual_seed(0)
+    first, a, b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    with RecomputeScope():
+        h = silu(first(x))
+        loss_a, loss_b = a(h).sum(), b(h).sum()
+    del h
+    monkeypatch.setattr(F, "silu", counting_silu)
+    loss_a.backward(retain_graph=True)  # b, the other holder, never asks
+    gc.collect()
+    assert [ref() for ref in made] == [None]
+    assert loss_b.requires_grad
+
+
+def test_views_of_a_product_are_made_again_with_their_own_layout():
+    torch.manual_seed(0)
+    gate, up, down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(3, 8)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    modules = nn.ModuleList([gate, up, down])
+
+    def forward() -> Tensor:
+        product = F.silu(gate(x)) * up(x)
+        return down(product.view(2, 5, 4, 3)[:, :, 1:].transpose(1, 2))
+
+    stock = gradients(modules, forward().square().sum(), x)
+    with RecomputeScope():
+        loss = forward().square().sum()
+    assert same(stock, gradients(modules, loss, x))
+
+
+def test_halves_of_a_fused_gate_and_up_are_kept_once():
+    torch.manual_seed(0)
+    fused, down = nn.Linear(8, 32), nn.Linear(16, 8)
+    modules = nn.ModuleList([fused, down])
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def forward() -> Tensor:
+        gate, up = fused(x).chunk(2, -1)
+        return down(F.silu(gate) * up)
+
+    stock = gradients(modules, forward().square().sum(), x)
+    observer = Observer(modules)
+    with saved_tensors_hooks(observer, lambda t: t), RecomputeScope():
+        loss = forward().square().sum()
+        kept = observer.elements - 4 * 8  # the square keeps its operand
+    assert kept == 4 * 8 + 4 * 32
+    assert same(stock, gradients(modules, loss, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_it_works_inside_activation_checkpointing(use_reentrant):
+    model, x = make_mlp()
+    stock = gradients(model, model(x * 1).square().sum(), x)
+    scoped = Scoped(model)
+    loss = checkpoint(scoped, x * 1, use_reentrant=use_reentrant).square().sum()
+    assert same(stock, gradients(model, loss, x))
+
+
+def test_a_checkpointed_region_keeps_nothing_but_its_input():
+    model, x = make_mlp()
+    scoped = Scoped(model)
+    sizes: list[int] = []
+
+    class Live(Observer):
+        def __call__(self, tensor):
+            sizes.append(tensor.numel())
+            return super().__call__(tensor)
+
+    with saved_tensors_hooks(Live(model), lambda t: t):
+        checkpoint(scoped, x * 1, use_reentrant=False)
+    assert sum(sizes) == 0 or max(sizes) <= x.numel()
+
+
+def test_checkpointing_survives_a_retained_graph():
+    model, x = make_mlp()
+    stock = gradients(model, model(x * 1).square().sum(), x)
+    loss = checkpoint(Scoped(model), x * 1, use_reentrant=False).square().sum()
+    assert same(stock, gradients(model, loss, x, retain_graph=True))
+    assert same(stock, gradients(model, loss, x))
+
+
+def test_a_chain_of_checkpointed_scopes_recomputes_the_same_tensors():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([GatedMLP(), GatedMLP(), GatedMLP()])
+    # The block's input is itself a product: detached in the recompute, not in the first run.
+    scoped = [Scoped(block) for block in blocks]
+    scale = nn.Parameter(torch.randn(8))
+    x = torch.randn(2, 3, 8, requires_grad=True)
+
+    def forward(wrap: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        y = x
+        for block in scoped:
+            y = wrap(block, y * scale)
+        return y.square().sum()
+
+    stock = gradients(blocks, forward(lambda block, y: block.inner(y)), x)
+    wrapped = forward(lambda block, y: checkpoint(block, y, use_reentrant=False))
+    assert same(stock, gradients(blocks, wrapped, x))
+
+
+def test_it_hands_what_it_keeps_to_an_outer_offloading_hook():
+    model, x = make_mlp()
+    stock = gradients(model, model(x).square().sum(), x)
+    with torch.autograd.graph.save_on_cpu():
+        loss = Scoped(model)(x).square().sum()
+    assert same(stock, gradients(model, loss, x))
+
+
+def test_an_in_place_change_of_a_kept_tensor_is_still_an_error():
+    model, x = make_mlp()
+    with RecomputeScope():
+        z = model.gate(x)
+        loss = (z * z.detach()).sum() + F.silu(z).sum()
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_tensor_changed_in_place_is_not_made_again_from_old_operands():
+    model, x = make_mlp()
+
+    def forward() -> Tensor:
+        product = F.silu(model.gate(x)) * model.up(x)
+        with torch.no_grad():
+            product.mul_(2)
+        return model.down(product).square().sum()
+
+    stock = gradients(model, forward(), x)
+    with RecomputeScope():
+        loss = forward()
+    assert same(stock, gradients(model, loss, x))
+
+
+def test_nothing_happens_without_gradients_or_inside_another_scope():
+    model, x = make_mlp()
+    with torch.no_grad(), RecomputeScope():
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with RecomputeScope():
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        with RecomputeScope():
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is outer[0]
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert model(x).requires_grad
+
+
+def test_an_error_inside_leaves_no_hook_behind():
+    with pytest.raises(ValueError, match="inside"), RecomputeScope():
+        raise ValueError("inside")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_families_switch_rules_off():
+    model, x = make_mlp()
+    counts = {}
+    for families in (frozenset(), frozenset({"activation"}), frozenset({"activation", "gated_mlp"})):
+        observer = Observer(model)
+        with saved_tensors_hooks(observer, lambda t: t):
+            Scoped(model, families)(x)
+        counts[len(families)] = observer.elements
+    intermediate = 2 * 3 * 16
+    assert counts[0] - counts[1] == intermediate
+    assert counts[1] - counts[2] == intermediate
+
+
+def test_the_graph_is_freed_when_it_is_dropped():
+    model, x = make_mlp()
+    with RecomputeScope():
+        h = F.silu(model.gate(x)) * model.up(x)
+        loss = model.down(h).sum()
+    node = weakref.ref(h)
+    gc.collect()
+    gc.disable()
+    try:
+        del h, loss
+        assert node() is None
+    finally:
+        gc.enable()
+
+
+def test_accumulated_gradients_are_the_stock_ones():
+    model, x = make_mlp()
+
+    def accumulate(candidate: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        for step in range(3):
+            candidate(x * (step + 1)).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert same(accumulate(model), accumulate(Scoped(model)))
+
+
+def test_a_cast_copy_of_a_norm_output_under_autocast_is_not_kept():
+    from memopt.kernels.norm import NormSpec, ms_norm
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8))
+    readers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    x = torch.randn(4, 8, requires_grad=True)
+    spec = NormSpec("rms", 1e-6)
+
+    def run(scope: bool) -> tuple[int, Tensor]:
+        observer = Observer(readers)
+        with (
+            saved_tensors_hooks(observer, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16),
+            RecomputeScope() if scope else nullcontext(),
+        ):
+            y = ms_norm(x, weight, None, spec, torch.float32, torch.bfloat16)
+            loss = sum(reader(y).float().sum() for reader in readers)
+        copies = sum(t.dtype == torch.bfloat16 and t.shape == (4, 8) for t in observer.kept.values())
+        return copies, loss
+
+    assert run(False)[0] == 4  # x_hat and one copy a linear
+    copies, loss = run(True)
+    assert copies == 1
+    loss.backward()
+    assert x.grad.isfinite().all()
