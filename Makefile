@@ -27,13 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "==> Making the environment $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "==> Installing $$(grep '^torch==' constraints.txt) (large: some minutes)"
+	@echo "==> Installing $$(grep '^torch==' constraints.txt) (some minutes: it is large)"
 	@$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@echo "==> Installing memopt and what its tests need"
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # --- demo ----------------------------------------------------------------------------------------------------------
 

@@ -56,13 +56,15 @@ class Row:
     name: str
     train: str
     stock: float
+    expected_stock: float
     patched: float
     live: float
     target: float
 
     @property
     def passed(self) -> bool:
-        return self.patched <= self.target and abs(self.live - self.patched) < 0.01
+        honest = abs(self.stock - self.expected_stock) < 0.05 and abs(self.live - self.patched) < 0.01
+        return honest and self.patched <= self.target
 
 
 def main() -> int:
@@ -84,7 +86,8 @@ def main() -> int:
 def measure(case: Case) -> Row:
     stock, _ = _block_units(case, patched=False)
     patched, live = _block_units(case, patched=True)
-    return Row(case.name, "LoRA, all linears" if case.lora else "full", stock, patched, live, case.target)
+    train = "LoRA, all linears" if case.lora else "full"
+    return Row(case.name, train, stock, case.stock, patched, live, case.target)
 
 
 def _block_units(case: Case, *, patched: bool) -> tuple[float, float]:

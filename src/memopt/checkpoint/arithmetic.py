@@ -65,7 +65,7 @@ def fold_bias(
     axis %= weight.dim()
     shift = fold_shift(beta, weight.shape[axis], channels, scale)
     pair = contract_tile(weight.reshape(view3(weight.shape, axis)), shift)
-    return finish_bias(bias, pair, weight.shape, axis)
+    return finish_bias(bias, per_output(pair, bias.numel()))
 
 
 def fold_shift(beta: torch.Tensor, size: int, channels: Channels, scale: float) -> torch.Tensor:
@@ -136,13 +136,15 @@ def accumulate(total: Pair, piece: tuple[slice, slice, slice], part: Pair) -> No
     total[0][where], total[1][where] = high, low
 
 
-def finish_bias(bias: torch.Tensor, product: Pair, weight_shape: tuple[int, ...], axis: int) -> torch.Tensor:
-    """`bias` plus the contraction `product` (outer, inner) of a weight, rounded once."""
-    reduced = (*weight_shape[:axis], *weight_shape[axis + 1 :])
-    rest = prod(reduced[bias.dim() :])
-    pair = (product[0].reshape(-1, rest), product[1].reshape(-1, rest))
+def per_output(product: Pair, count: int) -> Pair:
+    """A contraction (outer, inner) as `count` sums: kernel dimensions behind the bias's own are summed."""
+    return sum_pair((product[0].reshape(count, -1), product[1].reshape(count, -1)), dim=1)
+
+
+def finish_bias(bias: torch.Tensor, product: Pair) -> torch.Tensor:
+    """`bias` plus the flat pair `product`, rounded once."""
     flat = bias.reshape(-1).double()
-    high, low = add_pairs(sum_pair(pair, dim=1), (flat, torch.zeros_like(flat)))
+    high, low = add_pairs(product, (flat, torch.zeros_like(flat)))
     if bias.dtype != torch.float64:
         high = _to_odd(high, low)
     return round_once(high, bias.dtype).reshape(bias.shape)

@@ -196,7 +196,7 @@ def _parameters(norm: NormSite) -> Iterator[str]:
 
 
 def _fold(norm: NormSite, keys: Mapping[str, str]) -> Fold:
-    assert norm.weight is not None
+    assert norm.weight is not None  # the plan folds no norm without one
     consumers = dict.fromkeys(  # a weight that is read twice is folded once
         FoldedConsumer(
             weight=keys[c.parameter],
@@ -230,9 +230,9 @@ def _obstacle(
             return f"{info.name} is stored as {info.dtype}, which holds no plain weights"
         if others := aliases.get(info.name):
             return f"{info.name} is one tensor with {', '.join(others)}"
-    for name in (norm.weight, norm.bias):
-        if name is not None and prod(tensors[keys[name]].shape) != norm.hidden_size:
-            return f"{name} has another shape in the files"
+    for own in (norm.weight, norm.bias):
+        if own is not None and prod(tensors[keys[own]].shape) != norm.hidden_size:
+            return f"{own} has another shape in the files"
     return next((reason for c in norm.consumers if (reason := _consumer_obstacle(norm, c, keys, tensors))), None)
 
 
@@ -260,8 +260,9 @@ def _conflicts(folds: tuple[Fold, ...]) -> Iterator[tuple[str, str]]:
     for fold in folds:
         for consumer in fold.consumers:
             users.setdefault(consumer.weight, []).append((fold.norm, consumer))
-            for name in {consumer.weight, consumer.bias} & own.keys():
-                yield fold.norm, f"{name} belongs to the norm {own[name]}"
+            for name in (consumer.weight, consumer.bias):
+                if name is not None and name in own:
+                    yield fold.norm, f"{name} belongs to the norm {own[name]}"
             if consumer.bias in weights:
                 yield fold.norm, f"{consumer.bias} is used both as a weight and as a bias"
     for weight, uses in users.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -116,6 +116,8 @@ def open_source(model: str, *, revision: str | None = None, allow_pickle: bool =
     config = read_config(root)
     aliases: Mapping[str, tuple[str, ...]] = {}
     pickled = None
+    shards: tuple[Shard, ...]
+    index: bytes | None
     if (root / SINGLE).is_file():
         shards, index = (Shard(SINGLE, read_header(root / SINGLE), root / SINGLE),), None
     elif (root / INDEX).is_file():
@@ -178,12 +180,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, read in blocks."""
+def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file, read in blocks; `advance` is called with the size of each."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 22):
             digest.update(block)
+            if advance is not None:
+                advance(len(block))
     return digest.hexdigest()
 
 
@@ -265,7 +269,8 @@ def _no_weights(root: Path, allow_pickle: bool) -> ModelError:
 
 def _other_files(root: Path, weights: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(files to copy, weight files left out) among all files below `root`."""
-    side_files, left_out = [], []
+    side_files: list[str] = []
+    left_out: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - _IGNORED_FOLDERS)
         for name in sorted(files):

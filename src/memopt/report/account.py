@@ -56,7 +56,8 @@ class Account:
     unseen: int = 0
     """Bytes that the graph keeps alive without saving them, e.g. keyword arguments of a checkpointed block."""
     unit: int = 0
-    """Bytes of one unit, a hidden-state tensor (tokens x hidden size) in the compute dtype; 0 if not known."""
+    """Bytes of one unit: the hidden state (tokens x hidden size) that enters the first block, in the compute dtype.
+    0 if no block was seen."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -92,7 +93,6 @@ def account(
     *,
     blocks: Sequence[str] = (),
     sites: Sites | None = None,
-    unit: int = 0,
     notes: Sequence[str] = (),
 ) -> Account:
     """Count what autograd keeps of the forward that `run` makes.
@@ -103,7 +103,6 @@ def account(
             not reachable from the returned tensors is not kept.
         blocks: names of the repeated blocks (``Sites.blocks``).
         sites: what the walk found; without it, norms and activations written as single operations are not named.
-        unit: bytes of one unit (tokens x hidden size x bytes of the compute dtype).
         notes: what a reader of the account should know.
     """
     observer = SavedTensorObserver(model, blocks)
@@ -116,7 +115,7 @@ def account(
     kept = tuple(_kept(entry, tracker, observer, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in kept)
     del graph
-    return Account(kept, tuple(blocks), unseen, unit, tuple(notes))
+    return Account(kept, tuple(blocks), unseen, observer.unit, tuple(notes))
 
 
 def live_bytes(run: Callable[[], Any]) -> int:

@@ -58,6 +58,8 @@ class SavedTensorObserver:
         self._removable: list[Any] = []
         self._slots: list[tuple[weakref.ref[_Slot], Event]] = []
         self.blocks_entered = 0
+        self.unit = 0
+        """Bytes of the first block's input in the compute dtype."""
         self.pack = self._make_pack()
 
     def __enter__(self) -> SavedTensorObserver:
@@ -119,7 +121,9 @@ class SavedTensorObserver:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         self._modules.append(self.module() if name is None else name)
-        self.blocks_entered += name in self._blocks
+        if name in self._blocks:
+            self.blocks_entered += 1
+            self.unit = self.unit or _hidden_bytes(args)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop()
@@ -153,6 +157,15 @@ class _FunctionNames(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._running.pop()
+
+
+def _hidden_bytes(args: Any) -> int:
+    hidden = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+    if hidden is None:
+        return 0
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return hidden.numel() * dtype.itemsize
 
 
 def _saver(frame: Any) -> str:

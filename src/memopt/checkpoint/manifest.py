@@ -1,0 +1,163 @@
+"""memopt.json: what was done to a checkpoint, enough to check it again. Losing it loses no weight.
+
+Reading is strict: a file that does not have this form is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt.checkpoint.fold import Fold
+from memopt.checkpoint.source import MANIFEST
+from memopt.errors import ModelError
+from memopt.recipe import Recipe
+
+SCHEMA_VERSION = 1
+CONFIG_KEY = "memopt"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """Where the weights came from."""
+
+    model: str
+    """As the user named it."""
+    path: str
+    """Folder that was read."""
+    revision: str | None
+    commit: str | None
+    files: dict[str, FileRecord]
+    """Weight files that were read."""
+
+
+@dataclass(frozen=True)
+class FoldRecord:
+    """A fold that was made, with what it did to the numbers."""
+
+    fold: Fold
+    dtype: str
+    """Stored dtype of the norm's weight."""
+    smallest_scale: float
+    """min |offset + gamma|."""
+    near_zero: int
+    """Channels whose scale is below the dtype's epsilon: the fold cannot be undone there."""
+    new_zeros: int
+    new_subnormals: int
+    """Elements of the consumers that became zero or subnormal."""
+
+
+@dataclass(frozen=True)
+class EntryRecord:
+    """One row of the plan."""
+
+    kind: str
+    site: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    schema_version: int
+    memopt_version: str
+    source: SourceRecord
+    recipe: Recipe
+    entries: tuple[EntryRecord, ...]
+    folds: tuple[FoldRecord, ...]
+    files: dict[str, FileRecord]
+    """Every other file of the folder."""
+    notes: tuple[str, ...] = ()
+
+    def folded_norms(self) -> frozenset[str]:
+        """Module names of the norms whose affine went into the next linears."""
+        return frozenset(record.fold.norm for record in self.folds)
+
+    def to_json(self) -> str:
+        data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}
+        for record in data["folds"]:
+            for consumer in record["fold"]["consumers"]:
+                consumer["channels"] = _to_runs(consumer["channels"])
+        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def is_patched(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint that memopt wrote."""
+    if (folder / MANIFEST).is_file():
+        return True
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and CONFIG_KEY in config
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`.
+
+    Raises:
+        ModelError: there is none, it is damaged, or a newer memopt wrote it.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    path = Path(folder) / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"'{folder}' has no {MANIFEST}.", "Give a folder that `memopt patch` wrote.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{path}' is not readable JSON: {error}.", "Run `memopt patch` again.") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        writer = data.get("memopt_version", "a newer version")
+        raise ModelError(f"'{path}' was written by memopt {writer}, which is newer than this one.", "Upgrade memopt.")
+    try:
+        for record in data["folds"]:
+            for consumer in record["fold"]["consumers"]:
+                consumer["channels"] = _from_runs(consumer["channels"])
+        # Through JSON, whose arrays may be tuples where Python's lists may not.
+        return TypeAdapter(Manifest).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ModelError(f"'{path}' is not a valid manifest ({why}).", "Run `memopt patch` again.")
+
+
+def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:
+    """config.json with one more key, every other byte as it was."""
+    text = config.decode("utf-8")
+    end = text.rindex("}")
+    body = text[:end].rstrip()
+    lines = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+    comma = "" if body.endswith("{") else ","
+    return f'{body}{comma}\n  "{CONFIG_KEY}": {lines}\n{text[end:]}'.encode()
+
+
+def _to_runs(channels: tuple[int, ...] | None) -> list[list[int]] | None:
+    """Channels as [first, count] runs of consecutive numbers; a run of -1 is [-1, count]."""
+    if channels is None:
+        return None
+    runs: list[list[int]] = []
+    for channel in channels:
+        if runs and channel == (-1 if runs[-1][0] < 0 else sum(runs[-1])):
+            runs[-1][1] += 1
+        else:
+            runs.append([channel, 1])
+    return runs
+
+
+def _from_runs(runs: list[list[int]] | None) -> list[int] | None:
+    if runs is None:
+        return None
+    return [-1 if first < 0 else first + step for first, count in runs for step in range(count)]

@@ -1,0 +1,227 @@
+"""A source and its folds become a new checkpoint folder: shards, side files, index, config and manifest.
+
+`shards` streams one file, `atomic` publishes the folder; this file says what goes into it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memopt
+from memopt.checkpoint.arithmetic import RangeChanges
+from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.manifest import (
+    CONFIG_KEY,
+    SCHEMA_VERSION,
+    EntryRecord,
+    FileRecord,
+    FoldRecord,
+    Manifest,
+    SourceRecord,
+    add_config_key,
+)
+from memopt.checkpoint.shards import restore, write_shard
+from memopt.checkpoint.source import INDEX, MANIFEST, CheckpointSource, sha256
+from memopt.errors import NegativeVerdict
+from memopt.plan import Plan
+
+_MAX_WORKERS = 4
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What was written."""
+
+    out: Path
+    plan: Plan
+    """The plan as it was carried out: refused folds are shared."""
+    manifest: Manifest
+    nbytes: int
+    """Size of all weights."""
+    changed_tensors: int
+    changed_nbytes: int
+
+
+def write_checkpoint(
+    source: CheckpointSource,
+    plan: Plan,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+) -> WriteResult:
+    """Write `source` to the folder `out` with the folds of `plan` applied; all of it or nothing.
+
+    Args:
+        force: replace a non-empty `out`.
+        progress: called with (bytes done, bytes to do); digests count as bytes too.
+        note: called with each sentence that a user should read.
+
+    Raises:
+        OutputError: `out` cannot be used or written.
+        NegativeVerdict: the source is a patched checkpoint.
+    """
+    if CONFIG_KEY in source.config:
+        raise NegativeVerdict(f"'{source.model}' is already patched.", "Patch the model that it was made from.")
+    out = check_target(out, source.root, force=force)
+    check_space(out, source.nbytes + sum((source.root / name).stat().st_size for name in source.side_files))
+    notes: list[str] = []
+    tell = note or (lambda text: None)
+
+    def remember(text: str) -> None:
+        notes.append(text)
+        tell(text)
+
+    with staged(out, force=force, note=tell) as stage, _Workers(source, progress) as workers:
+        folds = FoldPlan.from_plan(plan, source.tensors, source.aliases)
+        folds, changes = _write_shards(source, folds, stage, workers)
+        for norm, reason in folds.refused:
+            remember(f"{norm} is shared instead of folded: {reason}.")
+        _copy_side_files(source, stage, remember)
+        plan = folds.revise(plan)
+        _write(stage / "config.json", add_config_key(*_config_key(source, plan, folds)))
+        files = workers.digests(stage, _written(source))
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            memopt_version=memopt.__version__,
+            source=SourceRecord(
+                model=source.model,
+                path=str(source.root),
+                revision=source.revision,
+                commit=source.commit,
+                files=workers.digests(source.root, [_relative(s.origin, source.root) for s in source.shards]),
+            ),
+            recipe=plan.recipe,
+            entries=tuple(EntryRecord(e.kind, e.site, e.action, e.reason) for e in plan.entries),
+            folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
+            files=files,
+            notes=tuple(notes),
+        )
+        _write(stage / MANIFEST, manifest.to_json().encode())
+    changed = folds.operations()
+    return WriteResult(
+        out, plan, manifest, source.nbytes, len(changed), sum(source.tensors[name].nbytes for name in changed)
+    )
+
+
+class _Workers:
+    """A few threads over shards; every step reports its bytes, and stops when the block fails."""
+
+    def __init__(self, source: CheckpointSource, progress: Progress | None) -> None:
+        self._total = 3 * source.nbytes  # written, and both sides digested
+        self._done = 0
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        count = min(_MAX_WORKERS, os.cpu_count() or 1, len(source.shards))
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="memopt")
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def advance(self, count: int) -> None:
+        """Report `count` bytes; raises when the run is being given up."""
+        if self._stopped.is_set():
+            raise InterruptedError("stopped")
+        with self._lock:
+            self._done += count
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def run(self, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Any]:
+        """Results of `function` on every tuple of arguments, in order."""
+        futures: list[Future[Any]] = [self._pool.submit(function, *arguments) for arguments in calls]
+        return [future.result() for future in futures]
+
+    def digests(self, folder: Path, names: list[str]) -> dict[str, FileRecord]:
+        """Size and SHA-256 of files below `folder`."""
+        paths = [folder / name for name in names]
+        found = self.run(self._digest, *((path,) for path in paths))
+        return dict(zip(names, found, strict=True))
+
+    def _digest(self, path: Path) -> FileRecord:
+        return FileRecord(sha256(path, self.advance), path.stat().st_size)
+
+
+def _write_shards(
+    source: CheckpointSource, folds: FoldPlan, stage: Path, workers: _Workers
+) -> tuple[FoldPlan, dict[str, RangeChanges]]:
+    operations = folds.operations()
+    calls = [(source, shard, operations, stage / shard.name, workers.advance) for shard in source.shards]
+    changes: dict[str, RangeChanges] = {}
+    for part in workers.run(write_shard, *calls):
+        changes.update(part)
+    overflowing = {name for name, change in changes.items() if change.infinities}
+    reasons = {
+        fold.norm: f"{min(fold.touched & overflowing)} would overflow {source.tensors[fold.weight].dtype}"
+        for fold in folds.folds
+        if fold.touched & overflowing
+    }
+    kept = folds.without(reasons)
+    if reasons:
+        restore(source, frozenset(operations.keys() - kept.operations().keys()), stage)
+    return kept, changes
+
+
+def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
+    for name in source.side_files:
+        (stage / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.root / name, stage / name)  # content only: modes follow the umask
+    if source.index is not None:
+        _write(stage / INDEX, source.index)
+    if source.left_out:
+        note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
+
+
+def _config_key(source: CheckpointSource, plan: Plan, folds: FoldPlan) -> tuple[bytes, dict[str, Any]]:
+    return (source.root / "config.json").read_bytes(), {
+        "schema_version": SCHEMA_VERSION,
+        "version": memopt.__version__,
+        "base_model": source.model if source.commit else str(source.root),
+        "commit": source.commit,
+        "recipe": plan.recipe.name,
+        "folded_norms": len(folds.folds),
+    }
+
+
+def _fold_record(source: CheckpointSource, fold: Fold, changes: Mapping[str, RangeChanges]) -> FoldRecord:
+    gamma = source.read(fold.weight)
+    size = (gamma.double() + fold.offset).abs()
+    touched = [changes[name] for name in sorted(fold.touched) if name in changes]
+    return FoldRecord(
+        fold=fold,
+        dtype=source.tensors[fold.weight].dtype,
+        smallest_scale=float(size.min()),
+        near_zero=int((size < torch.finfo(gamma.dtype).eps).sum()),
+        new_zeros=sum(change.zeros for change in touched),
+        new_subnormals=sum(change.subnormals for change in touched),
+    )
+
+
+def _written(source: CheckpointSource) -> list[str]:
+    index = [INDEX] if source.index is not None else []
+    return sorted([*(shard.name for shard in source.shards), *source.side_files, *index, "config.json"])
+
+
+def _relative(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)

@@ -1,0 +1,123 @@
+"""What a CUDA device would do, for traces on fake CPU tensors: which attention kernel runs and what dropout keeps.
+
+Only choices that change what is kept for backward are imitated. The rules are PyTorch's own: `sdp_utils.cpp` for the
+attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations that run in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+#: Name of the attention implementation to set on a model that is traced. (One with "flash" in it would be taken for a
+#: kernel package to import.)
+ATTENTION = "memopt_trace"
+
+_MAX_FLASH_HEAD = 256
+_DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
+#: Functions that autocast runs in fp32 on CUDA and not on the CPU, and whose output or input is kept.
+_FP32_ON_CUDA: frozenset[Any] = frozenset(
+    {F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, F.softplus}
+)
+
+
+class CudaChoices(TorchFunctionMode):
+    """While active, attention, dropout and autocast keep what they would keep on a CUDA device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func in _DROPOUT:
+            return _dropout(func, *args, **kwargs)
+        if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                args, kwargs = tree_map(_to_fp32, (args, kwargs))
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def register_attention() -> None:
+    """Make :data:`ATTENTION` known to transformers: its SDPA attention, with masks decided without reading values."""
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def _mask(
+    *args: Any,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    # transformers never skips a mask while tracing, since it would have to look for padding; without padding it would.
+    skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
+    if skippable and (local_size is None or kv_length < local_size):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        *args, q_length=q_length, kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs
+    )
+    return mask
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    kernels = torch.ops.aten
+    output: Tensor
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    heads_match = query.shape[1] == key.shape[1]
+    if query.dim() == 4 and half and attn_mask is None and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD:
+        flash = kernels._scaled_dot_product_flash_attention
+        output, *_ = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+    elif query.dim() == 4 and heads_match and query.dtype != torch.float64:
+        efficient = kernels._scaled_dot_product_efficient_attention
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        output, *_ = efficient(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)
+    else:
+        output, _ = kernels._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+    return output
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The additive bias that the memory-efficient kernel takes (a boolean mask is converted, and kept so)."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.to(query.dtype).expand(*query.shape[:2], query.shape[2], key.shape[2])
+
+
+def _dropout(
+    func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+) -> Tensor:
+    training = names.get("train", training)
+    if inplace or not training or not 0 < p < 1:
+        return func(input, p, training)
+    output, _ = torch.native_dropout(input, p, True)
+    return output
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

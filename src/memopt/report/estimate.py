@@ -1,0 +1,196 @@
+"""The account of a training step from the model's config alone: traced on fake tensors, no weights, no device.
+
+The real program runs on tensors that have shapes and no data, so every byte is one that PyTorch itself would keep.
+Where a CUDA device would choose another kernel than the CPU, `memopt.report.emulate` makes its choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.patches.apply import apply
+from memopt.plan import make_plan
+from memopt.recipe import Recipe
+from memopt.report.account import Account, account
+from memopt.report.adapters import add_adapters
+from memopt.report.emulate import ATTENTION, CudaChoices, register_attention
+from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
+from memopt.walk.build import build_meta
+from memopt.walk.inputs import dummy_inputs, training_targets
+from memopt.walk.sites import NormSite, Sites
+
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+Train = Literal["full", "lora"]
+Checkpointing = Literal["none", "full"]
+
+#: Precision -> (dtype of the weights, dtype of autocast or None).
+_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "fp16-mixed": (torch.float32, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training step whose memory is asked for."""
+
+    batch: int = 1
+    seq: int = 2048
+    precision: Precision = "bf16"
+    train: Train = "full"
+    lora_rank: int = 8
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    checkpointing: Checkpointing = "none"
+    adapter_fp32: bool = False
+    """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
+
+
+def trace_account(
+    config: PreTrainedConfig,
+    training: Training,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+) -> Account:
+    """What one forward of the model of `config` keeps for backward, stock or patched.
+
+    Args:
+        config: the model's config; nothing else of the model is read.
+        training: how it is trained.
+        sites: what the walk found in this model (`memopt.walk.observe.walk_config`).
+        recipe: patch with it first; None for the stock model.
+        folded: norms whose affine the checkpoint has folded away.
+
+    Raises:
+        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    weights, autocast = _DTYPES[training.precision]
+    model = build_meta(config, dtype=weights)
+    notes = [*_choose_attention(model), *_precision_notes(training)]
+    if recipe is not None:
+        notes += _patch(model, sites, recipe, folded)
+    model.train()
+    trained: nn.Module = model
+    if training.train == "lora":
+        trained = add_adapters(
+            model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=training.adapter_fp32
+        )
+    if training.checkpointing == "full":
+        _checkpoint(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_fake(trained, fake)
+
+    def run() -> Any:
+        with CudaChoices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
+            return trained(**inputs)
+
+    try:
+        with fake:
+            inputs = _inputs(model, training)
+            return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else "no message"
+        raise ModelError(
+            f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _choose_attention(model: PreTrainedModel) -> list[str]:
+    if model.config._attn_implementation == "sdpa":
+        register_attention()
+        model.set_attn_implementation(ATTENTION)
+        return ["Attention: the kernel that scaled_dot_product_attention chooses on a CUDA device; no padding."]
+    return ["Attention: eager, because this model class has no fused attention; no padding."]
+
+
+def _precision_notes(training: Training) -> list[str]:
+    if _DTYPES[training.precision][1] is None:
+        return []
+    return [
+        "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
+        "whose 16-bit copies are listed as weight copies."
+    ]
+
+
+def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
+    for norm in sites.norms:
+        if norm.name in folded:
+            _hold_identity(model.get_submodule(norm.name), norm)
+    applied = apply(model, make_plan(sites, recipe), folded=folded)
+    return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
+
+
+def _hold_identity(module: nn.Module, norm: NormSite) -> None:
+    """Give a norm the affine that a folded checkpoint holds; what has no data could not be seen to be the identity."""
+    for parameter, value in ((norm.weight, 1.0 - norm.offset), (norm.bias, 0.0)):
+        if parameter is not None:
+            name = parameter.rpartition(".")[2]
+            stock: nn.Parameter = getattr(module, name)
+            tensor = torch.full(stock.shape, value, dtype=stock.dtype)
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=stock.requires_grad))
+
+
+def _checkpoint(model: PreTrainedModel) -> None:
+    # transformers 5.0 has the old name only.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(f"{error}", "Use --checkpointing none.") from error
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every tensor of `model` by a fake one on the CPU; what was one tensor stays one."""
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            # The original is kept beside it, so that its id stays its own.
+            fakes[id(tensor)] = (tensor, twin)
+        return fakes[id(tensor)][1]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers, vars(module)):
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    table[name] = fake(value)
+
+
+def _inputs(model: PreTrainedModel, training: Training) -> dict[str, Any]:
+    """Keyword arguments of one training forward in the asked size; labels where the model takes them."""
+    small = dummy_inputs(model, dtype=_DTYPES[training.precision][0])
+    inputs = {name: _grown(value, training) if isinstance(value, Tensor) else value for name, value in small.items()}
+    if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
+        # With a mask at hand transformers does not look for packed sequences, which it would have to read.
+        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return {**inputs, **training_targets(model, inputs, run=_run_without_values)}
+
+
+def _grown(tensor: Tensor, training: Training) -> Tensor:
+    batch, *rest = tensor.shape
+    shape = [training.batch if batch == BATCH else batch, *(training.seq if n == LENGTH else n for n in rest)]
+    return torch.zeros(shape, dtype=tensor.dtype)
+
+
+def _run_without_values(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """The outputs that tell which labels fit; whether the loss is finite cannot be asked of a fake tensor."""
+    with CudaChoices():
+        output = model(**kwargs)
+    loss = getattr(output, "loss", None)
+    return SimpleNamespace(logits=getattr(output, "logits", None), loss=None if loss is None else loss.to("meta"))

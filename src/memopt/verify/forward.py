@@ -1,0 +1,178 @@
+"""Level "forward": the outputs of the patched model are as close to the truth as the original's.
+
+The truth is a run of the original weights in fp64. Both models are judged by their distance from it, because the
+distance between them says little: two correct 16-bit models differ in different directions by about the same amount.
+One more rounding of the weights predicts a ratio of at most 1.12; 1.25 passes and 2 is where FlashAttention's and
+PyTorch's own comparisons draw the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.verify.inputs import probe_inputs
+from memopt.verify.models import (
+    Pair,
+    cast_inputs,
+    choose_reference,
+    floating_outputs,
+    free_memory,
+    load_patched,
+    load_stock,
+    precise,
+    stored_dtype,
+)
+from memopt.verify.verdict import Check, ratio_status
+
+PASS_RATIO = 1.25
+WARN_RATIO = 2.0
+#: Squared, because the divergence grows with the square of the error.
+PASS_DIVERGENCE = PASS_RATIO**2
+WARN_DIVERGENCE = WARN_RATIO**2
+#: Errors below this many unit roundoffs of the truth count as this many.
+FLOOR_ROUNDOFFS = 4
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Accumulated over all probe inputs."""
+
+    square_error: float = 0.0
+    square_truth: float = 0.0
+    n: int = 0
+
+    def add(self, value: Tensor, truth: Tensor) -> _Errors:
+        difference = value.double() - truth.double()
+        return _Errors(
+            self.square_error + float(difference.square().sum()),
+            self.square_truth + float(truth.double().square().sum()),
+            self.n + truth.numel(),
+        )
+
+    @property
+    def rms(self) -> float:
+        return (self.square_error / max(self.n, 1)) ** 0.5
+
+    def floor(self, dtype: torch.dtype) -> float:
+        unit_roundoff = torch.finfo(dtype).eps / 2
+        return float(FLOOR_ROUNDOFFS * unit_roundoff * (self.square_truth / max(self.n, 1)) ** 0.5)
+
+
+def verify_forward(pair: Pair) -> list[Check]:
+    """Compare outputs; one check for each floating-point output, and for logits their divergence and top token."""
+    original = load_stock(pair.original, pair)
+    dtype = stored_dtype(original)
+    reference = choose_reference(sum(p.numel() for p in original.parameters()), dtype, copies=2)
+    if reference is None:
+        return [_skip("no more precise run than the model's own fits into memory")]
+    probes = probe_inputs(original, pair.patched)
+    outputs = {"original": _run(original, probes, dtype)}
+    del original
+    free_memory()
+    truth_model = load_stock(pair.original, pair, dtype=reference.dtype)
+    with precise(reference.dtype):
+        truth = _run(truth_model, probes, reference.dtype)
+    del truth_model
+    free_memory()
+    outputs["patched"] = _run(load_patched(pair), probes, dtype, training_path=True)
+    outputs["stock classes on the patched files"] = _run(load_stock(pair.patched, pair), probes, dtype)
+    free_memory()
+    source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
+    return list(_compare(outputs, truth, dtype, source, probes.source))
+
+
+def _run(
+    model: nn.Module, probes: Any, dtype: torch.dtype, *, training_path: bool = False
+) -> list[dict[str, Tensor]]:
+    """Outputs for every probe. Patched modules take their own path only where gradients are recorded."""
+    results = []
+    for inputs in probes.batches:
+        with torch.set_grad_enabled(training_path):
+            outputs = floating_outputs(model(**cast_inputs(inputs, dtype)))
+        results.append({name: tensor.detach().clone() for name, tensor in outputs.items()})
+    return results
+
+
+def _compare(
+    outputs: dict[str, list[dict[str, Tensor]]],
+    truth: list[dict[str, Tensor]],
+    dtype: torch.dtype,
+    reference: str,
+    probe_source: str,
+) -> Iterator[Check]:
+    fields = [field for field in truth[0] if all(field in batch for run in outputs.values() for batch in run)]
+    if not fields:
+        yield _skip("the model returns no floating-point output")
+    for field in fields:
+        original = _errors(outputs["original"], truth, field)
+        bound = max(original.rms, original.floor(dtype) / PASS_RATIO)
+        for candidate in ("patched", "stock classes on the patched files"):
+            errors = _errors(outputs[candidate], truth, field)
+            ratio = errors.rms / bound if bound else (0.0 if errors.rms == 0 else float("inf"))
+            yield Check(
+                id="forward.error_ratio",
+                level="forward",
+                subject=f"{field}, {candidate}",
+                status=ratio_status(ratio, PASS_RATIO, WARN_RATIO),
+                metric="RMS error / the original's own",
+                value=ratio,
+                threshold=PASS_RATIO,
+                threshold_reason="one more rounding of the weights predicts 1.12; above 2 fails",
+                reference=reference,
+                n=errors.n,
+                detail=f"RMS error {errors.rms:.3g}, the original's {original.rms:.3g}, inputs: {probe_source}",
+            )
+        if field == "logits":
+            yield _divergence(outputs, truth, dtype, reference)
+
+
+def _errors(run: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], field: str) -> _Errors:
+    errors = _Errors()
+    for got, expected in zip(run, truth, strict=True):
+        errors = errors.add(got[field], expected[field])
+    return errors
+
+
+def _divergence(
+    outputs: dict[str, list[dict[str, Tensor]]], truth: list[dict[str, Tensor]], dtype: torch.dtype, reference: str
+) -> Check:
+    values: dict[str, float] = {}
+    agreement: dict[str, float] = {}
+    rows = 0
+    for name in ("original", "patched"):
+        total, agreed, rows = 0.0, 0, 0
+        for got, expected in zip(outputs[name], truth, strict=True):
+            exact = expected["logits"].double().log_softmax(-1)
+            approximate = got["logits"].double().log_softmax(-1)
+            total += float((exact.exp() * (exact - approximate)).sum())
+            agreed += int((exact.argmax(-1) == approximate.argmax(-1)).sum())
+            rows += exact[..., 0].numel()
+        values[name], agreement[name] = max(total, 0.0) / rows, agreed / rows
+    # Divergence of logits that are off by FLOOR_ROUNDOFFS roundoffs: about half the squared relative error.
+    floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2
+    ratio = values["patched"] / max(values["original"], floor)
+    return Check(
+        id="forward.divergence_ratio",
+        level="forward",
+        subject="logits, patched",
+        status=ratio_status(ratio, PASS_DIVERGENCE, WARN_DIVERGENCE),
+        metric="mean KL divergence / the original's own",
+        value=ratio,
+        threshold=PASS_DIVERGENCE,
+        threshold_reason="the divergence grows with the square of the error",
+        reference=reference,
+        n=rows,
+        detail=(
+            f"KL {values['patched']:.3g}, the original's {values['original']:.3g}; top choice agrees with the reference "
+            f"in {agreement['patched']:.1%} of positions, the original's in {agreement['original']:.1%}"
+        ),
+    )
+
+
+def _skip(reason: str) -> Check:
+    return Check(id="forward.error_ratio", level="forward", subject="outputs", status="skip", detail=reason)

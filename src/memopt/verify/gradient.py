@@ -1,0 +1,152 @@
+"""Level "gradient": every parameter's gradient is as close to the truth as that of stock modules.
+
+Both sides hold the same (patched) weights, so that only the modules differ; what folding does to training is stated
+by `memopt patch` and is no error. The truth is the stock model in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.verify.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
+from memopt.verify.inputs import Probes, probe_inputs
+from memopt.verify.models import (
+    Pair,
+    cast_inputs,
+    choose_reference,
+    floating_outputs,
+    free_memory,
+    load_patched,
+    load_stock,
+    precise,
+    stored_dtype,
+)
+from memopt.verify.verdict import Check, ratio_status
+
+EACH_RATIO = 2.0
+#: Few elements make a noisy ratio.
+SMALL_TENSOR = 500
+SMALL_RATIO = 3.0
+
+Gradients = dict[str, Tensor]
+
+
+def verify_gradient(pair: Pair) -> list[Check]:
+    """Compare the gradient of every parameter that both models train."""
+    stock = load_stock(pair.patched, pair)
+    dtype = stored_dtype(stock)
+    reference = choose_reference(sum(p.numel() for p in stock.parameters()), dtype, copies=4)
+    if reference is None:
+        return [_skip("no more precise run than the model's own fits into memory")]
+    probes = probe_inputs(stock, pair.patched)
+    stock_loss, stock_gradients = _gradients(stock, probes, dtype)
+    del stock
+    free_memory()
+    patched_loss, patched_gradients = _gradients(load_patched(pair), probes, dtype)
+    free_memory()
+    truth_model = load_stock(pair.patched, pair, dtype=reference.dtype)
+    with precise(reference.dtype):
+        _, truth = _gradients(truth_model, probes, reference.dtype)
+    del truth_model
+    free_memory()
+    source = f"{reference.name} run of stock modules on the same weights"
+    missing = sorted(set(patched_gradients) - set(stock_gradients))
+    if missing:
+        return [_fail(f"stock modules give {missing[0]} no gradient, patched ones do")]
+    return list(compare_gradients(patched_gradients, stock_gradients, truth, dtype, source, stock_loss, patched_loss))
+
+
+def compare_gradients(
+    patched: Gradients,
+    stock: Gradients,
+    truth: Gradients,
+    dtype: torch.dtype,
+    reference: str,
+    stock_loss: float,
+    patched_loss: float,
+) -> Iterator[Check]:
+    """Checks on the ratio of errors: the median over parameters, and the worst against its own limit."""
+    ratios = {name: _ratio(patched[name], stock[name], truth[name], dtype) for name in patched}
+    limits = {name: EACH_RATIO if truth[name].numel() >= SMALL_TENSOR else SMALL_RATIO for name in ratios}
+    median = float(torch.tensor(sorted(ratios.values())).median())
+    worst = max(ratios, key=lambda name: (ratios[name] != ratios[name], ratios[name] / limits[name]))
+    loss = f"loss {patched_loss:.6f}, stock {stock_loss:.6f}"
+    yield Check(
+        id="gradient.median_error_ratio",
+        level="gradient",
+        subject=f"{len(ratios)} parameters",
+        status=ratio_status(median, PASS_RATIO, WARN_RATIO),
+        metric="median of RMS error / stock modules' own",
+        value=median,
+        threshold=PASS_RATIO,
+        threshold_reason="the same arithmetic in another order",
+        reference=reference,
+        n=len(ratios),
+        detail=loss,
+    )
+    yield Check(
+        id="gradient.worst_error_ratio",
+        level="gradient",
+        subject=worst,
+        status="pass" if ratios[worst] <= limits[worst] else "fail",
+        metric="worst RMS error / stock modules' own",
+        value=ratios[worst],
+        threshold=limits[worst],
+        threshold_reason=f"{EACH_RATIO:g}, or {SMALL_RATIO:g} below {SMALL_TENSOR} elements, where the ratio is noisy",
+        reference=reference,
+        n=truth[worst].numel(),
+    )
+
+
+def _ratio(patched: Tensor, stock: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    def rms(tensor: Tensor) -> float:
+        return float(tensor.square().mean().sqrt())
+
+    exact = truth.double()
+    error, own = rms(patched.double() - exact), rms(stock.double() - exact)
+    floor = FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2 * rms(exact)
+    bound = max(own, floor / PASS_RATIO)
+    if bound == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / bound
+
+
+def _gradients(model: nn.Module, probes: Probes, dtype: torch.dtype) -> tuple[float, Gradients]:
+    """Loss and gradients summed over the probes. Eval mode: dropout off."""
+    total = 0.0
+    for inputs, targets in zip(probes.batches, probes.targets, strict=True):
+        loss = training_loss(model, cast_inputs({**inputs, **targets}, dtype))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return total, gradients
+
+
+def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+    """The model's own loss where it has one; else a fixed random projection of its floating-point outputs."""
+    output = model(**inputs)
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if loss is not None:
+        return loss
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for tensor in floating_outputs(output).values():
+        if tensor.requires_grad:
+            weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+            wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+            parts.append((wide * weights.to(wide.dtype)).mean())
+    return torch.stack(parts).sum()
+
+
+def _skip(reason: str) -> Check:
+    return Check(
+        id="gradient.median_error_ratio", level="gradient", subject="parameters", status="skip", detail=reason
+    )
+
+
+def _fail(reason: str) -> Check:
+    return Check(id="gradient.parameters", level="gradient", subject="parameters", status="fail", detail=reason)

@@ -1,0 +1,115 @@
+"""Inputs for a verification: real text where the checkpoint has a tokenizer, synthetic inputs otherwise.
+
+Outlier channels and trained norms show on text that the model knows, so text comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.walk.inputs import dummy_inputs, training_targets
+
+TOKENS = 128
+
+_TEXTS = (
+    "Rivers shape the land slowly. In spring the melting snow fills every stream, and the water carries sand and "
+    "stones from the mountains to the plain. Where the slope ends the current loses its strength, so the load sinks "
+    "and builds a fan of gravel that grows a little every year. People have always lived beside such places: the "
+    "ground is fertile, the water is near, and boats can leave for the sea. But floods return, too, and the oldest "
+    "towns stand on low hills for a good reason. Today engineers measure the flow every hour, publish the level on "
+    "the internet, and open gates long before the first street is wet. The capital of France lies on such a river.",
+    "def moving_average(values, window):\n    total = sum(values[:window])\n    yield total / window\n    for old, new "
+    "in zip(values, values[window:]):\n        total += new - old\n        yield total / window\n\nThe function above "
+    "keeps one running total instead of adding the whole window again, so its cost does not depend on the window. "
+    "Rounding errors do accumulate, however: after 1,000,000 steps in single precision the result may be off in the "
+    "fourth digit. Two remedies are known. The first recomputes the total from time to time; the second, due to "
+    "Kahan, carries a correction term along. Which one is better? In 2019 a survey of 48 libraries found that most "
+    "of them use neither.",
+    "Dear Dr. Okafor, thank you for your letter of 3 March. We have read it with great interest. The committee will "
+    "meet on Thursday at 10:30 in room B-214 and decide about the second phase of the study, in which 312 patients "
+    "take part. As you know, the first phase ended earlier than planned, because the sensors failed at temperatures "
+    "below -12 degrees. New sensors have arrived from Lisbon, Oslo and Seoul; they were tested for six weeks and lost "
+    "less than 0.4 % of the readings. If nobody objects, we would like to start in May. Please tell us whether that "
+    "suits you, and who in your group should receive the contract. With kind regards, Ines Moreau.",
+    "Q: Why does bread rise? A: Yeast eats sugar and gives off carbon dioxide. The gas cannot leave the dough, since "
+    "kneading has turned the proteins of the flour into an elastic net called gluten, and so the dough swells. In a "
+    "warm kitchen this takes an hour; in the refrigerator it takes a night, but the flavour is better. Q: And why "
+    "does it stop? A: The oven kills the yeast at about 60 degrees. Until then the gas expands once more, which "
+    "bakers call oven spring. Afterwards the starch sets, the crust turns brown, and the loaf keeps its shape. Q: Can "
+    "I use less salt? A: A little. Salt slows the yeast down, tightens the net, and without it bread tastes flat.",
+)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """What both models are run with."""
+
+    batches: tuple[dict[str, Any], ...]
+    """Keyword arguments of the forward, without labels."""
+    targets: tuple[dict[str, Any], ...]
+    """The labels for each batch; empty where the model has no loss."""
+    source: str
+    """What they are, in words."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (or patches: the first dimensions) of the first batch's main input."""
+        first = next(iter(self.batches[0].values()))
+        return int(first.shape[0] * first.shape[1]) if first.dim() > 1 else int(first.numel())
+
+
+def probe_inputs(model: nn.Module, folder: Path) -> Probes:
+    """Two batches for `model`, the same for every call with models of the same make.
+
+    Raises:
+        ModelError: nothing is known of what the forward takes.
+    """
+    batches = [dummy_inputs(model, seed=seed) for seed in (0, 1)]
+    source = "synthetic"
+    if "input_ids" in batches[0]:
+        rows = _token_rows(folder, _limit(model))
+        if rows is not None:
+            batches = [{**batch, **_with_tokens(batch, rows[2 * i : 2 * i + 2])} for i, batch in enumerate(batches)]
+            source = f"text, {len(rows)} x {rows.shape[1]} tokens"
+    targets = tuple(training_targets(model, batch) for batch in batches)
+    return Probes(tuple(batches), targets, source)
+
+
+def _limit(model: nn.Module) -> int:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(TOKENS, positions) if isinstance(positions, int) and positions > 0 else TOKENS
+
+
+def _token_rows(folder: Path, length: int) -> torch.Tensor | None:
+    """(len(_TEXTS), length) token ids, all of one length so that no padding is needed; None without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return None
+    if tokenizer is None:
+        return None
+    encoded = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in _TEXTS]
+    shortest = min(map(len, encoded))
+    if shortest < 8:
+        return None
+    return torch.tensor([ids[:shortest] for ids in encoded])
+
+
+def _with_tokens(batch: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """`batch` with every per-token argument remade for `rows`."""
+    length = batch["input_ids"].shape[1]
+    changed: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "input_ids" or name == "decoder_input_ids":
+            changed[name] = rows
+        elif isinstance(value, torch.Tensor) and value.shape[:2] == (rows.shape[0], length):
+            # Masks and type ids: what the first token has, every token gets.
+            changed[name] = value[:, :1].expand(rows.shape[0], rows.shape[1], *value.shape[2:]).contiguous()
+    return changed

@@ -1,0 +1,127 @@
+"""The models that are compared, and the precision of the run that is taken for the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memopt.api import load
+from memopt.errors import ModelError
+from memopt.walk.build import load_config, model_class
+from memopt.walk.precision import Float64Mode, default_float64
+
+#: Share of the free memory that a reference run may take.
+_MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two checkpoints of one verification."""
+
+    patched: Path
+    """Folder that `memopt patch` wrote."""
+    original: str
+    """The model it was made from: local folder or hub id."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def load_stock(source: str | Path, pair: Pair, dtype: torch.dtype | None = None) -> nn.Module:
+    """Stock model in its stored dtype (or `dtype`), eval mode, on the CPU."""
+    revision = pair.revision if str(source) == pair.original else None
+    config = load_config(source, revision=revision, trust_remote_code=pair.trust_remote_code)
+    cls: Any = model_class(config)
+    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": pair.trust_remote_code}
+    if revision is not None:
+        keywords["revision"] = revision
+    try:
+        model: nn.Module = cls.from_pretrained(source, **keywords)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"Cannot load '{source}': {str(error).splitlines()[0]}") from None
+    return model.eval()
+
+
+def load_patched(pair: Pair) -> nn.Module:
+    """Patched model in its stored dtype, eval mode, on the CPU."""
+    return load(pair.patched, trust_remote_code=pair.trust_remote_code, dtype="auto").eval()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Precision of the truth, and the note that says why it is not fp64, if it is not."""
+
+    dtype: torch.dtype
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return {torch.float64: "fp64", torch.float32: "fp32"}[self.dtype]
+
+
+def choose_reference(parameters: int, stored: torch.dtype, *, copies: int) -> Reference | None:
+    """The most precise truth that fits into memory; None when even fp32 does not fit or does not help.
+
+    Args:
+        parameters: number of elements of all parameters.
+        stored: dtype of the checkpoint; the truth must be wider.
+        copies: how many tensors of each parameter's size the run holds (weights, gradients, results).
+    """
+    free = psutil.virtual_memory().available * _MEMORY_SHARE
+    if parameters * 8 * copies <= free:
+        return Reference(torch.float64)
+    if stored.itemsize < 4 and parameters * 4 * copies <= free:
+        return Reference(torch.float32, "the reference is fp32: fp64 does not fit into memory")
+    return None
+
+
+@contextlib.contextmanager
+def precise(dtype: torch.dtype) -> Iterator[None]:
+    """Inside it a model of doubles really computes in doubles, upcasts "to float32" included."""
+    if dtype != torch.float64:
+        yield
+        return
+    with default_float64(), Float64Mode():
+        yield
+
+
+def cast_inputs(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Floating-point tensors of `inputs` in `dtype`."""
+    return {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+
+
+def floating_outputs(output: Any) -> dict[str, Tensor]:
+    """Field (or position) -> floating-point tensor of a model's output, the loss not included."""
+    fields = dict(output) if isinstance(output, dict) else {"output": output}
+    tensors: dict[str, Tensor] = {}
+    for field, value in fields.items():
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for position, leaf in enumerate(leaves):
+            if field != "loss":
+                tensors[field if len(leaves) == 1 else f"{field}[{position}]"] = leaf
+    return tensors
+
+
+def stored_dtype(model: nn.Module) -> torch.dtype:
+    """The floating dtype that most of the parameters have."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def free_memory() -> None:
+    """Let go of models that reference cycles still hold."""
+    gc.collect()

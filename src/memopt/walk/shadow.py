@@ -1,0 +1,389 @@
+"""Watches forwards and records what happens to every norm's output and to every parameter.
+
+A `ShadowMode` sees each aten op. The output of a norm is tagged with channel ids (`memopt.walk.rules`), ids follow
+the data, and three things are recorded: which contractions read which channels, what else a norm's output reaches,
+and every use of every parameter. It runs on meta tensors (structure of the real model) and on numbers (the
+twin). What the records mean for a fold is decided in `memopt.walk.verdict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memopt.walk.contractions import Contraction, Reading, read, recognise
+from memopt.walk.labels import Labels
+from memopt.walk.parameters import ParameterTable, ParameterView, storage_key
+from memopt.walk.precision import widen
+from memopt.walk.probe import NormProbe
+from memopt.walk.rules import MOVEMENT, NO_USE, OpCall, Shadow, propagate
+from memopt.walk.sites import Reach
+
+#: "contract": read by a norm's channels; "raw": contracted with something that is no norm's output; "mixed": with
+#: several channels in one coordinate; "bias": added to the product `weight`; "other": anything else.
+UseKind = Literal["contract", "raw", "mixed", "bias", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One way in which a parameter is used."""
+
+    kind: UseKind
+    module: str
+    operation: str
+    reading: Reading | None = None
+    bias: str | None = None
+    same_storage: bool = False
+    weight: str = ""
+
+    def repeats(self, other: Use) -> bool:
+        """Whether `other` says the same."""
+        mine, theirs = ((u.kind, u.module, u.operation, u.bias, u.same_storage, u.weight) for u in (self, other))
+        if mine != theirs or (self.reading is None) != (other.reading is None):
+            return False
+        a, b = self.reading, other.reading
+        if a is None or b is None:
+            return True
+        plain = (a.axis, a.shift, a.scale) == (b.axis, b.shift, b.scale)
+        return plain and torch.equal(a.coordinates, b.coordinates) and torch.equal(a.channels, b.channels)
+
+
+@dataclass(eq=False)
+class NormRecord:
+    """What was seen of one norm."""
+
+    name: str
+    probe: NormProbe
+    base: int = -1
+    width: int = 0
+    calls: int = 0
+    rejected: str | None = None
+    """Why it is no plain norm after all, seen only when it runs."""
+    reaches: dict[Reach, None] = field(default_factory=dict)
+    storages: set[int] = field(default_factory=set)
+
+
+class ShadowMode(TorchDispatchMode):
+    """Records the forwards that run under it; use `watch`, which also installs the module hooks."""
+
+    def __init__(self, model: nn.Module, norms: Mapping[str, NormProbe], labels: Labels | None, float64: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.parameters = ParameterTable(model)
+        self.norms = {name: NormRecord(name, probe) for name, probe in norms.items()}
+        self.labels = labels
+        self.uses: dict[int, list[Use]] = {}
+        self.visited: dict[str, None] = {}
+        self._float64 = float64
+        self._modules = dict(model.named_modules())
+        self._shadows: dict[int, tuple[Tensor, Shadow]] = {}
+        self._stack: list[str] = []
+        self._paused = False
+        self._next_id = 0
+        self._pending: tuple[ParameterView, Use, Tensor] | None = None
+
+    # -- what a call brings -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward starts; an earlier one may have ended in an exception."""
+        self._stack.clear()
+
+    def finish(self, output: Any) -> None:
+        """A forward ended with `output`, which belongs to the caller."""
+        with self.unobserved():
+            self._flush()
+            self._outputs(output, "")
+            if self.labels is not None:
+                self.labels.outputs(output)
+
+    def forget(self) -> None:
+        """Let go of the tensors of past forwards."""
+        self._shadows.clear()
+        self.parameters.forget_copies()
+        if self.labels is not None:
+            self.labels.forget()
+
+    def _outputs(self, output: Any, module: str) -> None:
+        for key, tensor in _fields(output):
+            shadow = self._shadow(tensor)
+            if shadow is not None:
+                self._escape(shadow, "the model output", key, module)
+
+    # -- module hooks -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Hooks on every module and on the Python reads that never reach the dispatcher."""
+        handles: list[Any] = []
+        activations = self.labels.activations_by_module if self.labels is not None else {}
+        for name, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: self._enter(name)))
+            if name in self.norms:
+                handles.append(
+                    module.register_forward_hook(
+                        lambda _m, args, kwargs, out, name=name: self._tag(name, args, kwargs, out), with_kwargs=True
+                    )
+                )
+            elif name in activations:
+                handles.append(
+                    module.register_forward_hook(lambda _m, args, out, name=name: self._activated(name, args, out))
+                )
+            handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: self._leave(name, out)))
+        try:
+            with _watched_reads(self._python_read):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self.visited.setdefault(name)
+
+    def _leave(self, name: str, output: Any) -> None:
+        while self._stack and self._stack.pop() != name:
+            pass
+        # An inner model's last_hidden_state is promised to whoever asks that model, whatever this one makes of it.
+        if name and isinstance(output, Mapping) and "last_hidden_state" in output:
+            with self.unobserved():
+                self._outputs({"last_hidden_state": output["last_hidden_state"]}, name)
+
+    def _activated(self, name: str, args: tuple[Any, ...], output: Any) -> None:
+        if self.labels is not None and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            self.labels.activation(name, args[0], output)
+
+    def _tag(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        record = self.norms[name]
+        with self.unobserved():
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+            record.calls += 1
+            record.rejected = record.rejected or _disagreement(record.probe, inputs, output)
+            if record.rejected:
+                return
+            width = output.shape[-1]
+            if record.base < 0:
+                record.base, record.width = self._next_id, width
+                self._next_id += width
+            elif width != record.width:
+                record.rejected = "it is called with tensors of several widths"
+                return
+            ids = torch.arange(record.base, record.base + width).expand(output.shape)
+            self._shadows[id(output)] = (output, Shadow(ids))
+            key = storage_key(output)
+            if key is not None:
+                record.storages.add(key)
+            if self.labels is not None:
+                self.labels.norm(name, output)
+
+    # -- the dispatcher -----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._float64:
+            args, kwargs = widen(args, kwargs)
+        name = func._schema.name.split("::")[-1]
+        if name == "_local_scalar_dense" and args[0].is_meta:
+            # A branch on a value that a meta tensor does not have: answer something plausible.
+            return True if args[0].dtype == torch.bool else 1
+        out = func(*args, **kwargs)
+        if not self._paused:
+            with self.unobserved():
+                self._observe(OpCall(func, name, args, kwargs, out))
+        return out
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def here(self) -> str:
+        """Name of the innermost module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def _observe(self, call: OpCall) -> None:
+        if self._adds_pending_bias(call):
+            if self.labels is not None:
+                self.labels.operation(call, self.here, self.parameters)
+            return
+        contraction = recognise(call)
+        if contraction is not None:
+            self._flush()
+            self._contract(call, contraction)
+            return
+        if self.labels is not None:
+            self.labels.operation(call, self.here, self.parameters)
+        views = [(t, v) for t in call.tensors if (v := self.parameters.view(t)) is not None]
+        if views and call.name not in NO_USE:
+            sole = len(views) == 1 and self.parameters.follow(call.name, call.args, views[0][0], call.outputs)
+            for _, view in () if sole else views:
+                self._use(view, Use("other", self.here, call.name))
+        shadows = [s for t in call.tensors if (s := self._shadow(t)) is not None]
+        if shadows:
+            self._follow(call, shadows)
+
+    def _follow(self, call: OpCall, shadows: list[Shadow]) -> None:
+        inside_norm = self.here in self.norms and call.name not in MOVEMENT and call.name not in NO_USE
+        effect = "another norm" if inside_norm else propagate(call, self._shadow)
+        if isinstance(effect, str):
+            for shadow in shadows:
+                self._escape(shadow, effect, call.name, self.here)
+            return
+        for tensor, shadow in effect:
+            self._shadows[id(tensor)] = (tensor, shadow)
+
+    def _contract(self, call: OpCall, contraction: Contraction) -> None:
+        a, b = (self.parameters.view(t) for t in (contraction.a, contraction.b))
+        if a is not None and b is None:
+            contraction, a, b = contraction.swapped(), b, a
+        shadow = self._shadow(contraction.a)
+        for stray in (self._shadow(contraction.bias), self._shadow(contraction.b)):
+            if stray is not None:
+                self._escape(stray, "an addition" if stray is not shadow else "attention", call.name, self.here)
+        if b is None or a is not None:
+            if shadow is not None:
+                self._escape(shadow, "attention" if "bmm" in call.name else "a matrix product", call.name, self.here)
+            for view in (a, b):
+                if view is not None:
+                    self._use(view, Use("other", self.here, call.name))
+            return
+        bias = self.parameters.view(contraction.bias)
+        weight_name = self.parameters.name(b.parameter, self.here)
+        if self.labels is not None:
+            self.labels.contraction(weight_name, b.parameter, contraction.a, call.out, self.here)
+        use = self._reading(call, contraction, b, shadow)
+        if bias is None and contraction.bias is None and isinstance(call.out, Tensor):
+            self._pending = (b, use, call.out)
+        else:
+            self._record(b, use, bias)
+
+    def _reading(self, call: OpCall, contraction: Contraction, weight: ParameterView, shadow: Shadow | None) -> Use:
+        if shadow is None:
+            return Use("raw", self.here, call.name)
+        reading = read(contraction, weight, shadow)
+        if isinstance(reading, str):
+            self._escape(shadow, reading, call.name, self.here)
+            return Use("mixed", self.here, call.name)
+        owners = list(self.owners(reading.channels))
+        key = storage_key(contraction.a)
+        same = all(key in owner.storages for owner in owners)
+        return Use("contract", self.here, call.name, reading, same_storage=same)
+
+    def _adds_pending_bias(self, call: OpCall) -> bool:
+        """F.linear on a non-contiguous input runs as a product and an add: the vector added next is its bias."""
+        if self._pending is None:
+            return False
+        _, _, product = self._pending
+        touches = any(storage_key(t) == storage_key(product) for t in call.tensors)
+        if call.name in {"add", "add_"} and touches:
+            others = [v for t in call.tensors if (v := self.parameters.view(t)) is not None]
+            if len(others) == 1 and others[0].parameter.dim() == 1 and others[0].dims != (None,):
+                weight, use, _ = self._pending
+                self._pending = None
+                self._record(weight, use, others[0])
+                return True
+        if not (touches and call.name in MOVEMENT):
+            self._flush()
+        return False
+
+    def _flush(self) -> None:
+        if self._pending is not None:
+            weight, use, _ = self._pending
+            self._pending = None
+            self._record(weight, use, None)
+
+    def _record(self, weight: ParameterView, use: Use, bias: ParameterView | None) -> None:
+        module, name = use.module, self.parameters.name(weight.parameter, use.module)
+        bias_name = self.parameters.name(bias.parameter, module) if bias is not None else None
+        self._use(weight, Use(use.kind, module, use.operation, use.reading, bias_name, use.same_storage))
+        if bias is not None:
+            self._use(bias, Use("bias", module, use.operation, weight=name))
+        if bias_name is not None and self.labels is not None:
+            self.labels.bias(name, bias_name)
+
+    # -- records ------------------------------------------------------------------------------------------------
+
+    def _use(self, view: ParameterView, use: Use) -> None:
+        uses = self.uses.setdefault(id(view.parameter), [])
+        if not any(use.repeats(earlier) for earlier in uses):
+            uses.append(use)
+
+    def _shadow(self, tensor: Any) -> Shadow | None:
+        entry = self._shadows.get(id(tensor))
+        return entry[1] if entry is not None else None
+
+    def owners(self, ids: Tensor) -> Iterator[NormRecord]:
+        """Norms whose channels are among `ids`."""
+        present = ids.unique()
+        for record in self.norms.values():
+            if record.base >= 0 and bool(((present >= record.base) & (present < record.base + record.width)).any()):
+                yield record
+
+    def _escape(self, shadow: Shadow, what: str, operation: str, module: str) -> None:
+        for record in self.owners(shadow.ids):
+            record.reaches.setdefault(Reach(what, operation, module))
+
+    def _python_read(self, tensor: Tensor, operation: str) -> None:
+        shadow = self._shadow(tensor)
+        if shadow is not None and not self._paused:
+            self._escape(shadow, "a read of its values in Python", operation, self.here)
+
+
+def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | None:
+    """Why a call is not the norm that the probe saw."""
+    if len(inputs) != 1:
+        return "it takes a second tensor (a gated norm)" if len(inputs) > 1 else "it is called without a tensor"
+    if not isinstance(output, Tensor) or output.shape != inputs[0].shape:
+        return "its output is not one tensor in the shape of its input"
+    if probe.hidden_size is not None and output.shape[-1] != probe.hidden_size:
+        return "its channels are not in the last dimension"
+    return None
+
+
+def _fields(output: Any, key: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """(field name, tensor) of everything in a model's output."""
+    if isinstance(output, Tensor):
+        yield key, output
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            for _, tensor in _fields(value):
+                yield str(name), tensor
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _fields(value, key)
+    elif hasattr(output, "__dict__") and not isinstance(output, (nn.Module, type)) and not callable(output):
+        for value in vars(output).values():
+            yield from _fields(value, key)
+
+
+@contextlib.contextmanager
+def _watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """`numpy()`, `tolist()` and `__array__` read values without the dispatcher; report them while inside."""
+    originals = {name: getattr(Tensor, name) for name in ("numpy", "tolist", "__array__")}
+
+    def reporting(name: str) -> Callable[..., Any]:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            report(self, name)
+            return originals[name](self, *args, **kwargs)
+
+        return method
+
+    for name in originals:
+        setattr(Tensor, name, reporting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
