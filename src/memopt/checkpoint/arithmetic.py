@@ -12,11 +12,11 @@ Which tensors are folded is decided in `fold`; files are read and written by `wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
+
+from memopt.checkpoint.tiles import tiles, view3
 
 Channels = tuple[int, ...] | None
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -77,32 +77,6 @@ def fold_shift(beta: torch.Tensor, size: int, channels: Channels, scale: float) 
     index = torch.tensor(channels)
     picked[index >= 0] = shift[index[index >= 0]]
     return picked
-
-
-def view3(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
-    """`shape` seen as (what comes before `axis`, `axis`, what comes after)."""
-    return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
-
-
-def tiles(shape: tuple[int, int, int], limit: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut a contiguous 3-D array into contiguous pieces of at most `limit` elements, in order."""
-    outer, size, inner = shape
-    if 0 in shape:
-        return
-    if size * inner <= limit:
-        step = limit // (size * inner)
-        for row in range(0, outer, step):
-            yield slice(row, min(row + step, outer)), slice(0, size), slice(0, inner)
-        return
-    steps = (max(limit // inner, 1), min(inner, limit))
-    for row in range(outer):
-        for column in range(0, size, steps[0]):
-            for place in range(0, inner, steps[1]):
-                yield (
-                    slice(row, row + 1),
-                    slice(column, min(column + steps[0], size)),
-                    slice(place, min(place + steps[1], inner)),
-                )
 
 
 def scale_tile(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from memopt.checkpoint.arithmetic import Pair, RangeChanges
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
 from memopt.checkpoint.header import TensorInfo
 from memopt.checkpoint.source import CheckpointSource, Shard, torch_dtype
+from memopt.checkpoint.tiles import tiles, view3
 
 _BLOCK = 8 << 20
 _COPY = 64 << 20
@@ -166,7 +167,7 @@ def shifted(source: CheckpointSource, bias: torch.Tensor, operation: Shift) -> t
     total: Pair | None = None
     for part in operation.parts:
         info = source.tensors[part.weight]
-        outer, size, inner = arithmetic.view3(info.shape, part.axis)
+        outer, size, inner = view3(info.shape, part.axis)
         shift = arithmetic.fold_shift(source.read(part.beta), size, part.channels, part.scale)
         pair = arithmetic.zero_pair(outer, inner)
         for piece, _, block in blocks(source, info, part.axis):
@@ -181,9 +182,9 @@ def blocks(
 ) -> Iterator[tuple[tuple[slice, slice, slice], int, torch.Tensor]]:
     """(place, first byte, values) of one tensor after the other, as blocks of (before axis, axis, after axis)."""
     dtype = torch_dtype(info.dtype)
-    shape = arithmetic.view3(info.shape, axis)
+    shape = view3(info.shape, axis)
     start = 0
-    for piece in arithmetic.tiles(shape, _BLOCK // dtype.itemsize):
+    for piece in tiles(shape, _BLOCK // dtype.itemsize):
         extent = [part.stop - part.start for part in piece]
         stop = start + prod(extent) * dtype.itemsize
         yield piece, start, torch.frombuffer(source.read_range(info.name, start, stop), dtype=dtype).reshape(extent)

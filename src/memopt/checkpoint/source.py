@@ -70,6 +70,11 @@ class CheckpointSource:
         return {name: info for shard in self.shards for name, info in shard.header.tensors.items()}
 
     @property
+    def space_needed(self) -> int:
+        """Bytes that a rewritten copy takes on the disk."""
+        return self.nbytes + sum((self.root / name).stat().st_size for name in self.side_files)
+
+    @property
     def nbytes(self) -> int:
         """Size of all shards."""
         return sum(shard.header.file_size for shard in self.shards)
@@ -101,24 +106,29 @@ class CheckpointSource:
         return {shard.name: shard.origin for shard in self.shards}
 
 
-def open_source(model: str, *, revision: str | None = None, allow_pickle: bool = False) -> CheckpointSource:
+def open_source(
+    model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True
+) -> CheckpointSource:
     """Open the checkpoint of a local folder or hub id.
 
     Args:
         model: a local folder or a hub id.
         revision: branch, tag or commit; hub ids only.
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) when there is no safetensors file.
+        weights: False downloads no weights; if they are not in the cache, the source has no shards.
 
     Raises:
         ModelError: nothing is found, a file is missing or damaged, or there is no safetensors file.
     """
-    root = locate(model, revision=revision, allow_pickle=allow_pickle)
+    root = locate(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
     config = read_config(root)
     aliases: Mapping[str, tuple[str, ...]] = {}
     pickled = None
     shards: tuple[Shard, ...]
     index: bytes | None
-    if (root / SINGLE).is_file():
+    if not weights and commit_of(root) and not _has_weights(root):
+        shards, index = (), None
+    elif (root / SINGLE).is_file():
         shards, index = (Shard(SINGLE, read_header(root / SINGLE), root / SINGLE),), None
     elif (root / INDEX).is_file():
         shards, index = _open_shards(root)
@@ -129,8 +139,8 @@ def open_source(model: str, *, revision: str | None = None, allow_pickle: bool =
         shards, index, aliases = pickled.shards, pickled.index, pickled.aliases
     else:
         raise _no_weights(root, allow_pickle)
-    weights = {shard.name for shard in shards} | {INDEX, MANIFEST, "config.json"}
-    side_files, left_out = _other_files(root, weights)
+    known = {shard.name for shard in shards} | {INDEX, MANIFEST, "config.json"}
+    side_files, left_out = _other_files(root, known)
     return CheckpointSource(
         model=model,
         root=root,
@@ -267,7 +277,11 @@ def _no_weights(root: Path, allow_pickle: bool) -> ModelError:
     return ModelError(f"'{root}' has no '{SINGLE}' and no '{INDEX}'.", "Give the folder of a Hugging Face model.")
 
 
-def _other_files(root: Path, weights: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _has_weights(root: Path) -> bool:
+    return any(path.name.endswith((".safetensors", ".bin")) for path in root.iterdir())
+
+
+def _other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(files to copy, weight files left out) among all files below `root`."""
     side_files: list[str] = []
     left_out: list[str] = []
@@ -275,7 +289,7 @@ def _other_files(root: Path, weights: set[str]) -> tuple[tuple[str, ...], tuple[
         folders[:] = sorted(set(folders) - _IGNORED_FOLDERS)
         for name in sorted(files):
             path = Path(folder, name).relative_to(root).as_posix()
-            if path in weights:
+            if path in known:
                 continue
             is_weight = name.endswith(".safetensors") or any(fnmatchcase(name, pattern) for pattern in OTHER_WEIGHTS)
             is_weight = is_weight or name.endswith(".safetensors.index.json")

@@ -76,7 +76,7 @@ def write_checkpoint(
     if CONFIG_KEY in source.config:
         raise NegativeVerdict(f"'{source.model}' is already patched.", "Patch the model that it was made from.")
     out = check_target(out, source.root, force=force)
-    check_space(out, source.nbytes + sum((source.root / name).stat().st_size for name in source.side_files))
+    check_space(out, source.space_needed)
     notes: list[str] = []
     tell = note or (lambda text: None)
 

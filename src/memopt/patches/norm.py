@@ -47,7 +47,8 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     if folded and _is_identity(module, spec, weight, bias):
         names = [name for name in (weight, bias) if name is not None]
         frozen = tuple((name, getattr(module, name).requires_grad) for name in names)
-    only_linears = bool(site.consumers) and not site.reaches
+    # A hook of the user's may hand the output to anything.
+    only_linears = bool(site.consumers) and not site.reaches and not module._forward_hooks
     swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
     for name, _ in frozen:
         tensor = getattr(module, name).detach()

@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
+from memopt.report.training import ALL_LINEAR
 from memopt.walk.sites import Sites
-
-ALL_LINEAR = "all-linear"
 
 
 def add_adapters(
@@ -32,10 +31,16 @@ def add_adapters(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'") from None
+        raise ModelError(
+            "A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'"
+        ) from None
     chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
     config = LoraConfig(r=rank, target_modules=chosen)
     adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
+    if not fp32:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
+                parameter.data = parameter.data.to(model.dtype)
     return adapted
 
 

@@ -15,6 +15,7 @@ Cause = Literal[
     "norm statistics",
     "attention q/k/v",
     "attention output",
+    "attention scores",
     "attention mask",
     "linear input",
     "convolution input",
@@ -86,7 +87,10 @@ class Causes:
         if any("attention" in name for _, name in holders):
             if "attention" in origin.operation:
                 return "attention output"
-            return "attention q/k/v" if differentiable else "attention mask"
+            if "attention" in origin.function:
+                return "attention scores"
+            is_mask = not differentiable and (birth.dtype == "bool" or len(set(birth.shape[-2:])) == 1)
+            return "attention mask" if is_mask else "attention q/k/v"
         if operation.endswith("dropout") and birth.function == operation:
             return "dropout mask"
         if operation in _LOSSES or "log_softmax" in origin.operation:

@@ -53,7 +53,7 @@ def register_attention() -> None:
 
 
 def _mask(
-    *args: Any,
+    *,
     q_length: int,
     kv_length: int,
     attention_mask: Tensor | None = None,
@@ -67,7 +67,7 @@ def _mask(
     if skippable and (local_size is None or kv_length < local_size):
         return None
     mask: Tensor | None = sdpa_mask(
-        *args, q_length=q_length, kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs
+        q_length=q_length, kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs
     )
     return mask
 
@@ -110,7 +110,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _dropout(
-    func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+    func: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **names: Any,
 ) -> Tensor:
     training = names.get("train", training)
     if inplace or not training or not 0 < p < 1:

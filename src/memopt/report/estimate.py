@@ -7,9 +7,8 @@ Where a CUDA device would choose another kernel than the CPU, `memopt.report.emu
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,11 @@ from memopt.recipe import Recipe
 from memopt.report.account import Account, account
 from memopt.report.adapters import add_adapters
 from memopt.report.emulate import ATTENTION, CudaChoices, register_attention
+from memopt.report.training import Precision, Training
 from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
 from memopt.walk.build import build_meta
 from memopt.walk.inputs import dummy_inputs, training_targets
 from memopt.walk.sites import NormSite, Sites
-
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-Train = Literal["full", "lora"]
-Checkpointing = Literal["none", "full"]
 
 #: Precision -> (dtype of the weights, dtype of autocast or None).
 _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
@@ -39,21 +35,6 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "fp16-mixed": (torch.float32, torch.float16),
 }
-
-
-@dataclass(frozen=True)
-class Training:
-    """The training step whose memory is asked for."""
-
-    batch: int = 1
-    seq: int = 2048
-    precision: Precision = "bf16"
-    train: Train = "full"
-    lora_rank: int = 8
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    checkpointing: Checkpointing = "none"
-    adapter_fp32: bool = False
-    """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
 
 
 def trace_account(
@@ -166,7 +147,8 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
         return fakes[id(tensor)][1]
 
     for module in model.modules():
-        for table in (module._parameters, module._buffers, vars(module)):
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for table in tables:
             for name, value in list(table.items()):
                 if isinstance(value, Tensor):
                     table[name] = fake(value)

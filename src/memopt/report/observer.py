@@ -67,11 +67,11 @@ class SavedTensorObserver:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        self._functions.__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._functions.__exit__(*error)
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._removable:
             hook.remove()
 

@@ -46,9 +46,10 @@ class Birth:
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised)."""
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from storages(getattr(tensor, name) for name in names)
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            yield from storages(getattr(wrapper, name) for name in names)
         elif tensor.layout == torch.strided:
             yield tensor.untyped_storage()
 
@@ -68,7 +69,7 @@ class StorageTracker(TorchDispatchMode):
         function: Callable[[], str] = str,
         parameters: Iterable[Tensor] = (),
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._function = module, function
         self._parameters = {storage._cdata for storage in storages(parameters)}
         # A weak reference keeps the address of a freed storage from being used again, so an address is an identity.

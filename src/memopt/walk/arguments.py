@@ -1,14 +1,13 @@
 """What the arguments of a model's forward look like: token ids, masks, images, sounds, time series, features.
 
-Everything is derived from the names in the forward's signature, `main_input_name` and numbers in the config. To support
-one more kind of input, add a builder to `_ARGUMENTS` (one argument), or a family of candidates to `_FAMILIES` (arguments that come
-together or have alternative shapes). Trying the candidates is `memopt.walk.inputs`.
+Everything is derived from the names in the forward's signature, `main_input_name` and numbers in the config. For one
+more kind of input, add a builder to `_ARGUMENTS` (one argument) or to `_FAMILIES` (arguments that come together, or
+have several possible shapes). Trying what is proposed here is `memopt.walk.inputs`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +175,8 @@ def _complete(request: _Request, given: Kwargs) -> Kwargs:
     names = request.names
     encodes_text = "input_ids" in kwargs
     if request.variant == "padded" and encodes_text and "attention_mask" in names:
-        kwargs.setdefault("attention_mask", request.mask(kwargs["input_ids"].shape[1]))
+        ids = kwargs["input_ids"]
+        kwargs.setdefault("attention_mask", _like_rows(request.mask(ids.shape[-1]), ids))
     if "decoder_input_ids" in names and (request.config.is_encoder_decoder or "decoder_input_ids" in request.required):
         kwargs.setdefault("decoder_input_ids", request.ids())
         if request.variant == "padded" and "decoder_attention_mask" in names:
@@ -187,6 +187,10 @@ def _complete(request: _Request, given: Kwargs) -> Kwargs:
     if "use_cache" in names:
         kwargs["use_cache"] = False
     return kwargs
+
+
+def _like_rows(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return mask.reshape(BATCH, *[1] * (ids.dim() - 2), -1).expand_as(ids).contiguous()
 
 
 # --- families: arguments that come together -------------------------------------------------------------------------
@@ -211,6 +215,13 @@ def _text(request: _Request) -> Iterator[tuple[str, Kwargs]]:
         yield "main:token types", _complete(request, {**ids, **typed})
     if "attention_mask" in request.names and request.variant != "padded":
         yield "main:mask", _complete(request, {**ids, **typed, "attention_mask": request.mask()})
+    if isinstance(end := request.setting("eos_token_id"), int):
+        # Some heads read the position of the end of the sequence.
+        ended = ids["input_ids"].clone()
+        ended[:, -PADDING - 1] = end
+        yield "main:end of sequence", _complete(request, {**ids, "input_ids": ended})
+    choices = ids["input_ids"].unsqueeze(1).expand(BATCH, 2, -1).contiguous()
+    yield "main:choices", _complete(request, {**ids, "input_ids": choices})
     if "bbox" in request.names:
         yield "main:boxes", _complete(request, {**ids, "bbox": _box(request)})
     if "pixel_values" in request.names:
@@ -241,14 +252,27 @@ def _image_in_text(request: _Request) -> Iterator[tuple[str, Kwargs]]:
     token = request.setting("image_token_id", "image_token_index")
     if not {"input_ids", "pixel_values"} <= set(request.names) or not isinstance(token, int):
         return
-    pixels = _image(request, _side(request))
-    for features in _feature_counts(request):
+    for features, pixels in _images_in_text(request):
         ids = request.ids()
         ids = torch.cat([ids[:, :4], torch.full((BATCH, features), token), ids[:, 4:]], 1)
         is_image = (ids == token).long()
         types = {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in request.names}
-        kwargs = {"input_ids": ids, "pixel_values": pixels, **types}
-        yield f"image:{features} features", _complete(request, kwargs)
+        yield f"image:{features} features", _complete(request, {"input_ids": ids, **pixels, **types})
+
+
+def _images_in_text(request: _Request) -> Iterator[tuple[int, Kwargs]]:
+    """(features an image, arguments that carry the images)."""
+    if "image_grid_thw" in request.names:
+        patch, merge = request.whole("patch_size", default=14), request.whole("spatial_merge_size", default=2)
+        channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
+        values = channels * request.whole("temporal_patch_size", default=2) * patch * patch
+        side = 2 * merge
+        grid = torch.tensor([[1, side, side]] * BATCH)
+        yield 4, {"pixel_values": request.normal(BATCH * side * side, values), "image_grid_thw": grid}
+        return
+    pixels = _image(request, _side(request))
+    for features in _feature_counts(request):
+        yield features, {"pixel_values": pixels}
 
 
 def _feature_counts(request: _Request) -> list[int]:
@@ -318,15 +342,17 @@ def _side(request: _Request) -> tuple[int, int]:
 
 
 def _odd_side(request: _Request) -> tuple[int, int]:
-    """A smaller image whose sides in patches no window divides."""
+    """A slightly smaller image, whose sides in patches no window divides."""
     patch = request.whole("patch_size", default=16)
     window = request.whole("window_size", default=2)
+    # A pyramid halves the side at each stage; this keeps its last stage as large as it was, so a window still fits.
+    depths = request.setting("depths", default=())
+    shrinks = 2 ** max(1, len(depths) - 1) if isinstance(depths, list | tuple) else 2
 
     def smaller(pixels: int) -> int:
-        patches = max(1, math.ceil(pixels / patch * 7 / 8))
-        while patches > 1 and patches % max(2, window) == 0:
-            patches -= 1
-        return patches * patch
+        patches = pixels // patch
+        sides = range(max(1, patches - shrinks + 1), patches)
+        return patch * next((side for side in sides if side % window), patches)
 
     height, width = _side(request)
     return smaller(height), smaller(width)

@@ -45,7 +45,8 @@ def build_meta(
         attn_implementation=attn_implementation,
         experts_implementation="batched_mm",
     )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -63,7 +64,7 @@ def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
             torch.manual_seed(seed)
             twin = instantiate(small, device="cpu", dtype=torch.float32)
             _randomise(twin, torch.Generator().manual_seed(seed))
-        twin = twin.to(dtype).eval()
+        nn.Module.to(twin, dtype).eval()
         if runnable_calls(twin, variants=("plain",)):
             return twin
         first = first or twin

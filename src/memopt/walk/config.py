@@ -11,15 +11,15 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import huggingface_hub
 import transformers
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HFValidationError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto import modeling_auto
 
 from memopt.errors import ModelError
 
@@ -100,6 +101,26 @@ def config_nodes(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         seen.add(id(node))
         yield node
         queue.extend(value for value in vars(node).values() if isinstance(value, PreTrainedConfig))
+
+
+def standard_name(node: PreTrainedConfig, name: str) -> str:
+    """Name under which the standard field `name` is stored in `node` (``n_embd`` for ``hidden_size`` in GPT-2)."""
+    return type(node).attribute_map.get(name, name)
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer_field(node: PreTrainedConfig, name: str) -> int | None:
+    """The standard field `name` of `node`, where it holds a whole number."""
+    value = vars(node).get(standard_name(node, name))
+    return value if is_integer(value) else None
+
+
+def integer_fields(node: PreTrainedConfig) -> list[tuple[str, int]]:
+    """(name, value) of the fields of `node` that hold a whole number."""
+    return [(name, value) for name, value in vars(node).items() if is_integer(value) and not name.startswith("_")]
 
 
 def _config_file(source: str | Path, revision: str | None) -> Path:
@@ -222,7 +243,7 @@ def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
     for reference in references:
         revision = getattr(config, "_commit_hash", None)
         try:
-            yield get_class_from_dynamic_module(reference, config.name_or_path, revision=revision)
+            yield get_class_from_dynamic_module(reference, config.name_or_path or "", revision=revision)
         except (OSError, ImportError, AttributeError) as error:
             raise ModelError(
                 f"The code that '{config.name_or_path}' carries for '{reference}' cannot be loaded: {_one_line(error)}."
@@ -231,9 +252,9 @@ def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
 
 def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     names = [f"MODEL_FOR_{head}_MAPPING" for head in _HEADS] + ["MODEL_MAPPING"]
-    others = [n for n in dir(transformers) if n.startswith("MODEL_FOR_") and n.endswith("_MAPPING") and n not in names]
-    for name in names + others:
-        mapping = getattr(transformers, name, None)
+    others = [name for name in vars(modeling_auto) if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING")]
+    for name in dict.fromkeys(names + others):
+        mapping = getattr(modeling_auto, name, None)
         if mapping is None or type(config) not in mapping:
             continue
         entry = mapping[type(config)]
@@ -260,7 +281,7 @@ def _modeling_module(config: PreTrainedConfig) -> Any:
         return importlib.import_module(name)
 
 
-def _runs(candidate: Any, config: PreTrainedConfig) -> bool:
+def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrainedModel]]:
     if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
         return False
     expected = getattr(candidate, "config_class", None)

@@ -83,10 +83,10 @@ def read(contraction: Contraction, weight: ParameterView, shadow: Shadow) -> Rea
         return _read_depthwise(contraction, shadow)
     channels = one_per_coordinate(shadow.ids, contraction.over_a % a.dim())
     if channels is None:
-        return "a linear that reads several channels in one coordinate"
+        return "linear that reads several channels in one coordinate"
     along = _axis(weight, b, contraction.over_b % b.dim())
     if along is None:
-        return "a weight whose layout is not understood"
+        return "weight whose layout is not understood"
     shift = shadow.shift and not contraction.padded and not bool((shadow.ids == ZERO).any())
     return Reading(along.axis, along.coordinates(), channels, shift, shadow.scale)
 
@@ -111,7 +111,7 @@ def _read_depthwise(contraction: Contraction, shadow: Shadow) -> Reading | str:
     groups, weight = contraction.groups, contraction.b
     channels = one_per_coordinate(shadow.ids, 1)
     if contraction.transposed or groups != contraction.a.size(1) or channels is None:
-        return "a grouped convolution"
+        return "grouped convolution"
     rows = weight.size(0)
     return Reading(0, torch.arange(rows), channels.repeat_interleave(rows // groups), False, shadow.scale)
 

@@ -1,7 +1,8 @@
 """Inputs to run a model with: made from its forward's signature, its `main_input_name` and its config, no model named.
 
 `dummy_inputs` gives the likeliest call, `runnable_calls` the ones that were tried and ran, `training_targets` the
-labels that make a model return a loss. What single arguments look like is `memopt.walk.arguments`.
+labels that make a model return a loss. What arguments look like is `memopt.walk.arguments` and, for labels,
+`memopt.walk.targets`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ModelError
 from memopt.walk.arguments import candidates, forward_parameters, has_config, inner_model
+from memopt.walk.preserve import preserved
+from memopt.walk.targets import target_candidates
 
 Variant = Literal["plain", "padded", "odd"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -107,24 +111,22 @@ def runnable_calls(
 def training_targets(
     model: nn.Module, inputs: Mapping[str, Any], *, seed: int = 0, run: Runner | None = None
 ) -> dict[str, Any]:
-    """``{"labels": ...}`` with which the forward returns a loss; ``{}`` where it takes no labels or none fit.
+    """What to add to `inputs` for the forward to return a loss, mostly ``labels``; ``{}`` where nothing does.
 
     The shape of the logits tells what labels look like: one class a token, a row, or a pixel; a number for one column.
     """
-    if "labels" not in forward_parameters(model):
-        return {}
     config = getattr(inner_model(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
     try:
-        outcome = _run_once(model, dict(inputs), run)
-        for labels in _label_candidates(getattr(outcome, "logits", None), inputs, seed):
-            if _gives_loss(model, {**inputs, "labels": labels}, run):
-                return {"labels": labels}
+        logits = getattr(_run_once(model, inputs, run), "logits", None)
+        for targets in target_candidates(forward_parameters(model), logits, inputs, seed):
+            if _gives_loss(model, {**inputs, **targets}, run):
+                return targets
     except Exception:  # A model that does not run has no targets; runnable_calls says why it does not run.
         return {}
     finally:
         # Classification heads write the problem type that they guess from the labels into their config.
-        if hasattr(config, "problem_type"):
+        if config is not None and hasattr(config, "problem_type"):
             config.problem_type = problem_type
     return {}
 
@@ -171,66 +173,39 @@ def _moved(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> 
 
 def _attempt(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> tuple[str | None, str | None]:
     """Error in the mode the model is in, and in the other one; None for none."""
-    here = _error_of(model, kwargs, run)
-    if here is not None:
-        return here, None
-    modes = {module: module.training for module in model.modules()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
-    try:
-        model.train(not model.training)
-        return None, _error_of(model, kwargs, run)
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        with torch.no_grad():  # Running statistics move in train mode.
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
+    here = _error_of(model, kwargs, run, model.training)
+    return (here, None) if here is not None else (None, _error_of(model, kwargs, run, not model.training))
 
 
-def _error_of(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> str | None:
+def _error_of(model: nn.Module, kwargs: dict[str, Any], run: Runner | None, training: bool) -> str | None:
     try:
-        _run_once(model, kwargs, run)
+        _run_once(model, kwargs, run, training)
     except Exception as error:  # Any failure means that these inputs do not fit.
         reason = str(error).splitlines()[0] if str(error) else "no message"
         return f"{type(error).__name__}: {reason}"
     return None
 
 
-def _run_once(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> Any:
-    kwargs = {name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in kwargs.items()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return run(model, kwargs) if run else model(**kwargs)
+def _run_once(model: nn.Module, kwargs: Mapping[str, Any], run: Runner | None, training: bool | None = None) -> Any:
+    own = {
+        name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in kwargs.items()
+    }
+    with preserved(model), torch.no_grad(), _MetaReads():
+        if training is not None and training != model.training:
+            model.train(training)
+        return run(model, own) if run else model(**own)
 
 
-def _label_candidates(logits: Any, inputs: Mapping[str, Any], seed: int) -> Iterator[torch.Tensor]:
-    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
-        return
-    generator = torch.Generator().manual_seed(seed)
+class _MetaReads(TorchDispatchMode):
+    """Answers branches on values that meta tensors lack ("is all of the mask set?") with a plausible yes, or 1."""
 
-    def classes(shape: Sequence[int], count: int) -> torch.Tensor:
-        return torch.randint(0, max(1, count), tuple(shape), generator=generator).to(logits.device)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
-    batch, count = logits.shape[0], logits.shape[-1]
-    if logits.dim() == 2:
-        yield torch.randn(batch, generator=generator).to(logits) if count == 1 else classes((batch,), count)
-    elif logits.dim() == 3:
-        # Ids below the special ones do no harm here: a label is only compared. Rows as in the logits, else as in the ids.
-        yield _unpadded(classes(logits.shape[:2], count), inputs)
-        if isinstance(ids := inputs.get("input_ids"), torch.Tensor):
-            yield classes(ids.shape, count)
-        yield classes((batch, max(1, logits.shape[1] // 4)), count)
-    elif isinstance(pixels := inputs.get("pixel_values"), torch.Tensor):
-        yield classes((batch, *pixels.shape[-2:]), logits.shape[1])
-
-
-def _unpadded(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Labels that do not count padding, as a collator makes them."""
-    name = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
-    mask = inputs.get(name)
-    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
-        return labels.masked_fill(mask == 0, -100)
-    return labels
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
 
 
 def _gives_loss(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> bool:

@@ -1,10 +1,11 @@
-"""Building a model of a config on a device, with the settings that a walk needs. No shrinking, no random values here."""
+"""Building a model of a config on a device, with the settings that a walk needs. No shrinking, no randomising here."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,10 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from memopt.errors import ModelError
 from memopt.walk.config import config_nodes, model_class
 
-try:  # Old remote code calls .item() on a torch.linspace in its __init__, which meta tensors cannot answer.
-    from transformers.initialization import meta_device_safe_creation_ops
-except ImportError:
-    meta_device_safe_creation_ops = contextlib.nullcontext
+_safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+with contextlib.suppress(ImportError):  # Old remote code asks torch.linspace for values in __init__; meta has none.
+    from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
 
 #: Attention to fall back to when a class refuses the requested one: every transformers class has it.
 _FALLBACK_ATTENTION = "eager"
@@ -55,8 +55,11 @@ def instantiate(
 def _construct(
     cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    safe_creation = meta_device_safe_creation_ops() if device == "meta" else contextlib.nullcontext()
-    with torch.device(device), _default_dtype(dtype), safe_creation:
+    with (
+        torch.device(device),
+        _default_dtype(dtype),
+        _safe_creation() if device == "meta" else contextlib.nullcontext(),
+    ):
         return cls(config)
 
 

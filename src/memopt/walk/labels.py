@@ -55,7 +55,6 @@ class _Gated:
 @dataclass
 class _Linear:
     site: LinearSite
-    inputs: set[int] = field(default_factory=set)
 
 
 class Labels:
@@ -89,7 +88,7 @@ class Labels:
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
         """`source` was contracted with the parameter `weight`."""
-        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, tuple(shape))))
+        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, shape)))
         if self.training:
             return
         origin = self._origin(source)

@@ -121,7 +121,7 @@ def _declared_widths(module: nn.Module) -> list[int]:
 
 def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | None:
     width = copy.parameter(slots[0]).numel()
-    x = _rows(2, width + 1, width)
+    x = _tokens(width)
     if copy.tries(x) != x.shape:
         return _other_kind(copy, slots, width)
     found = _affine_structure(copy, slots, x, last=True)
@@ -176,7 +176,7 @@ def _affine_structure(
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> str | None:
     """The reason for a module whose parameters act per channel, but not as a norm over the last dimension does."""
-    x = _rows(2, width + 1, width)
+    x = _tokens(width)
     if copy.tries(x, x) == x.shape and _affine_structure(copy, slots, x, last=True, extra=(_rows(*x.shape),)):
         return "it takes a second tensor (a gated norm)"
     for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
@@ -190,7 +190,7 @@ def _fit(
     normalise: Callable[[Tensor], Tensor], width: int, attributes: tuple[float, ...]
 ) -> tuple[NormKind, float] | None:
     """(family, eps) that reproduce `normalise` to 1e-9 at inputs of size one, of size sqrt(eps) and below."""
-    x = _rows(2, width + 1, width)
+    x = _tokens(width)
     if normalise(x).shape != x.shape:
         return None
     for kind in _FORMULAS:
@@ -235,6 +235,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= _AGREES * b.abs().max())
 
 
+def _tokens(width: int) -> Tensor:
+    """(2, tokens, width); as many tokens as channels would hide which of the two is normalised."""
+    return _rows(2, 5 if width != 5 else 3, width)
+
+
 def _rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64) * 1.3 + 0.4
 
@@ -243,7 +248,7 @@ def _cast_order(copy: Isolated, weight: str, bias: str | None, offset: int, kind
     """Which of the two roundings to bf16 the module does, by the number of equal elements."""
     with _in_bfloat16(copy):
         width = copy.parameter(weight).numel()
-        x = _rows(64, width).bfloat16()
+        x = _rows(16, width).bfloat16()
         values = {weight: (torch.rand(width) * 1.3 + 0.3).bfloat16()}
         if bias:
             values[bias] = torch.randn(width).bfloat16()

@@ -7,17 +7,17 @@ words that a user understands. Contractions with parameters are not here but in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 #: Ids of elements that are zero (any scale is right for them, a shift is not) and of foreign ones.
 ZERO, FOREIGN = -1, -2
-NO_RULE = "an operation without a rule"
+NO_RULE = "operation without a rule"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class Shadow:
     scale: float = 1.0
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in an argument or a result of an aten op (a walk does this for every op: pytree is too slow)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
 @dataclass(frozen=True)
 class OpCall:
     """One aten op as the dispatcher saw it."""
@@ -40,13 +49,13 @@ class OpCall:
     kwargs: dict[str, Any]
     out: Any
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
-        return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return [*tensors_in(self.args), *tensors_in(tuple(self.kwargs.values()))]
 
-    @property
+    @cached_property
     def outputs(self) -> list[Tensor]:
-        return [t for t in tree_leaves(self.out) if isinstance(t, Tensor)]
+        return list(tensors_in(self.out))
 
     def argument(self, position: int, keyword: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(keyword, default)
@@ -90,10 +99,10 @@ _SCATTERS = set("masked_scatter index_put scatter slice_scatter select_scatter i
 
 _OBSTACLES = (
     (NORM_FUNCTIONS, "another norm"),
-    (NONLINEARITIES, "a nonlinearity"),
-    (_READS, "a branch or comparison on its values"),
-    (_SCATTERS, "another tensor it is scattered into"),
-    ({"view_as_complex"}, "a rotary embedding, which mixes channels"),
+    (NONLINEARITIES, "nonlinearity"),
+    (_READS, "branch or comparison on its values"),
+    (_SCATTERS, "scatter into another tensor"),
+    ({"view_as_complex"}, "rotary embedding"),
 )
 
 
@@ -114,7 +123,7 @@ def _propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
     if call.name in MOVEMENT:
         source = call.args[0] if call.args else None
         if len(shadowed) != 1 or shadowed[0] is not source:
-            return "an index computed from it"
+            return "index computed from it"
         return _move(call, source, shadow_of)
     handler = _HANDLERS.get(call.name)
     if handler is not None:
@@ -126,15 +135,15 @@ def _propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
 
 def _mutation(name: str) -> str:
     if name in {"add_", "sub_"}:
-        return "an in-place add"
-    return "a nonlinearity" if name.rstrip("_") in NONLINEARITIES else "an in-place operation"
+        return "in-place add"
+    return "nonlinearity" if name.rstrip("_") in NONLINEARITIES else "in-place operation"
 
 
 def _move(call: OpCall, source: Tensor, shadow_of: ShadowOf) -> Effect:
     shadow = _get(shadow_of, source)
     outputs = call.outputs
     if not all(out.is_floating_point() for out in outputs):
-        return "a cast to integers"
+        return "cast to integers"
     if call.name in _SAME_ELEMENTS:
         return [(outputs[0], shadow)]
     if call.name in _RESHAPES:
@@ -144,7 +153,7 @@ def _move(call: OpCall, source: Tensor, shadow_of: ShadowOf) -> Effect:
     args = [_on_cpu(a) for a in call.args[1:]]
     if any(a is None and b is not None for a, b in zip(args, call.args[1:], strict=True)):
         return _move_by_unknown_index(call, shadow)
-    moved = tree_leaves(call.func(shadow.ids, *args, **kwargs))
+    moved = list(tensors_in(call.func(shadow.ids, *args, **kwargs)))
     if [m.shape for m in moved] != [out.shape for out in outputs]:
         return NO_RULE
     return [(out, replace(shadow, ids=ids)) for out, ids in zip(outputs, moved, strict=True)]
@@ -168,15 +177,15 @@ def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
     elif call.name in {"gather", "index_select"}:
         dims = [call.args[1] % ids.dim()]
     else:
-        return "a selection that depends on values"
+        return "selection that depends on values"
     if any(not torch.equal(ids.narrow(d, 0, 1).expand_as(ids), ids) for d in dims):
-        return "a selection that depends on values"
+        return "selection that depends on values"
     if call.name == "index":
         firsts = tuple(slice(None) if d not in dims else 0 for d in range(ids.dim()))
         kept = ids[firsts]  # one axis less for every indexed one
         leading = dims == list(range(len(dims)))
         if not leading or out.shape[out.dim() - kept.dim() :] != kept.shape:
-            return "a selection that depends on values"
+            return "selection that depends on values"
         return [(out, replace(shadow, ids=kept.expand(out.shape)))]
     first = ids.narrow(dims[0], 0, 1)
     for d in range(ids.dim()):
@@ -193,7 +202,7 @@ def _get(shadow_of: ShadowOf, tensor: Any) -> Shadow:
 
 def _dropped(call: OpCall, shadow_of: ShadowOf) -> Effect:
     source = call.args[0]
-    return [(call.outputs[0], replace(_get(shadow_of, source), shift=False))] if shadow_of(source) else "a mask"
+    return [(call.outputs[0], replace(_get(shadow_of, source), shift=False))] if shadow_of(source) else "mask"
 
 
 def _join(call: OpCall, shadow_of: ShadowOf) -> Effect:
@@ -220,7 +229,7 @@ def _pad(call: OpCall, shadow_of: ShadowOf) -> Effect:
     source = call.args[0]
     shadow = _get(shadow_of, source)
     if call.argument(2, "value", 0) != 0:
-        return "padding that is not zero"
+        return "non-zero padding"
     shift = shadow.shift and call.out.shape == source.shape
     return [(call.out, Shadow(call.func(shadow.ids, call.args[1], ZERO), shift, shadow.scale))]
 
@@ -233,9 +242,9 @@ def _negate(call: OpCall, shadow_of: ShadowOf) -> Effect:
 def _multiply(call: OpCall, shadow_of: ShadowOf) -> Effect:
     a, b = call.args[:2]
     if shadow_of(a) is not None and shadow_of(b) is not None:
-        return "a product with a normalised tensor"
+        return "product with a normalised tensor"
     if call.name == "div" and (shadow_of(b) is not None or call.kwargs.get("rounding_mode")):
-        return "a nonlinearity"
+        return "nonlinearity"
     source, factor = (a, b) if shadow_of(a) is not None else (b, a)
     shadow = _get(shadow_of, source)
     ids = shadow.ids.expand(call.out.shape)
@@ -252,12 +261,12 @@ def _add(call: OpCall, shadow_of: ShadowOf) -> Effect:
     if a is None or b is None:
         return _added_to(call)
     if a.ids.shape != b.ids.shape or call.kwargs.get("alpha", 1) != 1:
-        return "a residual add"
+        return "residual add"
     same = (a.ids == b.ids) | (a.ids == ZERO) | (b.ids == ZERO)
     if not bool(same.all()):
         own = {int(i) for s in (a, b) for i in (s.ids.min(), s.ids.max())}
         shared = len(own) <= 2 or torch.equal(a.ids.unique(), b.ids.unique())
-        return "a rotary embedding or sum that mixes channels" if shared else "a residual add"
+        return "rotary embedding or other mix of its channels" if shared else "residual add"
     shift = a.shift and b.shift and torch.equal(a.ids, b.ids)
     scale = a.scale + b.scale if call.name == "add" else a.scale - b.scale
     return [(call.out, Shadow(torch.maximum(a.ids, b.ids), shift, scale))]
@@ -266,7 +275,7 @@ def _add(call: OpCall, shadow_of: ShadowOf) -> Effect:
 def _added_to(call: OpCall) -> str:
     shapes = {tuple(x.shape) for x in call.args[:2] if isinstance(x, Tensor)}
     both = all(isinstance(x, Tensor) and x.dim() for x in call.args[:2])
-    return "a residual add" if both and len(shapes) == 1 else "an addition"
+    return "residual add" if both and len(shapes) == 1 else "addition"
 
 
 def _reduce(call: OpCall, shadow_of: ShadowOf) -> Effect:
@@ -274,12 +283,12 @@ def _reduce(call: OpCall, shadow_of: ShadowOf) -> Effect:
     shadow = _get(shadow_of, source)
     dims, keep = call.argument(1, "dim"), call.argument(2, "keepdim", False)
     if not dims and dims != 0:
-        return "a reduction over channels"
+        return "reduction over channels"
     ids, count = shadow.ids.expand(source.shape), 1
     for d in sorted((x % source.dim() for x in ([dims] if isinstance(dims, int) else dims)), reverse=True):
         first = ids.narrow(d, 0, 1)
         if not torch.equal(first.expand_as(ids), ids):
-            return "a reduction over channels"
+            return "reduction over channels"
         ids = first if keep else first.squeeze(d)
         count *= source.size(d)
     scale = shadow.scale * count if call.name == "sum" else shadow.scale
@@ -290,25 +299,25 @@ def _mask(call: OpCall, shadow_of: ShadowOf) -> Effect:
     source, mask, value = call.args[:3]
     shadow = shadow_of(source)
     if shadow is None:
-        return "a mask"
+        return "mask"
     if not _is_zero(value):
-        return "a mask with other values"
+        return "mask with other values"
     return [(call.out, Shadow(shadow.ids.expand(call.out.shape), False, shadow.scale))]
 
 
 def _where(call: OpCall, shadow_of: ShadowOf) -> Effect:
     condition, *branches = call.args
     if shadow_of(condition) is not None or len(branches) != 2:
-        return "a branch or comparison on its values"
+        return "branch or comparison on its values"
     shape = call.out.shape
     parts = []
     for branch in branches:
         shadow = shadow_of(branch)
         if shadow is None and not _is_zero(branch):
-            return "a selection between it and other values"
+            return "selection between it and other values"
         parts.append(torch.full(shape, ZERO) if shadow is None else shadow.ids.expand(shape))
     if not bool(((parts[0] == parts[1]) | (parts[0] == ZERO) | (parts[1] == ZERO)).all()):
-        return "a selection between it and other values"
+        return "selection between it and other values"
     scales = {s.scale for s in map(shadow_of, branches) if s is not None}
     return [(call.out, Shadow(torch.maximum(*parts), False, scales.pop()))]
 

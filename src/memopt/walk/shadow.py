@@ -9,21 +9,22 @@ twin). What the records mean for a fold is decided in `memopt.walk.verdict`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memopt.walk.contractions import Contraction, Reading, read, recognise
 from memopt.walk.labels import Labels
+from memopt.walk.outputs import output_tensors, watched_reads
 from memopt.walk.parameters import ParameterTable, ParameterView, storage_key
 from memopt.walk.precision import widen
 from memopt.walk.probe import NormProbe
-from memopt.walk.rules import MOVEMENT, NO_USE, OpCall, Shadow, propagate
+from memopt.walk.rules import MOVEMENT, NO_USE, OpCall, Shadow, propagate, tensors_in
 from memopt.walk.sites import Reach
 
 #: "contract": read by a norm's channels; "raw": contracted with something that is no norm's output; "mixed": with
@@ -87,34 +88,43 @@ class ShadowMode(TorchDispatchMode):
         self._stack: list[str] = []
         self._paused = False
         self._next_id = 0
+        self._bases: list[int] = []
+        self._by_base: list[NormRecord] = []
         self._pending: tuple[ParameterView, Use, Tensor] | None = None
 
     # -- what a call brings -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A forward starts; an earlier one may have ended in an exception."""
+    def run(self, model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of the watched model under observation; whatever it raises passes through."""
         self._stack.clear()
-
-    def finish(self, output: Any) -> None:
-        """A forward ended with `output`, which belongs to the caller."""
-        with self.unobserved():
-            self._flush()
-            self._outputs(output, "")
-            if self.labels is not None:
-                self.labels.outputs(output)
+        if self.labels is not None:
+            self.labels.training = model.training
+        try:
+            with self:
+                output = model(**kwargs)
+            with self.unobserved():
+                self._flush()
+                self._outputs(output, "")
+                if self.labels is not None:
+                    self.labels.outputs(output)
+        finally:
+            self._pending = None
+        return output
 
     def forget(self) -> None:
         """Let go of the tensors of past forwards."""
         self._shadows.clear()
+        for record in self.norms.values():
+            record.storages.clear()
         self.parameters.forget_copies()
         if self.labels is not None:
             self.labels.forget()
 
     def _outputs(self, output: Any, module: str) -> None:
-        for key, tensor in _fields(output):
+        for key, tensor in output_tensors(output):
             shadow = self._shadow(tensor)
             if shadow is not None:
-                self._escape(shadow, "the model output", key, module)
+                self._escape(shadow, "model output", key, module)
 
     # -- module hooks -------------------------------------------------------------------------------------------
 
@@ -137,7 +147,7 @@ class ShadowMode(TorchDispatchMode):
                 )
             handles.append(module.register_forward_hook(lambda _m, _a, out, name=name: self._leave(name, out)))
         try:
-            with _watched_reads(self._python_read):
+            with watched_reads(self._python_read):
                 yield
         finally:
             for handle in handles:
@@ -162,7 +172,7 @@ class ShadowMode(TorchDispatchMode):
     def _tag(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         record = self.norms[name]
         with self.unobserved():
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+            inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_floating_point()]
             record.calls += 1
             record.rejected = record.rejected or _disagreement(record.probe, inputs, output)
             if record.rejected:
@@ -171,6 +181,8 @@ class ShadowMode(TorchDispatchMode):
             if record.base < 0:
                 record.base, record.width = self._next_id, width
                 self._next_id += width
+                self._bases.append(record.base)
+                self._by_base.append(record)
             elif width != record.width:
                 record.rejected = "it is called with tensors of several widths"
                 return
@@ -251,10 +263,10 @@ class ShadowMode(TorchDispatchMode):
         shadow = self._shadow(contraction.a)
         for stray in (self._shadow(contraction.bias), self._shadow(contraction.b)):
             if stray is not None:
-                self._escape(stray, "an addition" if stray is not shadow else "attention", call.name, self.here)
+                self._escape(stray, "addition" if stray is not shadow else "attention", call.name, self.here)
         if b is None or a is not None:
             if shadow is not None:
-                self._escape(shadow, "attention" if "bmm" in call.name else "a matrix product", call.name, self.here)
+                self._escape(shadow, "attention" if "bmm" in call.name else "matrix product", call.name, self.here)
             for view in (a, b):
                 if view is not None:
                     self._use(view, Use("other", self.here, call.name))
@@ -262,7 +274,7 @@ class ShadowMode(TorchDispatchMode):
         bias = self.parameters.view(contraction.bias)
         weight_name = self.parameters.name(b.parameter, self.here)
         if self.labels is not None:
-            self.labels.contraction(weight_name, b.parameter, contraction.a, call.out, self.here)
+            self.labels.contraction(weight_name, tuple(b.parameter.shape), contraction.a, call.out, self.here)
         use = self._reading(call, contraction, b, shadow)
         if bias is None and contraction.bias is None and isinstance(call.out, Tensor):
             self._pending = (b, use, call.out)
@@ -326,9 +338,13 @@ class ShadowMode(TorchDispatchMode):
 
     def owners(self, ids: Tensor) -> Iterator[NormRecord]:
         """Norms whose channels are among `ids`."""
-        present = ids.unique()
-        for record in self.norms.values():
-            if record.base >= 0 and bool(((present >= record.base) & (present < record.base + record.width)).any()):
+        if not ids.numel():
+            return
+        lowest, highest = int(ids.amin()), int(ids.amax())
+        for record in self._by_base[max(0, bisect_right(self._bases, lowest) - 1) : bisect_right(self._bases, highest)]:
+            first, last = record.base, record.base + record.width - 1
+            inside = (first <= lowest <= last) or (first <= highest <= last)
+            if inside or bool(((ids >= first) & (ids <= last)).any()):
                 yield record
 
     def _escape(self, shadow: Shadow, what: str, operation: str, module: str) -> None:
@@ -338,7 +354,7 @@ class ShadowMode(TorchDispatchMode):
     def _python_read(self, tensor: Tensor, operation: str) -> None:
         shadow = self._shadow(tensor)
         if shadow is not None and not self._paused:
-            self._escape(shadow, "a read of its values in Python", operation, self.here)
+            self._escape(shadow, "read of its values in Python", operation, self.here)
 
 
 def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | None:
@@ -350,40 +366,3 @@ def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | 
     if probe.hidden_size is not None and output.shape[-1] != probe.hidden_size:
         return "its channels are not in the last dimension"
     return None
-
-
-def _fields(output: Any, key: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """(field name, tensor) of everything in a model's output."""
-    if isinstance(output, Tensor):
-        yield key, output
-    elif isinstance(output, Mapping):
-        for name, value in output.items():
-            for _, tensor in _fields(value):
-                yield str(name), tensor
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _fields(value, key)
-    elif hasattr(output, "__dict__") and not isinstance(output, (nn.Module, type)) and not callable(output):
-        for value in vars(output).values():
-            yield from _fields(value, key)
-
-
-@contextlib.contextmanager
-def _watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
-    """`numpy()`, `tolist()` and `__array__` read values without the dispatcher; report them while inside."""
-    originals = {name: getattr(Tensor, name) for name in ("numpy", "tolist", "__array__")}
-
-    def reporting(name: str) -> Callable[..., Any]:
-        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            report(self, name)
-            return originals[name](self, *args, **kwargs)
-
-        return method
-
-    for name in originals:
-        setattr(Tensor, name, reporting(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Tensor, name, original)

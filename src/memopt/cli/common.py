@@ -1,0 +1,140 @@
+"""What every command shares: streams, the JSON document, progress, and how an error becomes an exit code.
+
+stdout carries the result and nothing else; notes, progress and errors go to stderr. Only the standard library is
+imported at the top, so that `memopt --help` stays fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import memopt
+from memopt.errors import MemoptError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+SCHEMA_VERSION = 1
+EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR, EXIT_INCONCLUSIVE = 0, 1, 2, 3
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
+_PLAIN_INTERVAL = 10.0
+
+
+def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
+    """The JSON document of a command.
+
+    Args:
+        command: name of the command; None when none was recognised.
+        status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
+        fields: what the command has to say.
+    """
+    head = {"schema_version": SCHEMA_VERSION, "tool": "memopt", "version": memopt.__version__}
+    return {**head, "command": command, "status": status, **fields, "error": fields.get("error")}
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print the one JSON document of a run."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_text(text: str = "") -> None:
+    """Print a line of the result, never wrapped."""
+    print(text)
+
+
+def print_rich(*renderables: RenderableType) -> None:
+    """Print tables and the like as part of the result: 80 columns and no colour off a terminal."""
+    console = _console()
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def note(text: str) -> None:
+    """Tell something that is not the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """Send what other people's code prints to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds."""
+    if not sys.stderr.isatty():
+        yield _plain_progress(label)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
+    """Print an error as one line on stderr (and as the JSON document); returns the exit code."""
+    kind, message, hint, code = _describe(error)
+    if debug and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    line = f"error: {message}" + (f" {hint}" if hint else "")
+    note(" ".join(line.split()))
+    if as_json:
+        status = "fail" if code == EXIT_NEGATIVE else "error"
+        print_json(document(command, status, error={"type": kind, "message": message, "hint": hint}))
+    return code
+
+
+def format_bytes(count: float) -> str:
+    """1.23 GiB, 45.6 MiB, 7.8 KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{int(count)} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 norm``, ``2 norms``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
+    """(type, message, hint, exit code)."""
+    if isinstance(error, MemoptError):
+        return type(error).__name__, error.message, error.hint, error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted", "Interrupted; nothing was left behind.", None, EXIT_INTERRUPTED
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else EXIT_ERROR
+        return "Terminated", "Terminated; nothing was left behind.", None, code
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "InternalError", f"memopt failed: {message}", "Run it again with --debug for the traceback.", EXIT_ERROR
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _plain_progress(label: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PLAIN_INTERVAL:
+            last = now
+            note(f"{label}: {100 * done // max(total, 1)} % of {format_bytes(total)}")
+
+    return tell

@@ -1,0 +1,114 @@
+"""The `memopt` command: which sub-commands there are, the global options, and the last word on every error.
+
+A sub-command lives in a module of its own name, as a typer function that returns its exit code and imports what is
+slow inside itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import memopt
+from memopt.cli import common
+from memopt.errors import UsageError
+
+_HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
+COMMANDS = ("patch", "verify", "report", "recipes")
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line `arguments`; returns the exit code."""
+    rest, debug = _take_globals(arguments)
+    as_json = "--json" in rest
+    command = next((word for word in rest if word in COMMANDS), None)
+    try:
+        code = _run(rest, command, as_json=as_json, debug=debug)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader is gone. Python flushes stdout again at exit: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return common.EXIT_BROKEN_PIPE
+    return code
+
+
+def build_app() -> typer.Typer:
+    """The command line as typer sees it."""
+    app = typer.Typer(
+        help=_HELP,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_globals)
+    for name in COMMANDS:
+        module = f"memopt.cli.{name}"
+        try:
+            app.command(name)(getattr(importlib.import_module(module), name))
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+    return app
+
+
+def _globals(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")] = False,
+) -> None:
+    pass  # --version, --debug and --no-color are taken before parsing: they work anywhere in the line
+
+
+def _take_globals(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """(the other arguments, whether to show tracebacks)."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    mine = arguments[:end]
+    if "--no-color" in mine:
+        os.environ["NO_COLOR"] = "1"
+    rest = [word for word in mine if word not in ("--no-color", "--debug")]
+    return [*rest, *arguments[end:]], "--debug" in mine
+
+
+def _run(arguments: list[str], command: str | None, *, as_json: bool, debug: bool) -> int:
+    if arguments[:1] == ["--version"]:
+        common.print_text(f"memopt {memopt.__version__}")
+        return common.EXIT_OK
+    try:
+        code = build_app()(arguments, prog_name="memopt", standalone_mode=False)
+        if code == common.EXIT_INTERRUPTED:  # typer's translation of Ctrl-C
+            raise KeyboardInterrupt
+    except _UsageError as error:
+        return common.report_error(_explain(error, command), command=command, as_json=as_json, debug=False)
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error.__context__, BrokenPipeError):  # typer's translation of it
+            raise BrokenPipeError from None
+        cause = KeyboardInterrupt() if isinstance(error, typer.Abort) else error
+        return common.report_error(cause, command=command, as_json=as_json, debug=debug)
+    return code if isinstance(code, int) else common.EXIT_OK
+
+
+def _explain(error: Exception, command: str | None) -> UsageError:
+    message = str(getattr(error, "message", error)).rstrip(".?")
+    if not isinstance(error, typer.BadParameter):
+        near = getattr(error, "possibilities", None)
+        end = "?" if "Did you mean" in message else "."
+        return UsageError(f"{message}{end}", f"Did you mean {near[0]}?" if near else _try_help(command))
+    full: str = error.format_message()
+    return UsageError(full, _try_help(command))
+
+
+def _try_help(command: str | None) -> str:
+    return f"See `memopt {command} --help`." if command else "See `memopt --help`."

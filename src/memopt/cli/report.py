@@ -1,0 +1,71 @@
+"""`memopt report`: who keeps which bytes for backward, before and after patching."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memopt.cli import common
+from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+
+
+def report(
+    model: Annotated[str, typer.Argument(help="Hub id, local folder, or a folder that `memopt patch` wrote.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe or YAML file to patch with. Default: the folder's own, else exact-unfolded."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a row. Default: what the config allows, up to 2048.")
+    ] = None,
+    precision: Annotated[
+        Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
+    ] = "bf16",
+    train: Annotated[Train, typer.Option(help="Train everything, or LoRA adapters on frozen weights.")] = "full",
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapters.")] = 8,
+    lora_targets: Annotated[
+        str, typer.Option(help="Linears that get an adapter: all-linear, or names, e.g. q,v or q_proj,down_proj.")
+    ] = ALL_LINEAR,
+    checkpointing: Annotated[
+        Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
+    ] = "none",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model carries.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Show who keeps which bytes for backward, before and after patching.
+
+    Computed from the model's config alone: no weights, no GPU.
+
+    Example: memopt report meta-llama/Llama-3.1-8B --seq 4096 --train lora
+    """
+    with common.only_results_on_stdout():
+        from memopt.report.build import compare_training
+        from memopt.report.json import comparison_dict
+        from memopt.report.tables import comparison_tables
+
+        targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+        comparison = compare_training(
+            model,
+            Training(
+                batch=batch,
+                precision=precision,
+                train=train,
+                lora_rank=lora_rank,
+                lora_targets=targets or (ALL_LINEAR,),
+                checkpointing=checkpointing,
+            ),
+            seq=seq,
+            recipe=recipe,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if as_json:
+        common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
+    else:
+        common.print_rich(*comparison_tables(comparison))
+    return common.EXIT_OK

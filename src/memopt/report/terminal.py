@@ -1,0 +1,83 @@
+"""Tables for the terminal. Renderers take plain data and return rich renderables; they print nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memopt.plan import Entry, Plan
+
+_LABELS = {"gated_mlp": "gated MLP"}
+_ACTIONS = ("fold", "share", "recompute", "keep")
+_DONE = {"fold": "folded", "share": "shared", "recompute": "recomputed", "keep": "left"}
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
+    """Every site of the plan, what happens to it and why; sites that differ only in their layer are one row.
+
+    Args:
+        verbose: one row for every site.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("n", justify="right", no_wrap=True)
+    table.add_column("action", no_wrap=True)
+    table.add_column("where, and why", overflow="fold")
+    groups = [[entry] for entry in plan.entries] if verbose else _grouped(plan.entries)
+    for group in groups:
+        first = group[0]
+        action = Text(first.action, style="dim" if first.action == "keep" else "green")
+        place = Text(_where(group)).append("\n  " + _relative(first), style="dim")
+        table.add_row(Text(_LABELS.get(first.kind, first.kind)), str(len(group)), action, place)
+    return Group(table, Text(), *(Text(line) for line in coverage_totals(plan)))
+
+
+def coverage_totals(plan: Plan) -> list[str]:
+    """One line for each kind of site: how many were treated how; the numbers add up to all sites."""
+    lines = []
+    for kind, counts in plan.counts().items():
+        parts = [f"{counts[action]} {_DONE[action]}" for action in _ACTIONS if counts.get(action)]
+        total = sum(counts.values())
+        lines.append(f"{total} {_LABELS.get(kind, kind)}{_s(kind, total)}: {', '.join(parts)}")
+    return lines
+
+
+def _grouped(entries: Sequence[Entry]) -> list[list[Entry]]:
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        key = (entry.kind, _INDEX.sub("#", entry.site), entry.action, _INDEX.sub("#", entry.reason))
+        groups.setdefault(key, []).append(entry)
+    return list(groups.values())
+
+
+def _where(group: list[Entry]) -> str:
+    """One name for all: ``layers.0..29.norm``, ``layers.{0,2,5..7}.norm``."""
+    found = [_INDEX.findall(entry.site) for entry in group]
+    columns = iter([sorted({int(index) for index in column}) for column in zip(*found, strict=True)])
+    return _INDEX.sub(lambda match: _ranges(next(columns)), group[0].site) or "(the model)"
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        values = [value for _, value in run]
+        runs.append(str(values[0]) if len(values) == 1 else f"{values[0]}..{values[-1]}")
+    return runs[0] if len(runs) == 1 else "{" + ",".join(runs) + "}"
+
+
+def _relative(entry: Entry) -> str:
+    """The reason with names shortened by what they share with the site's own: its block."""
+    parts = entry.site.split(".")
+    prefixes: Iterable[str] = (".".join(parts[:length]) + "." for length in range(len(parts) - 1, 0, -1))
+    prefix = next((prefix for prefix in prefixes if prefix in entry.reason), "")
+    return entry.reason.replace(prefix, "") if prefix else entry.reason
+
+
+def _s(kind: str, count: int) -> str:
+    return "" if count == 1 or kind == "loss" else "s"

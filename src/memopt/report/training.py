@@ -1,0 +1,38 @@
+"""The training step whose memory is asked for: plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+Train = Literal["full", "lora"]
+Checkpointing = Literal["none", "full"]
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as it matters for what is kept for backward."""
+
+    batch: int = 1
+    seq: int = 2048
+    """Tokens in a row, for models that read tokens."""
+    precision: Precision = "bf16"
+    """``mixed``: fp32 weights under autocast."""
+    train: Train = "full"
+    lora_rank: int = 8
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    checkpointing: Checkpointing = "none"
+    adapter_fp32: bool = False
+    """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
+
+    def __str__(self) -> str:
+        words = [f"batch {self.batch} x {self.seq} tokens", self.precision]
+        if self.train == "lora":
+            words.append(f"LoRA rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        else:
+            words.append("full fine-tuning")
+        words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
+        return ", ".join(words)

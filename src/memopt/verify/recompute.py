@@ -1,0 +1,170 @@
+"""What a folded tensor must be, computed a second time and in another way than `memopt.checkpoint` does.
+
+numpy instead of torch, rounding by scaling to integers instead of rounding to odd, sums one term after the other
+instead of in a tree: an error in one of them shows as a difference. Values are compared, not produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
+from memopt.checkpoint.source import CheckpointSource
+from memopt.checkpoint.tiles import tiles, view3
+
+Floats = npt.NDArray[np.float64]
+_BLOCK = 4 << 20
+#: dtype -> (bits of precision, exponent of the smallest normal number, largest finite number)
+_FORMATS = {
+    "BF16": (8, -126, float(2**128 - 2**120)),
+    "F16": (11, -14, 65504.0),
+    "F32": (24, -126, float(2**128 - 2**104)),
+    "F64": (53, -1022, float(np.finfo(np.float64).max)),
+}
+
+
+@dataclass
+class Comparison:
+    """How a stored tensor compares with what it must be."""
+
+    elements: int = 0
+    different: int = 0
+    infinities: int = 0
+    """Elements that were finite and are not any more."""
+    zeros: int = 0
+    subnormals: int = 0
+
+    def __add__(self, other: Comparison) -> Comparison:
+        return Comparison(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def compare(source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation) -> Comparison:
+    """Compare the tensor `name` of `patched` with `operation` on the same tensor of `source`, block by block."""
+    dtype = source.tensors[name].dtype
+    result = Comparison()
+    for before, after, expected in _blocks(source, patched, name, operation):
+        result.elements += after.size
+        same = (after == expected) & (np.signbit(after) == np.signbit(expected))
+        result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
+        if not isinstance(operation, Fill):
+            smallest = 2.0 ** _FORMATS[dtype][1]
+            result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
+            result.zeros += int(((after == 0) & (before != 0)).sum())
+            small = (after != 0) & (np.abs(after) < smallest) & (np.abs(before) >= smallest)
+            result.subnormals += int(small.sum())
+    return result
+
+
+def round_to(high: Floats, dtype: str, low: Floats | None = None) -> Floats:
+    """`high` + `low` rounded to nearest even in `dtype`; `low` is too small to matter except in a tie."""
+    precision, smallest, largest = _FORMATS[dtype]
+    if dtype == "F64":
+        return high
+    with np.errstate(invalid="ignore", over="ignore"):
+        exponent = np.frexp(high)[1] - 1
+        quantum = np.ldexp(1.0, np.maximum(exponent, smallest) - (precision - 1))
+        steps = high / quantum  # exact: the quantum is a power of two
+        below = np.floor(steps)
+        rest = steps - below
+        rest_low = np.zeros_like(high) if low is None else low
+        odd = np.remainder(below, 2) == 1
+        up = (rest > 0.5) | ((rest == 0.5) & ((rest_low > 0) | ((rest_low == 0) & odd)))
+        rounded = np.copysign((below + up) * quantum, high)
+        rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, high), rounded)
+    return np.where(np.isfinite(high), rounded, high)
+
+
+def decode(raw: bytes | bytearray, dtype: str) -> Floats:
+    """Stored bytes as fp64 numbers."""
+    if dtype == "BF16":
+        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
+    kinds: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+    return np.frombuffer(raw, dtype=kinds[dtype]).astype(np.float64)
+
+
+def _blocks(
+    source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation
+) -> Iterator[tuple[Floats, Floats, Floats]]:
+    """(before, stored now, expected) of the tensor, in pieces."""
+    info = source.tensors[name]
+    if isinstance(operation, Shift):
+        before = _read(source, name)
+        yield before, _read(patched, name), _shifted(source, name, before, operation)
+        return
+    axis = operation.axis if isinstance(operation, Scale) else 0
+    shape = view3(info.shape or (1,), axis)
+    scale = _scale(source, operation, shape[1]) if isinstance(operation, Scale) else None
+    for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1)):
+        extent = tuple(part.stop - part.start for part in piece)
+        before = decode(source.read_range(name, start, stop), info.dtype).reshape(extent)
+        after = decode(patched.read_range(name, start, stop), info.dtype).reshape(extent)
+        if isinstance(operation, Fill):
+            expected = np.full_like(after, operation.value)
+        else:
+            assert scale is not None
+            with np.errstate(over="ignore", invalid="ignore"):
+                expected = round_to(before * scale[piece[1]][None, :, None], info.dtype)
+        yield before, after, expected
+
+
+def _scale(source: CheckpointSource, operation: Scale, size: int) -> Floats:
+    scale = np.ones(size)
+    for part in operation.parts:
+        gamma = _read(source, part.gamma) + part.offset
+        if part.channels is None:
+            scale *= gamma
+        else:
+            for coordinate, channel in enumerate(part.channels):
+                scale[coordinate] *= gamma[channel] if channel >= 0 else 1.0
+    return scale
+
+
+def _shifted(source: CheckpointSource, name: str, bias: Floats, operation: Shift) -> Floats:
+    high, low = bias.copy(), np.zeros_like(bias)
+    for part in operation.parts:
+        info = source.tensors[part.weight]
+        shape = view3(info.shape, part.axis)
+        beta = _read(source, part.beta) * part.scale
+        channels = np.arange(shape[1]) if part.channels is None else np.asarray(part.channels)
+        sums = np.zeros((2, shape[0], shape[2]))
+        for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1)):
+            extent = tuple(part.stop - part.start for part in piece)
+            weight = decode(source.read_range(part.weight, start, stop), info.dtype).reshape(extent)
+            total = sums[:, piece[0], piece[2]]
+            columns = np.ascontiguousarray(weight.swapaxes(0, 1))
+            for column, channel in zip(columns, channels[piece[1]], strict=True):
+                if channel >= 0:
+                    total[:] = _two_sum(total, column * beta[channel])
+        for column in sums.reshape(2, bias.size, -1).transpose(2, 0, 1):
+            high, low = _two_sum((high, low), column[0])
+            low = low + column[1]
+    total_high = high + low
+    return round_to(total_high, source.tensors[name].dtype, low - (total_high - high))
+
+
+def _two_sum(total: Any, term: Floats) -> tuple[Floats, Floats]:
+    """(high, low) plus a number: the rounding error of the addition goes to the low part."""
+    high, low = total
+    result = high + term
+    image = result - high
+    return result, low + ((high - (result - image)) + (term - image))
+
+
+def _read(source: CheckpointSource, name: str) -> Floats:
+    return decode(source.read_range(name), source.tensors[name].dtype)
+
+
+def _pieces(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
+    """(place, first byte, end) of consecutive pieces."""
+    start = 0
+    for piece in tiles(shape, _BLOCK // max(itemsize, 1)):
+        stop = start + prod(part.stop - part.start for part in piece) * itemsize
+        yield piece, start, stop
+        start = stop

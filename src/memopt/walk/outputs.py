@@ -1,0 +1,56 @@
+"""What leaves a forward: the tensors of a model's output, and values read by Python behind the dispatcher's back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+#: Containers in containers (a cache of layers of states); deeper ones are an object's own business.
+_DEPTH = 6
+
+
+def output_tensors(output: Any, key: str = "output", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """(field name, tensor) of everything in a model's output."""
+    if isinstance(output, Tensor):
+        yield key, output
+    elif depth == 0 or isinstance(output, (str, nn.Module, type)) or callable(output):
+        return
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            named = key if depth < _DEPTH else str(name)
+            yield from output_tensors(value, named, depth - 1)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from output_tensors(value, key, depth - 1)
+    elif hasattr(output, "__dict__"):
+        for value in vars(output).values():
+            yield from output_tensors(value, key, depth - 1)
+
+
+@contextlib.contextmanager
+def watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """`numpy()`, `tolist()` and `__array__` read values without the dispatcher; report them while inside."""
+    originals = {name: getattr(Tensor, name) for name in ("numpy", "tolist", "__array__")}
+    own = {name for name in originals if name in vars(Tensor)}
+
+    def reporting(name: str) -> Callable[..., Any]:
+        def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            report(self, name)
+            return originals[name](self, *args, **kwargs)
+
+        return method
+
+    for name in originals:
+        setattr(Tensor, name, reporting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            if name in own:
+                setattr(Tensor, name, original)
+            else:
+                delattr(Tensor, name)

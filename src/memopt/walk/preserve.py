@@ -1,0 +1,51 @@
+"""Leaving a model as it was after trying a forward, whatever the forward did to it. No inputs, no observation here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore modes, settings and buffers of every module, and torch's CPU generator, on leaving.
+
+    Forwards do write: running statistics, rotary tables that grow, windows that shrink to a small image for good.
+    Parameters are not saved: a forward without gradients does not touch them. Attributes that a forward adds stay,
+    because they may belong to something that stays as well (hooks that transformers installs on the first call).
+    """
+    modules = list(model.modules())
+    settings = [_settings(module) for module in modules]
+    buffers = [_copy_buffers(module) for module in modules]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, before, tensors in zip(modules, settings, buffers, strict=True):
+            vars(module).update(before)
+            _restore_buffers(module, tensors)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float | tuple)}
+
+
+def _copy_buffers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name -> (buffer, copy of its values)."""
+    return {
+        name: (buffer, None if buffer is None or buffer.is_meta else buffer.clone())
+        for name, buffer in module._buffers.items()
+    }
+
+
+@torch.no_grad()
+def _restore_buffers(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
+    module._buffers.clear()
+    for name, (buffer, values) in saved.items():
+        module._buffers[name] = buffer
+        if values is not None and buffer.shape == values.shape:
+            buffer.copy_(values)

@@ -1,0 +1,174 @@
+"""Proves folds with numbers: on a small fp64 model, all of them at once must change no output.
+
+`folded` is the arithmetic of a fold and undoes it; `prove` is the judge. Whether a fold is legal by structure
+was decided in `memopt.walk.verdict`; a legal fold that fails here is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.inputs import Call
+from memopt.walk.outputs import output_tensors
+from memopt.walk.precision import Float64Mode, default_float64
+from memopt.walk.sites import Consumer, NormSite
+
+#: Largest relative difference of an output, in fp64, that a right fold may leave.
+TOLERANCE = 1e-10
+#: A norm whose reset changes no output by this much is not seen by the outputs: a proof about it would be empty.
+_VISIBLE = 1e-7
+
+_Outputs = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    error: float
+    """Largest relative difference of any output after all the proved folds together."""
+    proved: tuple[str, ...]
+    refused: dict[str, str]
+    """Norm -> reason."""
+
+
+def prove(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) -> Proof:
+    """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo.
+
+    When they differ, each fold is tried alone and the wrong ones are refused; what then still differs together is
+    refused altogether. A norm that no output depends on is refused as well.
+    """
+    before = _run(model, calls)
+    visible = [norm for norm in norms if _is_visible(model, norm, calls, before)]
+    refused = {norm.name: "no output of the model depends on it" for norm in norms if norm not in visible}
+    accepted = visible
+    error = fold_error(model, accepted, calls, before)
+    if error > TOLERANCE:
+        for norm in accepted:
+            alone = fold_error(model, [norm], calls, before)
+            if alone > TOLERANCE:
+                refused[norm.name] = f"the fold changes an output by {alone:.1e}"
+        accepted = [norm for norm in accepted if norm.name not in refused]
+        error = fold_error(model, accepted, calls, before)
+    if error > TOLERANCE:
+        refused |= {norm.name: f"the folds together change an output by {error:.1e}" for norm in accepted}
+        accepted, error = [], 0.0
+    return Proof(error, tuple(norm.name for norm in accepted), refused)
+
+
+def fold_error(
+    model: nn.Module, norms: Iterable[NormSite], calls: Sequence[Call], before: list[_Outputs] | None = None
+) -> float:
+    """Largest relative difference of any floating output when `norms` are folded; the model is left as it was."""
+    expected = before if before is not None else _run(model, calls)
+    with folded(model, norms):
+        return _difference(expected, _run(model, calls))
+
+
+@contextlib.contextmanager
+def folded(model: nn.Module, norms: Iterable[NormSite]) -> Iterator[None]:
+    """Inside, every norm's affine is in its consumers and the norm itself is neutral."""
+    with _restored(model) as parameters:
+        for norm in norms:
+            gamma, beta = _affine(parameters, norm)
+            for consumer in norm.consumers:
+                weight = parameters[consumer.parameter]
+                if beta is not None and consumer.bias is not None:
+                    bias = parameters[consumer.bias]
+                    bias.data = fold_bias(bias.data, weight.data, beta, consumer)
+                weight.data = fold_weight(weight.data, gamma, consumer)
+            _neutralise(parameters, norm)
+        yield
+
+
+def fold_weight(weight: Tensor, gamma: Tensor, consumer: Consumer) -> Tensor:
+    """`weight` with `gamma` (hidden_size,), the offset included, multiplied into the axis that reads the norm."""
+    shape = [-1 if axis == consumer.axis else 1 for axis in range(weight.dim())]
+    return weight * _along_axis(gamma, consumer, neutral=1.0).reshape(shape)
+
+
+def fold_bias(bias: Tensor, weight: Tensor, beta: Tensor, consumer: Consumer) -> Tensor:
+    """`bias` plus what `beta` (hidden_size,) adds through the unfolded `weight`."""
+    shift = weight.movedim(consumer.axis, -1) @ _along_axis(beta, consumer, neutral=0.0)
+    if shift.dim() > bias.dim():  # a convolution adds up its window
+        shift = shift.sum(dim=tuple(range(bias.dim(), shift.dim())))
+    return bias + consumer.scale * shift
+
+
+def _along_axis(values: Tensor, consumer: Consumer, neutral: float) -> Tensor:
+    if consumer.channels is None:
+        return values
+    channels = torch.tensor(consumer.channels, device=values.device)
+    return torch.where(channels >= 0, values[channels.clamp_min(0)], torch.full_like(values[:1], neutral))
+
+
+def _affine(parameters: dict[str, nn.Parameter], norm: NormSite) -> tuple[Tensor, Tensor | None]:
+    assert norm.weight is not None
+    gamma = norm.offset + parameters[norm.weight].data.flatten()
+    return gamma, parameters[norm.bias].data.flatten() if norm.bias else None
+
+
+def _neutralise(parameters: dict[str, nn.Parameter], norm: NormSite) -> None:
+    assert norm.weight is not None
+    weight = parameters[norm.weight]
+    weight.data = torch.full_like(weight.data, 1.0 - norm.offset)
+    if norm.bias:
+        parameters[norm.bias].data = torch.zeros_like(parameters[norm.bias].data)
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters of `model` by name; values given to them inside are taken back."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        yield parameters
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = values[name]
+
+
+def _is_visible(model: nn.Module, norm: NormSite, calls: Sequence[Call], before: list[_Outputs]) -> bool:
+    """Negative control: a norm reset without compensation must show in some output of some call."""
+    with _restored(model) as parameters:
+        _neutralise(parameters, norm)
+        after = (_run(model, [call], repeats=1) for call in calls)
+        firsts = before[:: len(before) // len(calls)]
+        return any(_difference([one], other) > _VISIBLE for one, other in zip(firsts, after, strict=True))
+
+
+def _run(model: nn.Module, calls: Sequence[Call], repeats: int = 2) -> list[_Outputs]:
+    """Outputs of every call, by default twice in a row: a module may keep a tensor for its next call."""
+    results = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), default_float64(), Float64Mode():
+        for call in calls:
+            for _ in range(repeats):
+                torch.manual_seed(0)
+                kwargs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
+                results.append([(key, tensor.clone()) for key, tensor in output_tensors(model(**kwargs))])
+    return results
+
+
+def _difference(expected: list[_Outputs], actual: list[_Outputs]) -> float:
+    worst = 0.0
+    for one, other in zip(expected, actual, strict=True):
+        if [(key, t.shape) for key, t in one] != [(key, t.shape) for key, t in other]:
+            return float("inf")
+        worst = max([worst, *(_relative(a, b) for (_, a), (_, b) in zip(one, other, strict=True))])
+    return worst
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest size; infinite where one is finite and the other is not."""
+    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+        return 0.0
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    a, b = a[finite], b[finite]
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))

@@ -1,0 +1,234 @@
+"""Opening checkpoints, and refusing what is broken with the file's name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from memopt.checkpoint.header import DTYPE_BITS
+from memopt.checkpoint.source import open_source, torch_dtype
+from memopt.errors import ModelError
+from tests.checkpoint.builders import rms_tensors, write_checkpoint_files
+
+
+def write_raw(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(begin: int, end: int, *, dtype: str = "F32", shape: tuple[int, ...] | None = None) -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape or [(end - begin) // 4]), "data_offsets": [begin, end]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint_files(tmp_path / "model", rms_tensors())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_reads_back_as_it_was_written(tmp_path: Path, shards: int) -> None:
+    tensors = rms_tensors()
+    source = open_source(str(write_checkpoint_files(tmp_path / "model", tensors, shards=shards)))
+    assert len(source.shards) == shards
+    assert source.tensors.keys() == tensors.keys()
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_range_of_a_tensor_is_its_bytes(folder: Path) -> None:
+    source = open_source(str(folder))
+    name = "model.layers.0.q.weight"
+    whole = source.read(name).view(torch.uint8).numpy().tobytes()
+    assert source.read_range(name, 6, 100) == whole[6:100]
+
+
+def test_side_files_are_listed_and_other_weights_left_out(folder: Path) -> None:
+    (folder / "onnx").mkdir()
+    for name in ("onnx/model.onnx", "pytorch_model.bin", "model.gguf", "consolidated.safetensors", "modeling_x.py"):
+        (folder / name).write_text("x")
+    source = open_source(str(folder))
+    assert source.side_files == ("LICENSE", "modeling_x.py", "tokenizer.json")
+    assert set(source.left_out) == {"onnx/model.onnx", "pytorch_model.bin", "model.gguf", "consolidated.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float64]
+)
+def test_dtypes_that_are_not_folded_can_still_be_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    source = open_source(str(write_checkpoint_files(tmp_path / "model", {"x": tensor, "empty": tensor[:0].clone()})))
+    assert torch.equal(source.read("x").view(torch.uint8), tensor.view(torch.uint8))
+    assert source.read("empty").shape == (0, 3)
+
+
+def test_every_whole_byte_dtype_of_the_format_is_known_to_torch_with_its_size() -> None:
+    for name, bits in DTYPE_BITS.items():
+        if bits >= 8:
+            assert 8 * torch_dtype(name).itemsize == bits, name
+
+
+BROKEN = {
+    "empty file": b"",
+    "truncated length": b"\x10\x00",
+    "header longer than the file": struct.pack("<Q", 1000) + b"{}",
+    "huge header": struct.pack("<Q", 2**63) + b"{}",
+    "not JSON": struct.pack("<Q", 4) + b"abcd",
+    "not an object": struct.pack("<Q", 2) + b"[]",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
+def test_a_damaged_file_is_named(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors' is not a valid safetensors file"):
+        open_source(str(folder))
+
+
+LAYOUTS = {
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12),
+    "gap": ({"a": entry(0, 4), "b": entry(8, 12)}, 12),
+    "past the end": ({"a": entry(0, 16)}, 12),
+    "file longer than its tensors": ({"a": entry(0, 8)}, 12),
+    "size against shape": ({"a": entry(0, 8, shape=(3,))}, 8),
+    "negative offset": ({"a": entry(-4, 4)}, 4),
+    "unknown dtype": ({"a": entry(0, 8, dtype="Q7")}, 8),
+    "missing field": ({"a": {"dtype": "F32"}}, 0),
+    "not an entry": ({"a": 3}, 0),
+    "fractional shape": ({"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}}, 6),
+}
+
+
+@pytest.mark.parametrize(("header", "size"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_offsets_that_do_not_fit_are_refused(folder: Path, header: dict[str, object], size: int) -> None:
+    write_raw(folder / "model.safetensors", header, bytes(size))
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        open_source(str(folder))
+
+
+def test_a_name_that_occurs_twice_is_refused(folder: Path) -> None:
+    one = json.dumps(entry(0, 4))
+    write_raw(folder / "model.safetensors", f'{{"a": {one}, "a": {one}}}'.encode(), bytes(4))
+    with pytest.raises(ModelError, match="twice"):
+        open_source(str(folder))
+
+
+def test_a_truncated_shard_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ModelError, match="past the end"):
+        open_source(str(folder))
+
+
+def test_an_index_that_names_a_missing_shard_is_refused_with_its_name(tmp_path: Path) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-00002-of-00002"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}']
+)
+def test_a_broken_index_is_refused(tmp_path: Path, content: str) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match="not a valid shard index"):
+        open_source(str(folder))
+
+
+def test_an_index_that_places_a_tensor_in_another_shard_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.embed.weight"] = "model-00002-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model\.embed\.weight"):
+        open_source(str(folder))
+
+
+def test_a_tensor_that_the_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.embed.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model\.embed\.weight"):
+        open_source(str(folder))
+
+
+def test_a_pickle_is_refused_with_the_option_that_reads_it(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": torch.ones(2)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="--allow-pickle"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [("model.gguf", "GGUF"), ("adapter_model.bin", "adapter"), ("README.md", "no 'model.safetensors'")],
+)
+def test_a_folder_without_weights_says_what_it_holds(folder: Path, extra: str, words: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / extra).write_text("x")
+    with pytest.raises(ModelError, match=words):
+        open_source(str(folder))
+
+
+def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id() -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        open_source("./no/such/folder")
+
+
+def test_a_file_is_not_a_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file"):
+        open_source(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["no-such-model-anywhere", "no-such/model-anywhere"])
+def test_an_unknown_hub_id_offline_names_the_variable(name: str) -> None:
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        open_source(name)
+
+
+@pytest.mark.parametrize("name", ["what ever", "a--b", "x" * 200])
+def test_an_impossible_hub_id_says_so(name: str) -> None:
+    with pytest.raises(ModelError, match="valid hub id"):
+        open_source(name)
+
+
+def test_a_revision_of_a_folder_makes_no_sense(folder: Path) -> None:
+    with pytest.raises(ModelError, match="--revision"):
+        open_source(str(folder), revision="main")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_missing_or_broken_config_is_named(folder: Path, content: str | None) -> None:
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        open_source(str(folder))
+
+
+def test_a_hub_id_in_the_cache_opens_with_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--someone--tiny"
+    write_checkpoint_files(repo / "snapshots" / commit, rms_tensors())
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    source = open_source("someone/tiny")
+    assert (source.model, source.commit) == ("someone/tiny", commit)
+    assert source.tensors
+
+
+def test_a_single_file_wins_over_an_index_as_in_transformers(tmp_path: Path) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    assert list(open_source(str(folder)).tensors) == ["x"]

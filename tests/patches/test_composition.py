@@ -1,0 +1,235 @@
+"""Patching composes with the ways in which people train."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import memopt
+from memopt.errors import NegativeVerdict, RecipeError
+from memopt.patches.apply import is_patched
+from memopt.report.account import account
+from tests.factories import tiny_inputs, tiny_model
+
+FAMILIES = ["llama", "gpt2", "bert", "opt"]
+
+
+def loss_and_gradients(model, inputs, **backward):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward(**backward)
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours, stock):
+    """fp32 gradients of two orders of summation: far below what a wrong formula would give."""
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        scale = expected.abs().max()
+        assert (ours[name] - expected).abs().max() <= 1e-4 * scale + 1e-7, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradient_accumulation(name):
+    inputs = [tiny_inputs(name, 2, 16), tiny_inputs(name, 2, 20)]
+    results = []
+    for model in (tiny_model(name), memopt.patch(tiny_model(name))):
+        for batch in inputs:
+            (model(**batch).loss / 2).backward()
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_backwards_of_a_retained_graph(name):
+    model, inputs = memopt.patch(tiny_model(name)), tiny_inputs(name, 2, 16)
+    loss, first = loss_and_gradients(model, inputs, retain_graph=True)
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    second = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert all(torch.equal(first[n], p.grad) for n, p in model.named_parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activation_checkpointing_on_top(name, use_reentrant):
+    inputs = tiny_inputs(name, 2, 16)
+    _, stock = loss_and_gradients(tiny_model(name), inputs)
+    model = memopt.patch(tiny_model(name))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.train()
+    _, ours = loss_and_gradients(model, inputs)
+    assert_close(ours, stock)
+
+
+def test_a_checkpointed_patched_model_keeps_what_a_checkpointed_stock_model_keeps():
+    inputs = tiny_inputs("llama", 2, 64)
+    totals = []
+    for model in (tiny_model("llama"), memopt.patch(tiny_model("llama"))):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        totals.append(account(model, lambda model=model: model(**inputs).loss).total)
+    assert totals[1] <= totals[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_autocast_bf16(name):
+    inputs = tiny_inputs(name, 2, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock_loss, stock = loss_and_gradients(tiny_model(name), inputs)
+        patched_loss, ours = loss_and_gradients(memopt.patch(tiny_model(name)), inputs)
+    assert abs(patched_loss - stock_loss) <= 2 ** -7 * stock_loss
+    _, exact = loss_and_gradients(tiny_model(name), inputs)
+
+    def error(gradients):
+        return torch.stack([(gradients[n] - exact[n]).norm() / exact[n].norm().clamp(min=1e-3) for n in exact]).median()
+
+    assert error(ours) <= 1.25 * error(stock)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("llama", 5), ("vit", 4), ("bert", 4)])
+def test_under_autocast_no_linear_keeps_a_cast_of_its_own_of_a_norm_output(name, copies):
+    """q, k, v and gate, up (or fc1) each keep a bf16 cast of an fp32 norm output in the stock model."""
+    inputs = tiny_inputs(name, 2, 24)
+
+    def kept_by_linears(model, blocks):
+        with torch.autocast("cpu", torch.bfloat16):
+            kept = account(model, lambda: model(**inputs).loss, blocks=blocks).of_block(blocks[1])
+        hidden = [k for k in kept if k.dtype == "bfloat16" and k.shape[-1] == model.config.hidden_size and k.shape[0] == 2]
+        return [k for k in hidden if all(operation == "linear" for _, operation in k.holders)]
+
+    model = tiny_model(name)
+    blocks = memopt.plan_for(model).sites.blocks
+    assert len(kept_by_linears(model, blocks)) == copies
+    assert kept_by_linears(memopt.patch(model), blocks) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_eval_mode_without_gradients_is_bitwise_the_stock_model(name):
+    inputs = tiny_inputs(name, 2, 16)
+    stock, patched = tiny_model(name).eval(), memopt.patch(tiny_model(name)).eval()
+    with torch.no_grad():
+        assert torch.equal(stock(**inputs).logits, patched(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_generate(name):
+    ids = tiny_inputs(name, 2, 8)["input_ids"]
+    stock, patched = tiny_model(name).eval(), memopt.patch(tiny_model(name)).eval()
+    expected = stock.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(patched.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_deep_copy_is_independent_and_patched(name):
+    original, inputs = memopt.patch(tiny_model(name)), tiny_inputs(name, 2, 16)
+    clone = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert is_patched(clone)
+    _, ours = loss_and_gradients(clone, inputs)
+    _, stock = loss_and_gradients(tiny_model(name), inputs)
+    assert_close(ours, stock)
+    assert all(p.grad is None for p in original.parameters())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_lora_added_before_or_after_patching(name, order):
+    inputs = tiny_inputs(name, 2, 24)
+
+    def with_lora(model):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return get_peft_model(model, config)
+
+    reference = with_lora(tiny_model(name))
+    stock_bytes = account(reference, lambda: reference(**inputs).loss).total
+    _, stock = loss_and_gradients(reference, inputs)
+    model = memopt.patch(with_lora(tiny_model(name))) if order == "before" else with_lora(memopt.patch(tiny_model(name)))
+    assert account(model, lambda: model(**inputs).loss).total < 0.85 * stock_bytes
+    _, ours = loss_and_gradients(model, inputs)
+    assert len(ours) > 0
+    assert_close(ours, stock)
+
+
+def test_two_patched_models_do_not_know_of_each_other():
+    a, b = tiny_model("llama"), tiny_model("llama", seed=1)
+    stock_class = type(a.model.layers[0])
+    memopt.patch(a)
+    assert not is_patched(b)
+    assert type(b.model.layers[0]) is stock_class
+    memopt.patch(b)
+    memopt.unpatch(a)
+    assert is_patched(b)
+    assert type(a.model.layers[0]) is stock_class
+
+
+def test_patching_twice_is_an_error():
+    model = memopt.patch(tiny_model("llama"))
+    with pytest.raises(NegativeVerdict, match="already patched"):
+        memopt.patch(model)
+
+
+def test_folding_in_memory_is_refused():
+    with pytest.raises(RecipeError, match="checkpoints"):
+        memopt.patch(tiny_model("llama"), "exact")
+
+
+def test_a_model_with_nothing_to_patch_is_an_error():
+    with pytest.raises(NegativeVerdict, match="can be patched"):
+        memopt.patch(nn.Sequential(nn.Linear(4, 4)), inputs={"input": torch.randn(2, 4)})
+
+
+def test_frozen_parameters_stay_frozen_and_hooks_stay():
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.requires_grad_(False)
+    seen = []
+    norm.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    memopt.patch(model)
+    _, gradients = loss_and_gradients(model, tiny_inputs("llama", 2, 16))
+    assert "model.layers.0.input_layernorm.weight" not in gradients
+    assert len(seen) == 1
+
+
+def test_isinstance_and_class_names_stay():
+    model = tiny_model("bert")
+    names = [type(module).__name__ for module in model.modules()]
+    memopt.patch(model)
+    assert [type(module).__name__ for module in model.modules()] == names
+    assert isinstance(model.bert.encoder.layer[0].output.LayerNorm, nn.LayerNorm)
+
+
+def test_an_instance_whose_forward_was_replaced_is_left_with_a_warning():
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = norm.forward
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.input_layernorm.*replaced on the instance"):
+        memopt.patch(model)
+
+
+def test_a_patched_state_dict_can_be_pickled():
+    model = memopt.patch(tiny_model("llama"))
+    restored = pickle.loads(pickle.dumps(model.state_dict()))
+    tiny_model("llama").load_state_dict(restored)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_torch_compile_gives_the_stock_gradients(name):
+    inputs = tiny_inputs(name, 2, 16)
+    _, stock = loss_and_gradients(tiny_model(name), inputs)
+    model = memopt.patch(tiny_model(name))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    compiled(**inputs).loss.backward()
+    assert_close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, stock)
