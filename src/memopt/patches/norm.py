@@ -123,7 +123,7 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     # The terms of the sum, without signs: what cancels in y does not cancel in its error.
     terms = affine(exact.abs(), *(None if p is None else p.abs() for p in wide), spec, torch.float64, torch.float64)
     with torch.autocast(x.device.type, enabled=False):
-        stock = module(x)
+        stock = module.forward(x)
     ours = affine(normalize(x, spec)[0], gamma, beta, spec, x.dtype, stock.dtype)
     rounding = torch.finfo(stock.dtype).eps * terms + torch.finfo(accumulation_dtype(dtype)).tiny
     stock_error = ((stock.double() - truth).abs() / rounding).max()

@@ -35,9 +35,7 @@ def find_blocks(
     return tuple(sorted(dict.fromkeys(blocks), key=lambda name: order.get(name, len(order))))
 
 
-def _lists(
-    model: nn.Module, norms: Collection[str], linears: Collection[str]
-) -> Iterator[tuple[str, list[str], bool]]:
+def _lists(model: nn.Module, norms: Collection[str], linears: Collection[str]) -> Iterator[tuple[str, list[str], bool]]:
     """(name, names of children, all of one type) of every list whose children all look like blocks."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:

@@ -1,4 +1,4 @@
-"""Is a module an elementwise nonlinearity, and which one? Answered by running a copy of it (see `memopt.walk.isolate`)."""
+"""Is a module an elementwise nonlinearity, and which one? Answered by running a copy of it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _is_affine(x: Tensor, y: Tensor) -> bool:
 
 class _CountMode(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from memopt.walk.ops import MOVEMENT, NORM_FUNCTIONS
 from memopt.walk.parameters import ParameterTable, storage_key
 from memopt.walk.probe import ActivationProbe
-from memopt.walk.rules import MOVEMENT, NORM_FUNCTIONS, OpCall
+from memopt.walk.rules import OpCall
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
 #: aten op -> kind, for nonlinearities called as functions.
@@ -158,7 +159,7 @@ class Labels:
         elif name in _KEEP_ORIGIN and origin is not None:
             for moved in call.outputs:
                 whole = moved.numel() == tensors[0].numel()
-                part = origin.part if whole else (*origin.part, moved.storage_offset())
+                part = origin.part if whole else (*origin.part, int(moved.storage_offset()))
                 self._set(moved, replace(origin, part=part))
         elif name in {"add", "sub", "mul", "div"} and len(tensors) == 1 and origin is not None:
             self._set(out, replace(origin, scaled=origin.scaled or name in {"mul", "div"}))
@@ -187,7 +188,7 @@ class Labels:
                 return
             if (source.reads.name, source.reads.part) == (linear.name, linear.part):
                 self._self_gated(activation, source, out)
-            else:
+            elif a.shape == b.shape:  # a gate for every element, not a router's weight for every token
                 self._gate(activation, source.reads, linear, out, here)
         elif gated is not None:  # routing weights, masks
             self._set(out, gated)

@@ -253,4 +253,3 @@ def _fold_template(norm: NormSite) -> tuple[Any, ...]:
     """What makes two folds the same fold in different layers."""
     readers = {(_template(c.parameter), c.axis, c.bias and _template(c.bias)) for c in norm.consumers}
     return _template(norm.name), norm.kind, norm.offset, norm.bias is not None, frozenset(readers)
-

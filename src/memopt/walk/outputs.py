@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
 #: Containers in containers (a cache of layers of states); deeper ones are an object's own business.
 _DEPTH = 6
 

@@ -112,7 +112,7 @@ def _dimensions(tensor: Tensor, parameter: nn.Parameter) -> tuple[Dimension, ...
     if not parameter.is_contiguous():
         return (None,) * tensor.dim()
     shape, strides = parameter.shape, parameter.stride()
-    origin = tensor.storage_offset() - parameter.storage_offset()
+    origin = int(tensor.storage_offset() - parameter.storage_offset())
 
     def locate(offset: int) -> list[int]:
         return [
@@ -125,7 +125,7 @@ def _dimensions(tensor: Tensor, parameter: nn.Parameter) -> tuple[Dimension, ...
         if size == 1:
             dims.append(SINGLE)
             continue
-        first, second, last = (locate(origin + stride * k) for k in (0, 1, size - 1))
+        first, second, last = (locate(origin + int(stride) * k) for k in (0, 1, int(size) - 1))
         moved = [axis for axis in range(len(shape)) if first[axis] != second[axis] or first[axis] != last[axis]]
         if stride == 0 or len(moved) != 1:
             dims.append(None)  # broadcast, or two axes of the parameter merged in one dimension
@@ -170,7 +170,8 @@ def _through_view(
         swapped[i], swapped[j] = swapped[j], swapped[i]
         return tuple(swapped)
     if name == "permute":
-        return tuple(dims[d % rank] for d in args[1])
+        order: list[int] = args[1]
+        return tuple(dims[d % rank] for d in order)
     if name == "unsqueeze":
         at = args[1] % (rank + 1)
         return (*dims[:at], SINGLE, *dims[at:])

@@ -35,6 +35,9 @@ def widen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
 class Float64Mode(TorchDispatchMode):
     """Runs every op with the dtypes that `widen` gives it."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -30,6 +30,9 @@ _TINY = 1e-18
 _ANY_WIDTH = 24
 
 
+_OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
+
+
 @dataclass(frozen=True)
 class NormProbe:
     """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor."""
@@ -155,22 +158,22 @@ def _affine_structure(
     b1, b2 = (torch.randn(width, dtype=torch.float64) for _ in range(2))
     zero = torch.zeros(width, dtype=torch.float64)
     for weight, bias in [(slots[0], None)] if len(slots) == 1 else [slots, slots[::-1]]:
-        shift = (lambda b, bias=bias: {bias: b}) if bias else (lambda b: {})
-        y1 = copy.run(x, {weight: w1, **shift(zero)}, *extra)
-        y2 = copy.run(x, {weight: w2, **shift(zero)}, *extra)
+        no_shift = {bias: zero} if bias else {}
+        y1 = copy.run(x, {weight: w1, **no_shift}, *extra)
+        y2 = copy.run(x, {weight: w2, **no_shift}, *extra)
         if y1.shape != x.shape or not y1.isfinite().all() or not y1.any():
             continue
-        for offset in (0, 1):
+        for offset in _OFFSETS:
             u = y1 / along(offset + w1)
             if not torch.allclose(y2, along(offset + w2) * u, rtol=_AGREES, atol=1e-12):
                 continue
             if bias is None:
-                return weight, None, offset  # type: ignore[return-value]
+                return weight, None, offset
             draws = ((w1, b1), (w2, b2))
             runs = [copy.run(x, {weight: w, bias: b}, *extra) for w, b in draws]
             expected = [along(offset + w) * u + along(b) for w, b in draws]
             if all(torch.allclose(y, e, rtol=_AGREES, atol=1e-12) for y, e in zip(runs, expected, strict=True)):
-                return weight, bias, offset  # type: ignore[return-value]
+                return weight, bias, offset
     return None
 
 

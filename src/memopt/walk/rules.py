@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.walk.ops import MOVEMENT, NO_USE, NONLINEARITIES, NORM_FUNCTIONS, READS, RESHAPES, SAME_ELEMENTS, SCATTERS
+
 #: Ids of elements that are zero (any scale is right for them, a shift is not) and of foreign ones.
 ZERO, FOREIGN = -1, -2
 NO_RULE = "operation without a rule"
@@ -65,43 +67,11 @@ ShadowOf = Callable[[Any], Shadow | None]
 #: New shadows, or the obstacle in words.
 Effect = list[tuple[Tensor, Shadow]] | str
 
-MOVEMENT = set(
-    "view _unsafe_view reshape _reshape_alias t transpose permute expand slice select unsqueeze squeeze split "
-    "split_with_sizes chunk unbind narrow index_select index gather roll flip repeat repeat_interleave clone contiguous "
-    "detach alias lift_fresh unfold diagonal _to_copy movedim swapaxes take tile view_copy expand_copy "
-    "unflatten flatten slice_copy squeeze_copy unsqueeze_copy _unsafe_index rot90 pixel_shuffle pixel_unshuffle "
-    "channel_shuffle masked_select to type_as view_as narrow_copy unsafe_split unsafe_chunk split_copy "
-    "split_with_sizes_copy select_copy".split()
-)
-_SAME_ELEMENTS = {"_to_copy", "to", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh"}
-_RESHAPES = {"view", "_unsafe_view", "_reshape_alias", "reshape"}
-
-#: Ops that read a shape or dtype only.
-NO_USE = set(
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full sym_size size "
-    "is_same_size new_empty_strided sym_numel sym_stride stride numel _has_compatible_shallow_copy_type".split()
-)
-NONLINEARITIES = set(
-    "silu gelu relu sigmoid tanh hardswish leaky_relu elu softplus mish hardtanh hardsigmoid log_sigmoid_forward celu "
-    "selu rrelu_with_noise _prelu_kernel glu _softmax _log_softmax softmax pow rsqrt sqrt exp erf log sin cos clamp "
-    "clamp_min clamp_max abs maximum minimum sign square reciprocal exp2 log1p round floor".split()
-)
-NORM_FUNCTIONS = set(
-    "native_layer_norm layer_norm native_group_norm native_batch_norm _native_batch_norm_legit "
-    "_native_batch_norm_legit_no_training cudnn_batch_norm batch_norm _batch_norm_with_update batch_norm_with_update "
-    "_fused_rms_norm rms_norm linalg_vector_norm norm var_mean var std".split()
-)
-_READS = set(
-    "_local_scalar_dense equal any all eq ne lt gt le ge isnan isinf isfinite nonzero is_nonzero argmax max min topk "
-    "sort argsort item _assert_async isin unique2 _unique2 amax amin bucketize searchsorted".split()
-)
-_SCATTERS = set("masked_scatter index_put scatter slice_scatter select_scatter index_add scatter_add".split())
-
 _OBSTACLES = (
     (NORM_FUNCTIONS, "another norm"),
     (NONLINEARITIES, "nonlinearity"),
-    (_READS, "branch or comparison on its values"),
-    (_SCATTERS, "scatter into another tensor"),
+    (READS, "branch or comparison on its values"),
+    (SCATTERS, "scatter into another tensor"),
     ({"view_as_complex"}, "rotary embedding"),
 )
 
@@ -144,9 +114,9 @@ def _move(call: OpCall, source: Tensor, shadow_of: ShadowOf) -> Effect:
     outputs = call.outputs
     if not all(out.is_floating_point() for out in outputs):
         return "cast to integers"
-    if call.name in _SAME_ELEMENTS:
+    if call.name in SAME_ELEMENTS:
         return [(outputs[0], shadow)]
-    if call.name in _RESHAPES:
+    if call.name in RESHAPES:
         return [(outputs[0], replace(shadow, ids=shadow.ids.reshape(outputs[0].shape)))]
     layout = {"dtype", "layout", "device", "pin_memory", "memory_format"}
     kwargs = {k: _on_cpu(v) for k, v in call.kwargs.items() if k not in layout}
@@ -296,7 +266,7 @@ def _reduce(call: OpCall, shadow_of: ShadowOf) -> Effect:
 
 
 def _mask(call: OpCall, shadow_of: ShadowOf) -> Effect:
-    source, mask, value = call.args[:3]
+    source, _, value = call.args[:3]
     shadow = shadow_of(source)
     if shadow is None:
         return "mask"

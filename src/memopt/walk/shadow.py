@@ -11,71 +11,29 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.walk.contractions import Contraction, Reading, read, recognise
+from memopt.walk.contractions import Contraction, read, recognise
 from memopt.walk.labels import Labels
+from memopt.walk.ops import MOVEMENT, NO_USE
 from memopt.walk.outputs import output_tensors, watched_reads
 from memopt.walk.parameters import ParameterTable, ParameterView, storage_key
 from memopt.walk.precision import widen
 from memopt.walk.probe import NormProbe
-from memopt.walk.rules import MOVEMENT, NO_USE, OpCall, Shadow, propagate, tensors_in
+from memopt.walk.records import NormRecord, Use
+from memopt.walk.rules import OpCall, Shadow, propagate, tensors_in
 from memopt.walk.sites import Reach
-
-#: "contract": read by a norm's channels; "raw": contracted with something that is no norm's output; "mixed": with
-#: several channels in one coordinate; "bias": added to the product `weight`; "other": anything else.
-UseKind = Literal["contract", "raw", "mixed", "bias", "other"]
-
-
-@dataclass(frozen=True, eq=False)
-class Use:
-    """One way in which a parameter is used."""
-
-    kind: UseKind
-    module: str
-    operation: str
-    reading: Reading | None = None
-    bias: str | None = None
-    same_storage: bool = False
-    weight: str = ""
-
-    def repeats(self, other: Use) -> bool:
-        """Whether `other` says the same."""
-        mine, theirs = ((u.kind, u.module, u.operation, u.bias, u.same_storage, u.weight) for u in (self, other))
-        if mine != theirs or (self.reading is None) != (other.reading is None):
-            return False
-        a, b = self.reading, other.reading
-        if a is None or b is None:
-            return True
-        plain = (a.axis, a.shift, a.scale) == (b.axis, b.shift, b.scale)
-        return plain and torch.equal(a.coordinates, b.coordinates) and torch.equal(a.channels, b.channels)
-
-
-@dataclass(eq=False)
-class NormRecord:
-    """What was seen of one norm."""
-
-    name: str
-    probe: NormProbe
-    base: int = -1
-    width: int = 0
-    calls: int = 0
-    rejected: str | None = None
-    """Why it is no plain norm after all, seen only when it runs."""
-    reaches: dict[Reach, None] = field(default_factory=dict)
-    storages: set[int] = field(default_factory=set)
 
 
 class ShadowMode(TorchDispatchMode):
     """Records the forwards that run under it; use `watch`, which also installs the module hooks."""
 
     def __init__(self, model: nn.Module, norms: Mapping[str, NormProbe], labels: Labels | None, float64: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.parameters = ParameterTable(model)
         self.norms = {name: NormRecord(name, probe) for name, probe in norms.items()}
@@ -203,9 +161,6 @@ class ShadowMode(TorchDispatchMode):
         if self._float64:
             args, kwargs = widen(args, kwargs)
         name = func._schema.name.split("::")[-1]
-        if name == "_local_scalar_dense" and args[0].is_meta:
-            # A branch on a value that a meta tensor does not have: answer something plausible.
-            return True if args[0].dtype == torch.bool else 1
         out = func(*args, **kwargs)
         if not self._paused:
             with self.unobserved():
@@ -261,12 +216,13 @@ class ShadowMode(TorchDispatchMode):
         if a is not None and b is None:
             contraction, a, b = contraction.swapped(), b, a
         shadow = self._shadow(contraction.a)
-        for stray in (self._shadow(contraction.bias), self._shadow(contraction.b)):
+        product = "attention" if "bmm" in call.name else "matrix product"
+        for stray, what in ((self._shadow(contraction.bias), "addition"), (self._shadow(contraction.b), product)):
             if stray is not None:
-                self._escape(stray, "addition" if stray is not shadow else "attention", call.name, self.here)
+                self._escape(stray, what, call.name, self.here)
         if b is None or a is not None:
             if shadow is not None:
-                self._escape(shadow, "attention" if "bmm" in call.name else "matrix product", call.name, self.here)
+                self._escape(shadow, product, call.name, self.here)
             for view in (a, b):
                 if view is not None:
                     self._use(view, Use("other", self.here, call.name))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memopt.walk.records import NormRecord, Use
 from memopt.walk.rules import FOREIGN, ZERO
-from memopt.walk.shadow import NormRecord, ShadowMode, Use
+from memopt.walk.shadow import ShadowMode
 from memopt.walk.sites import Consumer, Reach
 
 #: A coordinate that no contraction of the walk read.
@@ -146,9 +147,7 @@ class _Weight:
             yield f"{name} is shared by several modules"
 
 
-def _obstacles(
-    mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_head: str | None
-) -> Iterator[str]:
+def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
     probe = record.probe
     if probe.weight is None:
         yield "it has no weight to fold"
