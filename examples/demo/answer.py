@@ -8,6 +8,7 @@ Exits with 1 when an answer is wrong.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,6 +43,6 @@ def complete(model: Any, tokenizer: Any) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("Usage: python examples/demo/answer.py FOLDER")
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("Usage: python examples/demo/answer.py FOLDER, a folder that `memopt patch` wrote.")
     sys.exit(main(sys.argv[1]))

@@ -63,7 +63,12 @@ def test_a_layer_norm_folds_into_transposed_expert_and_convolution_weights(tmp_p
 
     generator = torch.Generator().manual_seed(3)
     tensors = {"n.weight": random(HIDDEN), "n.bias": random(HIDDEN)}
-    shapes = {"conv1d": ((HIDDEN, 40), 0, (40,)), "experts": ((3, 40, HIDDEN), 2, (3, 40)), "experts_t": ((3, HIDDEN, 9), 1, (3, 9)), "conv2d": ((5, HIDDEN, 3, 3), 1, (5,))}  # fmt: skip
+    shapes = {
+        "conv1d": ((HIDDEN, 40), 0, (40,)),
+        "experts": ((3, 40, HIDDEN), 2, (3, 40)),
+        "experts_t": ((3, HIDDEN, 9), 1, (3, 9)),
+        "conv2d": ((5, HIDDEN, 3, 3), 1, (5,)),
+    }
     consumers = []
     for name, (shape, axis, bias) in shapes.items():
         tensors |= {f"{name}.weight": random(*shape), f"{name}.bias": random(*bias)}

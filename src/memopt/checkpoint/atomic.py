@@ -164,20 +164,23 @@ def _clear_leftovers(out: Path, note: Callable[[str], None]) -> None:
 
 
 def _in_use(path: Path, pid: int) -> bool:
-    """Whether the run that made `path` may still be alive: its lock tells, its pid where locks do not work."""
+    """Whether the run that made `path` may still be alive, by its lock (from another host or container) or its pid."""
+    if pid != os.getpid():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            return True
+        else:
+            return True
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
     except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
         return True
     finally:
         os.close(descriptor)

@@ -120,7 +120,7 @@ class _Workers:
     """A few threads over shards; every step reports its bytes, and stops when the block fails."""
 
     def __init__(self, source: CheckpointSource, progress: Progress | None) -> None:
-        self._total = 3 * source.nbytes  # written, and both sides digested
+        self._total = 2 * source.nbytes + source.space_needed  # written, and both sides digested
         self._done = 0
         self._progress = progress
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class _Workers:
         if self._stopped.is_set():
             raise InterruptedError("stopped")
         with self._lock:
-            self._done += count
+            self._done = min(self._done + count, self._total)
             if self._progress is not None:
                 self._progress(self._done, self._total)
 

@@ -118,7 +118,12 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
         code = error.code if isinstance(error.code, int) else EXIT_ERROR
         return "Terminated", "Terminated; nothing was left behind.", None, code
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return "InternalError", f"memopt failed: {message}", "Run it again with --debug for the traceback.", EXIT_ERROR
+    return (
+        "InternalError",
+        f"memopt failed: {message.rstrip('.')}.",
+        "Run it again with --debug for the traceback.",
+        EXIT_ERROR,
+    )
 
 
 def _console() -> Console:

@@ -36,7 +36,10 @@ def add_adapters(
         ) from None
     chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
     config = LoraConfig(r=rank, target_modules=chosen)
-    adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
+    try:
+        adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelError(f"PEFT cannot adapt these linears: {error}", "Name others with --lora-targets.") from error
     if not fp32:
         for parameter in adapted.parameters():
             if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.

@@ -74,6 +74,7 @@ class Causes:
         self._activations = {site.name for site in sites.activations if site.is_module}
         self._gates = {_owner(site.gate) for site in sites.gated_mlps}
         self._ups = {_owner(site.up) for site in sites.gated_mlps}
+        self._hidden_size = sites.hidden_size
         self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
 
     def of(self, birth: Birth, holders: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
@@ -107,10 +108,12 @@ class Causes:
             return "convolution input"
         if operation in _PRODUCTS:
             return "matmul input"
-        if _inside(origin.module, self._ups):
-            return "up"
         if origin.function in _ACTIVATIONS or _inside(origin.module, self._activations):
             return "activation output"
+        # Experts hold gate, up, down and the routing in one module: an up output is neither a vector nor as wide as
+        # the hidden state.
+        if _inside(origin.module, self._ups) and birth.shape[1:] and birth.shape[-1] not in (1, self._hidden_size):
+            return "up"
         return "other"
 
     def _of_norm(self, birth: Birth, module: str, operation: str) -> Cause:

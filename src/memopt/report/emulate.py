@@ -6,7 +6,8 @@ attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,16 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-#: Name of the attention implementation to set on a model that is traced. (One with "flash" in it would be taken for a
-#: kernel package to import.)
-ATTENTION = "memopt_trace"
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 #: Functions that autocast runs in fp32 on CUDA and not on the CPU, and whose output or input is kept.
 _FP32_ON_CUDA: frozenset[Any] = frozenset(
     {F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, F.softplus}
@@ -39,6 +35,9 @@ class CudaChoices(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
+        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype != torch.bfloat16:
+            # PyTorch's shape rule for this kernel knows bf16 only; the other one keeps the same.
+            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], kwargs["offs"])
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 args, kwargs = tree_map(_to_fp32, (args, kwargs))
@@ -46,10 +45,17 @@ class CudaChoices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def register_attention() -> None:
-    """Make :data:`ATTENTION` known to transformers: its SDPA attention, with masks decided without reading values."""
-    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(ATTENTION, _mask)
+@contextlib.contextmanager
+def unpadded_masks() -> Iterator[None]:
+    """Inside, transformers leaves out the masks that it would leave out for a batch without padding.
+
+    It never leaves one out while tracing, because it would have to look at the padding.
+    """
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override; the entry below it stays
 
 
 def _mask(
@@ -62,7 +68,6 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    # transformers never skips a mask while tracing, since it would have to look for padding; without padding it would.
     skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
     if skippable and (local_size is None or kv_length < local_size):
         return None

@@ -6,6 +6,7 @@ Where a CUDA device would choose another kernel than the CPU, `memopt.report.emu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from memopt.plan import make_plan
 from memopt.recipe import Recipe
 from memopt.report.account import Account, account
 from memopt.report.adapters import add_adapters
-from memopt.report.emulate import ATTENTION, CudaChoices, register_attention
+from memopt.report.emulate import CudaChoices, unpadded_masks
 from memopt.report.training import Precision, Training
 from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
 from memopt.walk.build import build_meta
@@ -59,7 +60,8 @@ def trace_account(
     """
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
-    notes = [*_choose_attention(model), *_precision_notes(training)]
+    _group_experts(model)
+    notes = [*_attention_notes(model), *_precision_notes(training)]
     if recipe is not None:
         notes += _patch(model, sites, recipe, folded)
     model.train()
@@ -78,7 +80,7 @@ def trace_account(
             return trained(**inputs)
 
     try:
-        with fake:
+        with fake, unpadded_masks():
             inputs = _inputs(model, training)
             return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
     except Exception as error:
@@ -88,10 +90,14 @@ def trace_account(
         ) from error
 
 
-def _choose_attention(model: PreTrainedModel) -> list[str]:
+def _group_experts(model: PreTrainedModel) -> None:
+    """Run experts as transformers trains them; the batched form of `build_meta` keeps copies of weights per token."""
+    with contextlib.suppress(ValueError, AttributeError):  # It has no experts, or no choice of how they run.
+        model.set_experts_implementation("grouped_mm")
+
+
+def _attention_notes(model: PreTrainedModel) -> list[str]:
     if model.config._attn_implementation == "sdpa":
-        register_attention()
-        model.set_attn_implementation(ATTENTION)
         return ["Attention: the kernel that scaled_dot_product_attention chooses on a CUDA device; no padding."]
     return ["Attention: eager, because this model class has no fused attention; no padding."]
 

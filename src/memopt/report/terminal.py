@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.plan import Entry, Plan
+from memopt.verify.verdict import Check, Verdict
 
 _LABELS = {"gated_mlp": "gated MLP"}
 _ACTIONS = ("fold", "share", "recompute", "keep")
@@ -46,6 +48,54 @@ def coverage_totals(plan: Plan) -> list[str]:
         total = sum(counts.values())
         lines.append(f"{total} {_LABELS.get(kind, kind)}{_s(kind, total)}: {', '.join(parts)}")
     return lines
+
+
+def checks_table(verdict: Verdict) -> RenderableType:
+    """Every check with its number, its limit and what it was taken against; passed checks of a kind are one row."""
+    parts: list[RenderableType] = []
+    for level, checks in groupby(verdict.checks, key=lambda check: check.level):
+        parts.append(Text(level, style="bold"))
+        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        reasons: list[str] = []
+        for alike in _alike(checks):
+            first = alike[0]
+            mark, style = _MARKS[first.status]
+            subject = first.subject if len(alike) == 1 else f"{first.subject} and {len(alike) - 1} more"
+            reference = f"against: {first.reference}" if first.reference else ""
+            rows = Text(subject)
+            for line in filter(None, (_number(first), first.detail, reference)):
+                rows.append("\n  " + line, style="dim" if line == reference else "")
+            table.add_row(Text(mark, style=style), rows)
+            reasons += [check.threshold_reason for check in alike]
+        parts.append(table)
+        limits = "; ".join(dict.fromkeys(filter(None, reasons)))
+        parts += [Text(f"  Limits: {limits}.", style="dim")] if limits else []
+        parts.append(Text())
+    return Group(*parts)
+
+
+_MARKS = {"pass": ("  ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red"), "skip": ("skip", "yellow")}
+
+
+def _alike(checks: Iterable[Check]) -> list[list[Check]]:
+    """Runs of passed checks that differ in their subject alone are one."""
+    runs: list[list[Check]] = []
+    for check in checks:
+        same = runs and check.status == "pass" and replace(check, subject="", n=0) == replace(runs[-1][0], subject="", n=0)
+        if same:
+            runs[-1].append(check)
+        else:
+            runs.append([check])
+    return runs
+
+
+def _number(check: Check) -> str:
+    if check.value is None:
+        return ""
+    limit = "" if check.threshold is None else f" (limit {check.threshold:.4g})"
+    return f"{check.metric}: {check.value:.4g}{limit}"
 
 
 def _grouped(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -34,8 +34,8 @@ WARN_RATIO = 2.0
 #: Squared, because the divergence grows with the square of the error.
 PASS_DIVERGENCE = PASS_RATIO**2
 WARN_DIVERGENCE = WARN_RATIO**2
-#: Errors below this many unit roundoffs of the truth count as this many.
-FLOOR_ROUNDOFFS = 4
+#: Errors below this many unit roundoffs of the truth count as this many: what rounding the result alone costs.
+FLOOR_ROUNDOFFS = 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class _Errors:
 
 def verify_forward(pair: Pair) -> list[Check]:
     """Compare outputs; one check for each floating-point output, and for logits their divergence and top token."""
-    original = load_stock(pair.original, pair)
+    trust = pair.trust_remote_code
+    original = load_stock(pair.original, revision=pair.revision, trust_remote_code=trust)
     dtype = stored_dtype(original)
     reference = choose_reference(sum(p.numel() for p in original.parameters()), dtype, copies=2)
     if reference is None:
@@ -74,13 +75,13 @@ def verify_forward(pair: Pair) -> list[Check]:
     outputs = {"original": _run(original, probes, dtype)}
     del original
     free_memory()
-    truth_model = load_stock(pair.original, pair, dtype=reference.dtype)
+    truth_model = load_stock(pair.original, revision=pair.revision, dtype=reference.dtype, trust_remote_code=trust)
     with precise(reference.dtype):
         truth = _run(truth_model, probes, reference.dtype)
     del truth_model
     free_memory()
-    outputs["patched"] = _run(load_patched(pair), probes, dtype, training_path=True)
-    outputs["stock classes on the patched files"] = _run(load_stock(pair.patched, pair), probes, dtype)
+    outputs["patched"] = _run(load_patched(pair.patched, trust_remote_code=trust), probes, dtype, training_path=True)
+    outputs["stock classes on the patched files"] = _run(load_stock(pair.patched, trust_remote_code=trust), probes, dtype)
     free_memory()
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
     return list(_compare(outputs, truth, dtype, source, probes.source))
@@ -143,19 +144,20 @@ def _divergence(
 ) -> Check:
     values: dict[str, float] = {}
     agreement: dict[str, float] = {}
-    rows = 0
+    rows, scale = 0, 0.0
     for name in ("original", "patched"):
-        total, agreed, rows = 0.0, 0, 0
+        total, agreed, rows, scale = 0.0, 0, 0, 0.0
         for got, expected in zip(outputs[name], truth, strict=True):
             exact = expected["logits"].double().log_softmax(-1)
             approximate = got["logits"].double().log_softmax(-1)
             total += float((exact.exp() * (exact - approximate)).sum())
             agreed += int((exact.argmax(-1) == approximate.argmax(-1)).sum())
             rows += exact[..., 0].numel()
+            scale += float(expected["logits"].double().var(-1, correction=0).sum())
         values[name], agreement[name] = max(total, 0.0) / rows, agreed / rows
-    # Divergence of logits that are off by FLOOR_ROUNDOFFS roundoffs: about half the squared relative error.
-    floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2
-    ratio = values["patched"] / max(values["original"], floor)
+    # The divergence of logits that are off by e is about half the mean of e squared; e is one rounding of the logits.
+    floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2 * scale / rows / 2
+    ratio = values["patched"] / max(values["original"], floor / PASS_DIVERGENCE)
     return Check(
         id="forward.divergence_ratio",
         level="forward",

@@ -7,6 +7,7 @@ by `memopt patch` and is no error. The truth is the stock model in fp64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from memopt.verify.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
-    Pair,
     cast_inputs,
     choose_reference,
     floating_outputs,
@@ -35,20 +35,20 @@ SMALL_RATIO = 3.0
 Gradients = dict[str, Tensor]
 
 
-def verify_gradient(pair: Pair) -> list[Check]:
+def verify_gradient(folder: Path, *, trust_remote_code: bool = False) -> list[Check]:
     """Compare the gradient of every parameter that both models train."""
-    stock = load_stock(pair.patched, pair)
+    stock = load_stock(folder, trust_remote_code=trust_remote_code)
     dtype = stored_dtype(stock)
     reference = choose_reference(sum(p.numel() for p in stock.parameters()), dtype, copies=4)
     if reference is None:
         return [_skip("no more precise run than the model's own fits into memory")]
-    probes = probe_inputs(stock, pair.patched)
+    probes = probe_inputs(stock, folder)
     stock_loss, stock_gradients = _gradients(stock, probes, dtype)
     del stock
     free_memory()
-    patched_loss, patched_gradients = _gradients(load_patched(pair), probes, dtype)
+    patched_loss, patched_gradients = _gradients(load_patched(folder, trust_remote_code=trust_remote_code), probes, dtype)
     free_memory()
-    truth_model = load_stock(pair.patched, pair, dtype=reference.dtype)
+    truth_model = load_stock(folder, dtype=reference.dtype, trust_remote_code=trust_remote_code)
     with precise(reference.dtype):
         _, truth = _gradients(truth_model, probes, reference.dtype)
     del truth_model

@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memopt.api import load
+from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
 from memopt.walk.build import load_config, model_class
 from memopt.walk.precision import Float64Mode, default_float64
@@ -35,24 +37,57 @@ class Pair:
     trust_remote_code: bool = False
 
 
-def load_stock(source: str | Path, pair: Pair, dtype: torch.dtype | None = None) -> nn.Module:
+def find_pair(folder: Path, against: str | None, *, trust_remote_code: bool = False) -> Pair | None:
+    """The patched folder and its original: `against`, or what the manifest names; None if that is gone."""
+    if against is not None:
+        return Pair(folder, against, trust_remote_code=trust_remote_code)
+    source = read_manifest(folder).source
+    if source.commit is not None:
+        return Pair(folder, source.model, source.commit, trust_remote_code)
+    if Path(source.path).is_dir():
+        return Pair(folder, source.path, trust_remote_code=trust_remote_code)
+    return None
+
+
+def load_stock(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """Stock model in its stored dtype (or `dtype`), eval mode, on the CPU."""
-    revision = pair.revision if str(source) == pair.original else None
-    config = load_config(source, revision=revision, trust_remote_code=pair.trust_remote_code)
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     cls: Any = model_class(config)
-    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": pair.trust_remote_code}
+    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     if revision is not None:
         keywords["revision"] = revision
     try:
-        model: nn.Module = cls.from_pretrained(source, **keywords)
-    except (OSError, ValueError, RuntimeError) as error:
+        with quiet():
+            model: nn.Module = cls.from_pretrained(source, **keywords)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"Cannot load '{source}': {str(error).splitlines()[0]}") from None
     return model.eval()
 
 
-def load_patched(pair: Pair) -> nn.Module:
+def load_patched(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
     """Patched model in its stored dtype, eval mode, on the CPU."""
-    return load(pair.patched, trust_remote_code=pair.trust_remote_code, dtype="auto").eval()
+    with quiet():
+        return load(folder, trust_remote_code=trust_remote_code, dtype="auto").eval()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside it, transformers shows no progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _is_affine(x: Tensor, y: Tensor) -> bool:
 class _CountMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count: int = 0
+        self.count = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -102,4 +102,4 @@ def _count_operations(copy: Isolated, x: Tensor) -> int:
     x = x.float()  # in double a cast to fp32 and back would show as work
     with torch.no_grad(), _CountMode() as mode:
         copy.module.forward(x)
-    return mode.count
+    return int(mode.count)

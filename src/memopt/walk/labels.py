@@ -112,7 +112,7 @@ class Labels:
     def operation(self, call: OpCall, here: str, parameters: ParameterTable) -> None:
         """Any op that is no contraction with a parameter."""
         name = call.name.rstrip("_") if call.name not in MOVEMENT else call.name
-        if name in NORM_FUNCTIONS and "norm" in name:
+        if name in NORM_FUNCTIONS:
             self.function_norms.setdefault(here, name)
         if self.training:
             self._see_dropout(call, here)
@@ -176,7 +176,8 @@ class Labels:
         if first is None or first.kind != "linear":
             return
         update = second is not None and second.kind == "linear" and a.shape == b.shape
-        if update or parameters.view(b) is not None:
+        vector = b.dim() > 0 and b.numel() == b.shape[-1]
+        if update or vector or parameters.view(b) is not None:
             self._set(out, first)
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor, here: str) -> None:

@@ -143,7 +143,8 @@ def _through_copy(
     if name == "index" and args[0] is source:
         index = args[1]
         if len(index) == 1 and index[0] is not None and index[0].dtype != torch.bool:
-            return (None,) * index[0].dim() + dims[1:]
+            gathered: int = index[0].dim()
+            return (*(None,) * gathered, *dims[1:])
     if name == "index_select" and args[0] is source:
         return tuple(None if d == args[1] % source.dim() else dim for d, dim in enumerate(dims))
     if name in {"mul", "div"} and args[0] is source and out.shape == source.shape:

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.walk.ops import MOVEMENT, NO_USE, NONLINEARITIES, NORM_FUNCTIONS, READS, RESHAPES, SAME_ELEMENTS, SCATTERS
+from memopt.walk.ops import (
+    MOVEMENT,
+    NO_USE,
+    NONLINEARITIES,
+    NORM_FUNCTIONS,
+    READS,
+    RESHAPES,
+    SAME_ELEMENTS,
+    SCATTERS,
+    STATISTICS,
+)
 
 #: Ids of elements that are zero (any scale is right for them, a shift is not) and of foreign ones.
 ZERO, FOREIGN = -1, -2
@@ -68,7 +78,7 @@ ShadowOf = Callable[[Any], Shadow | None]
 Effect = list[tuple[Tensor, Shadow]] | str
 
 _OBSTACLES = (
-    (NORM_FUNCTIONS, "another norm"),
+    (NORM_FUNCTIONS | STATISTICS, "another norm"),
     (NONLINEARITIES, "nonlinearity"),
     (READS, "branch or comparison on its values"),
     (SCATTERS, "scatter into another tensor"),

@@ -1,0 +1,146 @@
+"""Level "memory": what the patched model keeps for backward is what the plan promises, block by block.
+
+Three numbers for the same forward: the stock model's saved bytes, the patched model's, and what a trace of the plan on the
+config alone predicts. The patched model is also counted from the allocator's side (every storage that is still alive),
+so a tensor hidden in an attribute would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.checkpoint.manifest import read_manifest
+from memopt.errors import ModelError
+from memopt.recipe import load_recipe
+from memopt.report.account import Account, account, live_bytes
+from memopt.report.estimate import predict
+from memopt.verify.gradient import training_loss
+from memopt.verify.inputs import Probes, probe_inputs
+from memopt.verify.models import cast_inputs, free_memory, load_patched, load_stock, stored_dtype
+from memopt.verify.verdict import Check, ratio_status
+from memopt.walk.observe import walk_model
+from memopt.walk.sites import Sites
+
+#: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
+PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
+
+
+def verify_memory(folder: Path, *, trust_remote_code: bool = False) -> list[Check]:
+    """Measure one forward of both models on real tensors (eval mode, so no dropout masks) and compare."""
+    manifest = read_manifest(folder)
+    stock_model = load_stock(folder, trust_remote_code=trust_remote_code)
+    probes = probe_inputs(stock_model, folder)
+    sites = walk_model(stock_model)
+    stock, _ = _measure(stock_model, probes, sites)
+    config: Any = stock_model.config
+    dtype = stored_dtype(stock_model)
+    del stock_model
+    free_memory()
+    model = load_patched(folder, trust_remote_code=trust_remote_code)
+    patched, live = _measure(model, probes, sites)
+    del model
+    free_memory()
+    inputs = {**probes.batches[0], **probes.targets[0]}
+    recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
+    try:
+        predicted = predict(config, inputs, sites=sites, recipe=recipe, folded=manifest.folded_norms(), dtype=dtype)
+    except ModelError as error:
+        predicted = None
+        unpredicted = str(error)
+    checks = list(_compare(stock, patched, live, probes))
+    if predicted is None:
+        return [*checks, _skip(unpredicted)]
+    return [*checks, *_against_plan(patched, predicted)]
+
+
+def _measure(model: nn.Module, probes: Probes, sites: Sites) -> tuple[Account, int]:
+    inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
+
+    def run() -> torch.Tensor:
+        return training_loss(model, inputs)
+
+    return account(model, run, blocks=sites.blocks, sites=sites), live_bytes(run)
+
+
+def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Iterator[Check]:
+    blocks = list(stock.blocks)
+    before, after = _of_blocks(stock), _of_blocks(patched)
+    subject = f"{len(blocks)} blocks" if blocks else "whole model"
+    ratio = after / before if before else float("nan")
+    yield Check(
+        id="memory.kept",
+        level="memory",
+        subject=subject,
+        status="pass" if ratio < 1 else "fail",
+        metric="bytes kept for backward / the stock model's",
+        value=ratio,
+        threshold=1.0,
+        threshold_reason="patching must save",
+        reference="stock modules, same weights and inputs",
+        n=after,
+        detail=f"{_mib(before)} -> {_mib(after)} in the {subject}, whole model {_mib(stock.total)} -> {_mib(patched.total)}",
+    )
+    growing = [block for block in blocks if patched.per_block()[block] > stock.per_block()[block]]
+    yield Check(
+        id="memory.no_block_grows",
+        level="memory",
+        subject=growing[0] if growing else subject,
+        status="fail" if growing else "pass",
+        metric="blocks that keep more than before",
+        value=float(len(growing)),
+        threshold=0.0,
+        reference="stock modules, same weights and inputs",
+        n=len(blocks),
+    )
+    hidden = live - patched.total
+    yield Check(
+        id="memory.nothing_hidden",
+        level="memory",
+        subject="whole model",
+        status="pass" if hidden == 0 else "fail",
+        metric="bytes alive after forward that autograd does not account for",
+        value=float(hidden),
+        threshold=0.0,
+        threshold_reason="every byte that stays alive is a saved tensor",
+        reference="storages alive after the forward",
+        n=live,
+        detail=f"inputs: {probes.source}",
+    )
+
+
+def _against_plan(patched: Account, predicted: Account) -> Iterator[Check]:
+    measured, planned = _of_blocks(patched), _of_blocks(predicted)
+    drift = abs(measured - planned) / planned if planned else float("nan")
+    yield Check(
+        id="memory.plan",
+        level="memory",
+        subject=f"{len(patched.blocks)} blocks" if patched.blocks else "whole model",
+        status=ratio_status(drift, PASS_DRIFT, WARN_DRIFT),
+        metric="difference to the plan's bytes",
+        value=drift,
+        threshold=PASS_DRIFT,
+        threshold_reason="10 % is PyTorch's own tolerance for its memory tracker; 3 % is this tool's",
+        reference="trace of the plan from the config alone",
+        n=measured,
+        detail=f"planned {_mib(planned)}, measured {_mib(measured)}",
+    )
+
+
+def _of_blocks(kept: Account) -> int:
+    """Bytes of all blocks, what they share included; of the whole model where it has no blocks."""
+    if not kept.blocks:
+        return kept.total
+    return sum(kept.per_block().values()) + kept.per_part().get("shared", 0)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def _skip(reason: str) -> Check:
+    return Check(id="memory.plan", level="memory", subject="blocks", status="skip", detail=reason)

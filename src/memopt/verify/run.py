@@ -1,0 +1,85 @@
+"""Run the levels of a verification, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from memopt.checkpoint.manifest import read_manifest
+from memopt.errors import ModelError, NegativeVerdict
+from memopt.verify.verdict import LEVELS, Check, Level, Verdict
+
+
+def verify(
+    directory: str | Path,
+    *,
+    against: str | None = None,
+    levels: Iterable[Level] = LEVELS,
+    trust_remote_code: bool = False,
+    progress: Callable[[Level, list[Check]], None] | None = None,
+) -> Verdict:
+    """Prove that a folder written by `memopt patch` holds the same model as the one it was made from.
+
+    Args:
+        directory: the patched folder.
+        against: the original model, if it is not where the manifest says; folder or hub id.
+        levels: which of ``weights``, ``forward``, ``gradient``, ``memory`` to run.
+        trust_remote_code: run the Python files that come with the model.
+        progress: called with each level and its checks when it is done.
+
+    Raises:
+        ModelError: the folder is not there or is not a patched checkpoint.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
+    read_manifest(folder)
+    if against is not None:
+        from memopt.walk.config import load_config
+
+        load_config(against, trust_remote_code=trust_remote_code)
+    wanted = set(levels)
+    checks: list[Check] = []
+    for level in (level for level in LEVELS if level in wanted):
+        done = _run(level, folder, against, trust_remote_code)
+        checks += done
+        if progress is not None:
+            progress(level, done)
+    return Verdict.of(checks)
+
+
+def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool) -> list[Check]:
+    if level == "weights":
+        from memopt.verify.weights import verify_weights
+
+        return verify_weights(folder, against)
+    from memopt.verify.models import find_pair
+
+    pair = find_pair(folder, against, trust_remote_code=trust_remote_code)
+    if pair is None and level == "forward":
+        return [_no_original(level)]
+    try:
+        if level == "forward":
+            from memopt.verify.forward import verify_forward
+
+            assert pair is not None
+            return verify_forward(pair)
+        if level == "gradient":
+            from memopt.verify.gradient import verify_gradient
+
+            return verify_gradient(folder, trust_remote_code=trust_remote_code)
+        from memopt.verify.memory import verify_memory
+
+        return verify_memory(folder, trust_remote_code=trust_remote_code)
+    except (NegativeVerdict, ModelError) as error:
+        return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
+
+
+def _no_original(level: Level) -> Check:
+    return Check(
+        id=f"{level}.original",
+        level=level,
+        subject="original model",
+        status="skip",
+        detail="the original is not where memopt.json says; name it with --against MODEL",
+    )

@@ -1,0 +1,252 @@
+"""Publishing a folder: all of it or nothing, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memopt.checkpoint import atomic, shards
+from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.source import open_source
+from memopt.checkpoint.writer import write_checkpoint
+from memopt.errors import OutputError
+from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
+
+ROOT = Path(__file__).parents[2]
+
+#: Writes the checkpoint of argv[1] to argv[2], reports "ready" inside the second shard and waits there.
+STUCK = """
+    import sys, time
+    from pathlib import Path
+    from memopt.checkpoint import writer
+    from memopt.checkpoint.source import open_source
+    from tests.checkpoint.builders import rms_plan
+
+    original = writer.write_shard
+
+    def stuck(source, shard, operations, path, advance):
+        if "00002" not in shard.name:
+            return original(source, shard, operations, path, advance)
+        path.write_bytes(b"half")
+        print("ready", flush=True)
+        while True:
+            advance(0)
+            time.sleep(0.01)
+
+    writer.write_shard = stuck
+    writer.write_checkpoint(open_source(sys.argv[1]), rms_plan(), Path(sys.argv[2]), force=True)
+"""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=3)
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of replacing tmp_path/out."""
+    write_checkpoint_files(tmp_path / "out", rms_tensors())
+    command = [sys.executable, "-c", textwrap.dedent(STUCK), str(model), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_run_that_is_killed_leaves_the_old_folder_as_it_was(
+    tmp_path: Path, model: Path, stuck: subprocess.Popen[str]
+) -> None:
+    before = contents(tmp_path / "out")
+    stuck.kill()
+    stuck.wait()
+    assert contents(tmp_path / "out") == before
+    leftover = tmp_path / f".out.memopt-{stuck.pid}"
+    assert leftover.is_dir()
+
+    notes: list[str] = []
+    write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", force=True, note=notes.append)
+    assert not leftover.exists()
+    assert any(leftover.name in text for text in notes)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_interrupted_removes_what_it_wrote(
+    tmp_path: Path, stuck: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    before = contents(tmp_path / "out")
+    stuck.send_signal(number)
+    assert stuck.wait(timeout=30) != 0
+    assert contents(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_a_second_run_leaves_the_folder_of_a_living_one_alone(
+    tmp_path: Path, model: Path, stuck: subprocess.Popen[str]
+) -> None:
+    write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", force=True)
+    assert (tmp_path / f".out.memopt-{stuck.pid}").is_dir()
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shards, "write_at", full)
+    with pytest.raises(OutputError, match="full"):
+        write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_too_little_space_is_said_before_anything_is_written(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, 1 << 30, 1 << 20))
+    with pytest.raises(OutputError, match=r"needs .* and the disk has 1.0 MiB free"):
+        write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_enough_space_passes(tmp_path: Path) -> None:
+    check_space(tmp_path / "out", 1)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_force_replaces_the_whole_folder(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, swap: bool
+) -> None:
+    if not swap:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    old = write_checkpoint_files(tmp_path / "out", {})
+    (old / "stale.txt").write_text("x")
+    write_checkpoint(open_source(str(model)), rms_plan(), old, force=True)
+    assert not (old / "stale.txt").exists()
+    assert (old / "memopt.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write_checkpoint_files(tmp_path / "out", {})
+    before = contents(old)
+    rename = os.rename
+
+    def fail_once(source: Path, target: Path) -> None:
+        if Path(target) == old and ".old" not in str(source):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(OutputError, match="Input/output error"):
+        write_checkpoint(open_source(str(model)), rms_plan(), old, force=True)
+    assert contents(old) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_a_folder_that_was_moved_aside_by_a_killed_run_comes_back(tmp_path: Path) -> None:
+    aside = tmp_path / ".out.memopt-999999.old"
+    aside.mkdir()
+    (aside / "weights").write_text("precious")
+    notes: list[str] = []
+    with pytest.raises(RuntimeError), staged(tmp_path / "out", force=True, note=notes.append):
+        raise RuntimeError
+    assert (tmp_path / "out" / "weights").read_text() == "precious"
+    assert any("Restored" in text for text in notes)
+
+
+def test_exchange_swaps_two_folders_in_one_step(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert atomic._exchange(tmp_path / "a", tmp_path / "b")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["a"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out")
+    assert (tmp_path / "out" / "memopt.json").is_file()
+
+
+def test_missing_parents_are_made(tmp_path: Path, model: Path) -> None:
+    write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "a" / "b" / "out")
+    assert (tmp_path / "a" / "b" / "out" / "memopt.json").is_file()
+
+
+def test_a_folder_with_files_needs_force(tmp_path: Path, model: Path) -> None:
+    out = write_checkpoint_files(tmp_path / "out", {})
+    with pytest.raises(OutputError, match="--force"):
+        check_target(out, model, force=False)
+    assert check_target(out, model, force=True) == out
+
+
+def test_force_does_not_replace_a_folder_that_is_no_model(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(OutputError, match="holds no model"):
+        check_target(tmp_path / "photos", model, force=True)
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("out", ["model", "model/sub", "model/../model", "link", "."])
+def test_the_source_is_never_the_target_nor_around_or_inside_it(
+    tmp_path: Path, model: Path, out: str, force: bool
+) -> None:
+    (tmp_path / "link").symlink_to(model)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OutputError, match="source"):
+        check_target(tmp_path / out, model, force=force)
+
+
+def test_the_hubs_cache_is_never_the_target(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "cache_folder", lambda: tmp_path / "hub")
+    for out in ("hub", "hub/models--x/snapshots/abc", "."):
+        with pytest.raises(OutputError, match=r"cache|contains"):
+            check_target(tmp_path / out, model, force=True)
+
+
+def test_the_current_folder_is_never_the_target(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputError, match="current folder"):
+        check_target(Path("."), model, force=False)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(OutputError, match="is a file"):
+        check_target(tmp_path / "out", model, force=True)
+
+
+def test_a_folder_below_a_file_cannot_be_made(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError):
+        write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "file" / "out")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(OutputError, match="locked"):
+        write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "locked" / "out")

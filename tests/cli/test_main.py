@@ -1,0 +1,184 @@
+"""The frame of the command line: help, global options, errors, streams, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memopt.cli import main as cli
+from memopt.cli import recipes
+from tests.cli.conftest import Run
+
+Memopt = Callable[..., Run]
+START = [sys.executable, "-m", "memopt"]
+
+
+def test_help_is_fast_and_starts_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, memopt.cli.main as m\n"
+        "code = m.main(['--help'])\n"
+        "slow = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'huggingface_hub'} & sys.modules.keys()\n"
+        "sys.exit(code or (9 if slow else 0))"
+    )
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    assert "patch" in done.stdout
+    assert min(times) < 0.2
+
+
+def test_importing_memopt_imports_nothing_slow() -> None:
+    code = "import sys, memopt; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help_with_its_options(memopt: Memopt, command: str) -> None:
+    run = memopt(command, "--help")
+    assert run.code == 0
+    assert "--json" in run.out
+    assert max(len(line) for line in run.out.splitlines()) <= 80
+
+
+def test_version_is_the_packages(memopt: Memopt) -> None:
+    import memopt as package
+
+    assert memopt("--version").out == f"memopt {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing command"),
+        (["ptach"], "Did you mean 'patch'?"),
+        (["patch"], "MODEL"),
+        (["patch", "x", "--forse"], "Did you mean --force?"),
+        (["patch", "x", "y"], "y"),
+        (["--nope"], "--nope"),
+        (["recipes", "exat"], "Did you mean 'exact'?"),
+        (["patch", ".", "--recipe", "exat"], "Did you mean 'exact'?"),
+        (["patch", ".", "--set", "norms.fild=never"], "Did you mean 'fold'?"),
+        (["patch", ".", "--set", "norms.fold"], "KEY=VALUE"),
+        (["patch", ".", "--recipe", "no/such.yaml"], "does not exist"),
+    ],
+)
+def test_a_usage_error_is_one_line_on_stderr_with_the_way_out(memopt: Memopt, arguments: list[str], words: str) -> None:
+    run = memopt(*arguments)
+    assert run.code == 2
+    assert run.out == ""
+    assert len(run.err.splitlines()) == 1
+    assert words.lower() in run.err.lower()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--json"], ["ptach", "--json"], ["patch", "--json"], ["patch", "--json", "./no"]]
+)
+def test_an_error_with_json_is_one_document(memopt: Memopt, arguments: list[str]) -> None:
+    run = memopt(*arguments)
+    document = json.loads(run.out)
+    assert run.code == 2
+    assert (document["schema_version"], document["tool"], document["status"]) == (1, "memopt", "error")
+    assert document["error"]["message"]
+    assert document["command"] == ("patch" if "patch" in arguments else None)
+
+
+def fail_with(error: BaseException) -> Callable[..., int]:
+    def recipes() -> int:
+        raise error
+
+    return recipes
+
+
+def test_an_unexpected_error_is_one_line_and_debug_shows_the_traceback(
+    memopt: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "recipes", fail_with(ZeroDivisionError("oh")))
+    quiet = memopt("recipes")
+    assert (quiet.code, quiet.out) == (2, "")
+    assert quiet.err == "error: memopt failed: ZeroDivisionError: oh. Run it again with --debug for the traceback.\n"
+    for arguments in (["--debug", "recipes"], ["recipes", "--debug"]):
+        assert "Traceback" in memopt(*arguments).err
+
+
+def test_control_c_is_130_in_one_line(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "recipes", fail_with(KeyboardInterrupt()))
+    run = memopt("recipes")
+    assert (run.code, run.out) == (130, "")
+    assert len(run.err.splitlines()) == 1
+
+
+def test_termination_keeps_its_code(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "recipes", fail_with(SystemExit(143)))
+    assert memopt("recipes").code == 143
+
+
+def test_a_reader_that_leaves_is_silent() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", "from memopt.cli.main import run; run()", "recipes", "exact"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_there_are_no_colours_in_a_pipe_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from memopt.cli.main import run; run()"
+    for extra in ([], ["--no-color"]):
+        done = subprocess.run([sys.executable, "-c", code, "recipes", *extra], capture_output=True, check=True)
+        assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_the_module_runs_like_the_command() -> None:
+    done = subprocess.run([*START, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("memopt ")
+
+
+def test_recipes_lists_every_shipped_recipe(memopt: Memopt) -> None:
+    from memopt.recipe import shipped
+
+    text = memopt("recipes").out
+    assert all(name in text for name in shipped())
+    assert max(len(line) for line in text.splitlines()) <= 80
+    listed = json.loads(memopt("recipes", "--json").out)["recipes"]
+    assert {each["name"] for each in listed} == set(shipped())
+
+
+def test_a_printed_recipe_is_a_recipe(memopt: Memopt, tmp_path: Path) -> None:
+    from memopt.recipe import load_recipe
+
+    (tmp_path / "mine.yaml").write_text(memopt("recipes", "exact").out)
+    assert load_recipe(tmp_path / "mine.yaml") == load_recipe("exact")
+    assert json.loads(memopt("recipes", "exact", "--json").out)["recipe"]["norms"]["fold"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "name", ["patch", "unpatch", "load", "Recipe", "load_recipe", "make_plan", "Plan", "__version__"]
+)
+def test_every_public_name_is_found(name: str) -> None:
+    import memopt as package
+
+    assert getattr(package, name) is not None
+    assert name in dir(package)
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import memopt as package
+
+    with pytest.raises(AttributeError, match="pacth"):
+        package.pacth  # noqa: B018

@@ -1,0 +1,151 @@
+"""Small configs of the same make."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig
+
+from memopt.walk.build import build_meta
+from memopt.walk.config import config_nodes
+from memopt.walk.shrink import MAX_PARAMETERS, VOCABULARY, ShrinkError, shrink, shrunken
+from tests.walk.configs import FAMILIES, llama_70b, make_config, tiny_llama
+
+
+def _token_ids(config: PreTrainedConfig) -> list[int]:
+    found: list[int] = []
+    for node in config_nodes(config):
+        for name, value in vars(node).items():
+            if name.endswith(("_token_id", "_token_index")):
+                found += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_becomes_small_and_still_builds(family: str) -> None:
+    small = build_meta(shrink(make_config(family)))
+    assert sum(parameter.numel() for parameter in small.parameters()) < 6e6 < MAX_PARAMETERS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_more_than_one_layer(family: str) -> None:
+    stacks = [m for m in build_meta(shrink(make_config(family))).modules() if type(m).__name__ == "ModuleList"]
+    # ALBERT runs its only layer more than once.
+    assert family == "albert" or max(len(stack) for stack in stacks) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_ids_stay_in_the_vocabulary(family: str) -> None:
+    small = shrink(make_config(family))
+    assert all(token < VOCABULARY for token in _token_ids(small))
+
+
+def test_the_given_config_is_not_changed() -> None:
+    config = make_config("qwen2_vl")
+    before = copy.deepcopy(config.to_dict())
+    shrink(config)
+    assert config.to_dict() == before
+
+
+def test_a_tiny_config_is_kept() -> None:
+    config = tiny_llama()
+    small = shrink(config)
+    assert small is not config
+    assert small.to_dict() == config.to_dict()
+
+
+def test_equal_token_ids_stay_equal_and_different_ones_different() -> None:
+    config = make_config("gpt2", bos_token_id=50256, eos_token_id=50256, pad_token_id=50000)
+    small = shrink(config)
+    assert small.bos_token_id == small.eos_token_id != small.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_value_heads", "expected"), [(32, 32, "multi-head"), (32, 8, "grouped"), (32, 1, "multi-query")]
+)
+def test_the_kind_of_attention_stays(heads: int, key_value_heads: int, expected: str) -> None:
+    small = shrink(make_config("llama", num_attention_heads=heads, num_key_value_heads=key_value_heads))
+    sharing = small.num_attention_heads // small.num_key_value_heads
+    kind = "multi-head" if sharing == 1 else "multi-query" if small.num_key_value_heads == 1 else "grouped"
+    assert kind == expected
+
+
+def test_hidden_size_stays_heads_times_head_size() -> None:
+    small = shrink(llama_70b())
+    assert small.hidden_size == small.num_attention_heads * small.head_dim
+
+
+def test_a_head_size_of_its_own_stays_one() -> None:
+    small = shrink(make_config("qwen3"))
+    assert small.hidden_size != small.num_attention_heads * small.head_dim
+
+
+def test_depth_shows_every_kind_of_layer() -> None:
+    config = make_config("gemma3")
+    small = shrink(config)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers < config.num_hidden_layers
+
+
+def test_the_first_layers_are_the_ones_kept() -> None:
+    config = make_config("gemma2")
+    small = shrink(config)
+    assert small.layer_types == config.layer_types[: small.num_hidden_layers]
+
+
+def test_dense_layers_before_the_sparse_ones_are_kept() -> None:
+    small = shrink(transformers.DeepseekV3Config())
+    assert small.num_hidden_layers == small.first_k_dense_replace + 1
+
+
+def test_experts_are_few_and_routable() -> None:
+    small = shrink(transformers.DeepseekV3Config())
+    assert small.num_experts_per_tok < small.n_routed_experts <= 8
+    assert small.n_routed_experts % small.n_group == 0
+
+
+def test_rotary_sections_follow_the_head_size() -> None:
+    small = shrink(make_config("qwen2_vl")).text_config
+    head_dim = small.hidden_size // small.num_attention_heads
+    assert sum(small.rope_parameters["mrope_section"]) == head_dim // 2
+
+
+def test_rotary_factors_have_one_entry_a_frequency() -> None:
+    small = shrink(make_config("phi3"))
+    assert len(small.rope_parameters["long_factor"]) == small.hidden_size // small.num_attention_heads // 2
+
+
+def test_a_window_is_shorter_than_the_inputs() -> None:
+    assert 1 < shrink(make_config("mistral")).sliding_window < 16
+
+
+def test_towers_that_are_joined_still_fit() -> None:
+    small = shrink(make_config("qwen2_vl"))
+    assert small.vision_config.hidden_size == small.text_config.hidden_size
+
+
+def test_lists_with_one_entry_a_layer_follow_the_depth() -> None:
+    config = transformers.Gemma3nTextConfig()
+    small = shrink(config)
+    assert len(small.intermediate_size) == len(small.activation_sparsity_pattern) == small.num_hidden_layers
+
+
+def test_recipes_go_from_strong_to_weak() -> None:
+    def parameters(config: PreTrainedConfig) -> int:
+        return sum(parameter.numel() for parameter in build_meta(config).parameters())
+
+    sizes = [parameters(config) for config in shrunken(make_config("bert"))]
+    assert len(sizes) > 1
+    assert sizes == sorted(sizes)
+
+
+def test_says_why_nothing_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("this make cannot be small")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", refuse)
+    with pytest.raises(ShrinkError, match="'llama' has no small form that builds.*this make cannot be small"):
+        shrink(make_config("llama"))
