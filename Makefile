@@ -9,7 +9,6 @@ DEMO_MODELS := SmolLM2-135M-Instruct all-MiniLM-L6-v2
 # Nothing here reaches the model hub: the pretrained models come from the package index.
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
-export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -70,13 +69,15 @@ endef
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
-PYTEST = $(BIN)/python -m pytest --durations=10 --durations-min=0.5
+# One thread a worker: tiny tensors lose more in waking threads than they win.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(DURATIONS)
+DURATIONS = --durations=10 --durations-min=0.5
 
-test: $(STAMP) ## run the tests, without the slow ones
-	@$(PYTEST) -m "not slow"
+test: $(STAMP) ## run the tests that need no GPU, without the slow ones
+	@$(PYTEST) -m "not slow and not gpu"
 
-test-all: $(STAMP) ## run every test
-	@$(PYTEST)
+test-all: $(STAMP) ## run every test that needs no GPU
+	@$(PYTEST) -m "not gpu"
 
 test-kernels: $(STAMP) ## run the tests of the kernels only
 	@$(PYTEST) tests/kernels
@@ -86,7 +87,7 @@ GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)
 gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (MEMOPT_PYTHON=... uses that interpreter as it is)
 	@$(GPU_PYTHON) -c 'import torch; print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else \
 	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
-	@PYTHONPATH=src $(GPU_PYTHON) -m pytest --durations=10 --durations-min=0.5 tests/gpu
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest $(DURATIONS) tests/gpu
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "==> ruff check" && $(BIN)/ruff check .

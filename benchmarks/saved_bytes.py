@@ -140,7 +140,11 @@ def document(rows: list[Row]) -> dict[str, Any]:
     return {
         "command": "python -m benchmarks.saved_bytes --check",
         "device": "cpu",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "setting": {"dtype": str(DTYPE), "hidden": HIDDEN, "attention": "sdpa", "dropout": 0},
         "rows": [asdict(row) | {"passed": row.passed} for row in rows],
     }

@@ -18,7 +18,7 @@ import torch
 from examples.demo.fetch_models import FetchError, fetch
 
 # Tiny tensors lose more in waking threads than they win; OMP_NUM_THREADS chooses another number.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="session")

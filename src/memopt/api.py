@@ -83,7 +83,8 @@ def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, *
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
     from memopt.checkpoint.manifest import read_manifest
-    from memopt.walk.build import load_config, model_class as natural_class
+    from memopt.walk.build import load_config
+    from memopt.walk.build import model_class as natural_class
     from memopt.walk.observe import walk_model
 
     directory = Path(directory)

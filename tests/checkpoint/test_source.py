@@ -232,3 +232,9 @@ def test_a_single_file_wins_over_an_index_as_in_transformers(tmp_path: Path) -> 
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     assert list(open_source(str(folder)).tensors) == ["x"]
+
+
+def test_a_broken_link_is_named(folder: Path) -> None:
+    (folder / "vocab.txt").symlink_to("nowhere")
+    with pytest.raises(ModelError, match=r"vocab\.txt"):
+        open_source(str(folder))

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 from memopt.cli.main import main
+from memopt.walk import observe
+from memopt.walk.config import load_config
+from memopt.walk.observe import walk_config
+from memopt.walk.sites import Sites
 from tests.factories import tiny_model
 
 
@@ -48,8 +52,20 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def llama_sites(saved_llama: Path) -> Sites:
+    return walk_config(load_config(saved_llama))
+
+
 @pytest.fixture
-def llama(saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def unwalked_llama(saved_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the tiny Llama in an empty current folder."""
     monkeypatch.chdir(tmp_path)
     return Path(shutil.copytree(saved_llama, tmp_path / "tiny-llama"))
+
+
+@pytest.fixture
+def llama(unwalked_llama: Path, llama_sites: Sites, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, with the walk's seconds spent once for all tests."""
+    monkeypatch.setattr(observe, "walk_config", lambda config, **options: llama_sites)
+    return unwalked_llama

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +20,12 @@ Memopt = Callable[..., Run]
 START = [sys.executable, "-m", "memopt"]
 
 
+def cpu_seconds_of_children() -> float:
+    """CPU time, which other jobs on the machine do not stretch as they do wall time."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_help_is_fast_and_starts_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, memopt.cli.main as m\n"
@@ -27,14 +33,14 @@ def test_help_is_fast_and_starts_neither_torch_nor_transformers() -> None:
         "slow = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(code or (9 if slow else 0))"
     )
-    times = []
+    seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - start)
+        seconds.append(cpu_seconds_of_children() - before)
         assert done.returncode == 0, done.stderr
     assert "patch" in done.stdout
-    assert min(times) < 0.2
+    assert min(seconds) < 0.2
 
 
 def test_importing_memopt_imports_nothing_slow() -> None:

@@ -85,7 +85,7 @@ def test_autocast_bf16(name):
     with torch.autocast("cpu", torch.bfloat16):
         stock_loss, stock = loss_and_gradients(tiny_model(name), inputs)
         patched_loss, ours = loss_and_gradients(memopt.patch(tiny_model(name)), inputs)
-    assert abs(patched_loss - stock_loss) <= 2 ** -7 * stock_loss
+    assert abs(patched_loss - stock_loss) <= 2**-7 * stock_loss
     _, exact = loss_and_gradients(tiny_model(name), inputs)
 
     def error(gradients):
@@ -102,7 +102,9 @@ def test_under_autocast_no_linear_keeps_a_cast_of_its_own_of_a_norm_output(name,
     def kept_by_linears(model, blocks):
         with torch.autocast("cpu", torch.bfloat16):
             kept = account(model, lambda: model(**inputs).loss, blocks=blocks).of_block(blocks[1])
-        hidden = [k for k in kept if k.dtype == "bfloat16" and k.shape[-1] == model.config.hidden_size and k.shape[0] == 2]
+        hidden = [
+            k for k in kept if k.dtype == "bfloat16" and k.shape[-1] == model.config.hidden_size and k.shape[0] == 2
+        ]
         return [k for k in hidden if all(operation == "linear" for _, operation in k.holders)]
 
     model = tiny_model(name)
@@ -154,7 +156,9 @@ def test_lora_added_before_or_after_patching(name, order):
     reference = with_lora(tiny_model(name))
     stock_bytes = account(reference, lambda: reference(**inputs).loss).total
     _, stock = loss_and_gradients(reference, inputs)
-    model = memopt.patch(with_lora(tiny_model(name))) if order == "before" else with_lora(memopt.patch(tiny_model(name)))
+    model = (
+        memopt.patch(with_lora(tiny_model(name))) if order == "before" else with_lora(memopt.patch(tiny_model(name)))
+    )
     assert account(model, lambda: model(**inputs).loss).total < 0.85 * stock_bytes
     _, ours = loss_and_gradients(model, inputs)
     assert len(ours) > 0

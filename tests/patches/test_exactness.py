@@ -84,7 +84,9 @@ def test_every_norm_activation_and_linear_is_in_the_coverage_table(name):
     norms = {n for n, m in model.named_modules() if "norm" in type(m).__name__.lower()}
     assert norms <= covered
     weights = {
-        n for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and n.split(".")[-2] not in EMBEDDINGS
+        n
+        for n, p in model.named_parameters()
+        if p.dim() == 2 and "embed" not in n and n.split(".")[-2] not in EMBEDDINGS
     }
     assert weights <= covered
     assert any(entry.kind == "activation" for entry in plan.entries)

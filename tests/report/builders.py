@@ -1,4 +1,4 @@
-"""Models in the size of the published memory tables (hidden 512, 2 x 256 tokens, bf16), and how to count their blocks."""
+"""Models in the size of the published memory tables (hidden 512, bf16), and how to count their blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.factories import tiny_config, tiny_inputs, tiny_model
 
-HIDDEN, BATCH, SEQ = 512, 2, 256
+HIDDEN, BATCH, SEQ = 512, 1, 64
 IMAGE_TOKENS = 197
 
 
 def table_model(name: str, layers: int) -> PreTrainedModel:
     """Llama with multi-head attention and f/d = 2.6875, or BERT or ViT with f/d = 4; bf16, no dropout, train mode."""
-    wide = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8, "num_hidden_layers": layers}
+    wide = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_attention_heads": 8,
+        "num_hidden_layers": layers,
+    }
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "llama":
         settings = {**wide, "intermediate_size": 1376, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -68,11 +73,19 @@ def named_config(name: str, **overrides: Any) -> PreTrainedConfig:
     return config
 
 
+_known_sites: dict[str, Sites] = {}
+
+
 def sites_of(config: PreTrainedConfig) -> Sites:
-    return find_sites(build_meta(config))
+    """What the walk finds; each config is walked once."""
+    key = config.to_json_string(use_diff=False)
+    if key not in _known_sites:
+        _known_sites[key] = find_sites(build_meta(config))
+    return _known_sites[key]
 
 
 def real_account(name: str, model: nn.Module, sites: Sites, batch: int, seq: int) -> Account:
     """Account of a real fp32 forward of the tiny model `name`."""
     inputs = tiny_inputs(name, batch, seq)
+    model.config.use_cache = False  # as Trainer does; a cache copies keys and values
     return account(model, lambda: model(**inputs), blocks=sites.blocks, sites=sites)

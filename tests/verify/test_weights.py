@@ -83,7 +83,8 @@ def test_layer_norm_folds_into_every_layout_pass_and_block_sizes_do_not_matter(
     norm = rms_norm(0, kind="layer", weight="n.weight", bias="n.bias", offset=1, consumers=consumers)
     monkeypatch.setattr(shards, "_BLOCK", 200)
     out = write_checkpoint(open_source(str(model)), plan_of([norm]), tmp_path / "out").out
-    monkeypatch.setattr(recompute, "_BLOCK", 77)
+    monkeypatch.setattr(recompute, "_SCALE_BLOCK", 77)
+    monkeypatch.setattr(recompute, "_SUM_BLOCK", 99)
     assert by_id(verify_weights(out), "pass") >= {"weights.fold", "weights.unchanged", "weights.range"}
     assert Verdict.of(verify_weights(out)).status == "pass"
 

@@ -1,12 +1,17 @@
-"""Configs in the shapes that people fine-tune, to be built on meta or shrunk. Made without a download."""
+"""Configs in the shapes that people fine-tune, and their twins, each built once. Made without a download."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.walk.build import build_twin
+from memopt.walk.inputs import Calls, runnable_calls
 
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
 _QWEN_VL_TEXT = {
@@ -72,3 +77,14 @@ def llama_70b() -> PreTrainedConfig:
 def tiny_llama(**settings: Any) -> PreTrainedConfig:
     tiny = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80}
     return make_config("llama", **{**tiny, "num_hidden_layers": 3, "vocab_size": 61, **settings})
+
+
+@cache
+def twin(family: str) -> PreTrainedModel:
+    """The fp32 twin of `family`, shared: read it, do not change it."""
+    return build_twin(make_config(family), dtype=torch.float32)
+
+
+@cache
+def twin_calls(family: str) -> Calls:
+    return runnable_calls(twin(family))

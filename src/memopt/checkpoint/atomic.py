@@ -242,7 +242,8 @@ def _explain(error: OSError, out: Path) -> OutputError:
         return OutputError(
             f"The disk became full while '{out}' was written; nothing was left behind.", "Free some space."
         )
-    return OutputError(f"'{out}' could not be written: {error.strerror or error}.", "Nothing was left behind.")
+    at = f" ('{error.filename}')" if error.filename else ""
+    return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", "Nothing was left behind.")
 
 
 def _size(count: int) -> str:

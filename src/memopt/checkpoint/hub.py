@@ -15,6 +15,8 @@ OTHER_WEIGHTS = (
     "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.ot",
     "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.npz", "*.nemo", "openvino_*", "*.bin.index.json",
 )  # fmt: skip
+#: Weights that no index of the checkpoint names; never worth a download.
+_DUPLICATES = ("*/*.safetensors", "consolidated*.safetensors")
 
 
 def locate(model: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True) -> Path:
@@ -38,7 +40,11 @@ def locate(model: str, *, revision: str | None = None, allow_pickle: bool = Fals
         raise ModelError(f"'{model}' is a file, not a folder.", "Give the folder that contains config.json.")
     if _looks_like_a_path(model):
         raise ModelError(f"The folder '{model}' does not exist.")
-    return _download(model, revision, allow_pickle, weights)
+    ignored = [*OTHER_WEIGHTS, *_DUPLICATES, *(() if weights else ("*.safetensors",))]
+    root = _download(model, revision, ignored)
+    if allow_pickle and weights and not any(root.glob("*.safetensors")):
+        root = _download(model, revision, [p for p in ignored if not p.startswith("*.bin")])
+    return root
 
 
 def commit_of(root: Path) -> str | None:
@@ -57,16 +63,14 @@ def _looks_like_a_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1 or os.sep * 2 in model
 
 
-def _download(model: str, revision: str | None, allow_pickle: bool, weights: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
+def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
 
-    ignored = [pattern for pattern in OTHER_WEIGHTS if not (allow_pickle and pattern.startswith("*.bin"))]
     at = f" at revision '{revision}'" if revision else ""
     page = f"https://huggingface.co/{model}"
     try:
-        folder = snapshot_download(
-            model, revision=revision, ignore_patterns=ignored + ([] if weights else ["*.safetensors", "*.bin"])
-        )
+        folder = huggingface_hub.snapshot_download(model, revision=revision, ignore_patterns=ignored)
     except errors.HFValidationError:
         raise ModelError(f"'{model}' is neither a folder here nor a valid hub id.") from None
     except errors.GatedRepoError:

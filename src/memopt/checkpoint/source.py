@@ -291,6 +291,8 @@ def _other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[st
             path = Path(folder, name).relative_to(root).as_posix()
             if path in known:
                 continue
+            if not (root / path).is_file():
+                raise ModelError(f"'{root / path}' is a broken link or no plain file.", "Remove it or copy it again.")
             is_weight = name.endswith(".safetensors") or any(fnmatchcase(name, pattern) for pattern in OTHER_WEIGHTS)
             is_weight = is_weight or name.endswith(".safetensors.index.json")
             (left_out if is_weight else side_files).append(path)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -189,6 +189,6 @@ def _document(
             "changed_tensors": result.changed_tensors if result else None,
             "changed_bytes": result.changed_nbytes if result else None,
         },
-        folds=[asdict(record) for record in result.manifest.folds] if result else None,
+        folds=json.loads(result.manifest.to_json())["folds"] if result else None,
         notes=notes,
     )

@@ -11,14 +11,22 @@ from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, 
 
 
 def report(
-    model: Annotated[str, typer.Argument(help="Hub id, local folder, or a folder that `memopt patch` wrote.")],
+    model: Annotated[
+        str, typer.Argument(help="A local folder, a hub id, or a folder that `memopt patch` wrote.", show_default=False)
+    ],
     recipe: Annotated[
         str | None,
-        typer.Option(help="Recipe or YAML file to patch with. Default: the folder's own, else exact-unfolded."),
+        typer.Option(
+            "--recipe",
+            "-r",
+            help="Name or YAML file, else the patched folder's own, else exact-unfolded.",
+            show_default=False,
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a row. Default: what the config allows, up to 2048.")
+        int | None,
+        typer.Option(min=1, help="Tokens in a row, else what the config allows up to 2048.", show_default=False),
     ] = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
@@ -31,11 +39,11 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model carries.")
+        bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Show who keeps which bytes for backward, before and after patching.
 
@@ -64,7 +72,7 @@ def report(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-    if as_json:
+    if json_output:
         common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
     else:
         common.print_rich(*comparison_tables(comparison))

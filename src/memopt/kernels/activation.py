@@ -32,7 +32,7 @@ def recomputed_activation(z: Tensor, function: Elementwise) -> Tensor:
     Returns:
         The value of function(z), with its shape and dtype.
     """
-    h: Tensor = ActivationFunction.apply(z, function)
+    h: Tensor = ActivationFunction.apply(z, function)  # type: ignore[no-untyped-call]
     return h
 
 

@@ -63,9 +63,11 @@ def ms_norm(
         y: (..., hidden) in `dtype`, contiguous.
     """
     if weight is None and bias is None:
-        y: Tensor = NormalizeFunction.apply(x, spec, dtype)
+        y: Tensor = NormalizeFunction.apply(x, spec, dtype)  # type: ignore[no-untyped-call]
     else:
-        y = NormFunction.apply(x, weight, bias, spec, dtype, kept_dtype or dtype)
+        y = NormFunction.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, spec, dtype, kept_dtype or dtype
+        )
     return y
 
 

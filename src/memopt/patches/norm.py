@@ -118,10 +118,11 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     x = (torch.randn(4, hidden_size, generator=generator, dtype=torch.float64) * 3 + 0.5).to(device, dtype)
     gamma, beta = (None if name is None else getattr(module, name) for name in (weight, bias))
     exact = normalize(x.double(), spec)[0]
-    wide = [None if p is None else p.double() for p in (gamma, beta)]
-    truth = affine(exact, *wide, spec, torch.float64, torch.float64)
+    truth = _double_affine(exact, gamma, beta, spec)
     # The terms of the sum, without signs: what cancels in y does not cancel in its error.
-    terms = affine(exact.abs(), *(None if p is None else p.abs() for p in wide), spec, torch.float64, torch.float64)
+    terms = _double_affine(
+        exact.abs(), None if gamma is None else gamma.abs(), None if beta is None else beta.abs(), spec
+    )
     with torch.autocast(x.device.type, enabled=False):
         stock = module.forward(x)
     ours = affine(normalize(x, spec)[0], gamma, beta, spec, x.dtype, stock.dtype)
@@ -131,3 +132,8 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
     if not our_error <= 2 * stock_error + 2:
         raise ValueError(f"it does not compute the norm it looks like (error {float(our_error):.1f} roundings)")
+
+
+def _double_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    gamma, beta = (None if p is None else p.double() for p in (weight, bias))
+    return affine(x_hat, gamma, beta, spec, torch.float64, torch.float64)

@@ -8,6 +8,7 @@ of the class, and other models, are not touched.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -68,5 +69,5 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
 
         # The stock name stays: wrapping policies, device maps and printed models go by it.
         body = {"forward": patched, _ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _classes[key] = type(cls)(cls.__name__, (cls,), body)
+        _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return _classes[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from memopt.report.compare import Comparison
 from memopt.report.estimate import trace_account
 from memopt.report.training import Training
 from memopt.walk.build import build_meta, load_config
-from memopt.walk.config import config_nodes
+from memopt.walk.config import config_nodes, model_class
 from memopt.walk.observe import find_sites, walk_config
 
 _LONGEST_DEFAULT_SEQ = 2048
@@ -44,7 +45,12 @@ def compare_training(
         RecipeError: the recipe is unknown.
     """
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    training = replace(training, seq=seq or default_seq(config))
+    notes = []
+    if not reads_tokens(config):
+        notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
+        training = replace(training, seq=None)
+    else:
+        training = replace(training, seq=seq or default_seq(config))
     folder = Path(source).expanduser()
     manifest = read_manifest(folder) if folder.is_dir() and is_patched(folder) else None
     rules = load_recipe(recipe or (manifest.recipe if manifest else DEFAULT_MEMORY_RECIPE))
@@ -64,8 +70,13 @@ def compare_training(
         training=training,
         before=before,
         after=after,
-        notes=tuple(dict.fromkeys((*before.notes, *after.notes, *sites.notes))),
+        notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),
     )
+
+
+def reads_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the model of `config` reads token ids (and not images or sounds alone)."""
+    return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)
 
 
 def default_seq(config: PreTrainedConfig) -> int:

@@ -92,12 +92,13 @@ class Comparison:
 
 
 def compare_rows(before: Sequence[Kept], after: Sequence[Kept]) -> tuple[Row, ...]:
-    """Tensors of one cause, dtype and shape in one row, in the order of `CAUSES`, larger ones first."""
+    """Tensors of one cause, dtype and shape (weight copies: any shape) in one row, in the order of `CAUSES`, larger ones first."""
     sides: list[dict[tuple[str, str, tuple[int, ...]], list[int]]] = []
     for kept in (before, after):
         sizes: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
         for entry in kept:
-            sizes.setdefault((entry.cause, entry.dtype, entry.shape), []).append(entry.nbytes)
+            shape = () if entry.cause == "weight copy" else entry.shape
+            sizes.setdefault((entry.cause, entry.dtype, shape), []).append(entry.nbytes)
         sides.append(sizes)
     rows = []
     for key in {**sides[0], **sides[1]}:

@@ -7,6 +7,7 @@ Where a CUDA device would choose another kernel than the CPU, `memopt.report.emu
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,14 @@ def trace_account(
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # What libraries tell their callers is no news to who asked for a report.
+        return _trace(config, training, sites, recipe, folded)
+
+
+def _trace(
+    config: PreTrainedConfig, training: Training, sites: Sites, recipe: Recipe | None, folded: Collection[str]
+) -> Account:
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _group_experts(model)
@@ -98,17 +107,25 @@ def _group_experts(model: PreTrainedModel) -> None:
 
 def _attention_notes(model: PreTrainedModel) -> list[str]:
     if model.config._attn_implementation == "sdpa":
-        return ["Attention: the kernel that scaled_dot_product_attention chooses on a CUDA device; no padding."]
-    return ["Attention: eager, because this model class has no fused attention; no padding."]
+        kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
+    else:
+        kernel = "eager, because this model class has no fused attention"
+    return [f"Attention: {kernel}; no padding and no key/value cache."]
 
 
 def _precision_notes(training: Training) -> list[str]:
-    if _DTYPES[training.precision][1] is None:
-        return []
-    return [
-        "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
-        "whose 16-bit copies are listed as weight copies."
-    ]
+    notes = []
+    if _DTYPES[training.precision][1] is not None:
+        notes.append(
+            "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
+            "whose 16-bit copies are listed as weight copies."
+        )
+    elif training.train == "lora" and training.precision != "fp32" and not training.adapter_fp32:
+        notes.append(
+            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
+            "PEFT's default, keep fp32 copies of their inputs as well."
+        )
+    return notes
 
 
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
@@ -172,7 +189,10 @@ def _inputs(model: PreTrainedModel, training: Training) -> dict[str, Any]:
 
 def _grown(tensor: Tensor, training: Training) -> Tensor:
     batch, *rest = tensor.shape
-    shape = [training.batch if batch == BATCH else batch, *(training.seq if n == LENGTH else n for n in rest)]
+    shape = [
+        training.batch if batch == BATCH else batch,
+        *(training.seq if n == LENGTH and training.seq else n for n in rest),
+    ]
     return torch.zeros(shape, dtype=tensor.dtype)
 
 

@@ -14,7 +14,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
     return {
         "model": {"id": comparison.model, "class": comparison.model_class},
         "recipe": comparison.recipe,
-        "training": dataclasses.asdict(comparison.training),
+        "training": dataclasses.asdict(comparison.training) | {"lora_targets": list(comparison.training.lora_targets)},
         "unit_bytes": comparison.before.unit,
         "before": _account(comparison.before),
         "after": _account(comparison.after),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -21,14 +21,19 @@ _SMALL = 0.02
 
 
 def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
-    """What to print, in order: title, a table per kind of block, the model's parts, summary and notes."""
+    """What to print, in order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
+    unit = comparison.before.unit
     yield Text(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", style="bold")
     yield Text(f"{comparison.training}")
     for kind in comparison.kinds():
-        yield _block_table(kind, comparison)
+        yield Text(f"\n{_kind_title(kind)}", style="bold")
+        yield _row_table(kind.rows, unit, total="one block")
+    if rest := comparison.rest():
+        yield Text("\nOutside of single blocks", style="bold")
+        yield _row_table(rest, unit, total="together")
+    yield Text("\nWhole model", style="bold")
     yield _part_table(comparison)
-    yield Text(summary(comparison), style="bold")
-    unit = comparison.before.unit
+    yield Text(f"\n{summary(comparison)}\n", style="bold")
     if unit:
         yield Text(f"1 unit (u) = {_mib(unit)} MiB: the hidden state of all tokens in the compute dtype.")
     yield Text(SCOPE)
@@ -42,54 +47,50 @@ def summary(comparison: Comparison) -> str:
     return f"saved for backward: {before} -> {after} ({_percent(comparison.change)})"
 
 
-def _block_table(kind: BlockKind, comparison: Comparison) -> Table:
+def _kind_title(kind: BlockKind) -> str:
     first, last = kind.blocks[0], kind.blocks[-1]
-    title = first if len(kind.blocks) == 1 else f"{len(kind.blocks)} blocks alike, {first} to {last}: each"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column("kept as", overflow="fold")
-    table.add_column("what", overflow="fold")
-    for header in ("before u", "MiB", "after u", "MiB"):
-        table.add_column(header, justify="right", no_wrap=True)
-    unit = comparison.before.unit
-    small = [row for row in kind.rows if max(row.before, row.after) < _SMALL * unit]
-    for row in kind.rows:
+    return first if first == last else f"{len(kind.blocks)} blocks alike, {first} to {last}: each of them"
+
+
+def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
+    table = _table("kept as", "what", numbers=("before u", "MiB", "after u", "MiB"))
+    small = [row for row in rows if max(row.before, row.after) < _SMALL * unit]
+    for row in rows:
         if row not in small:
             table.add_row(row.cause, _what(row), *_cells(row.before, row.after, unit))
     if small:
         sums = (sum(row.before for row in small), sum(row.after for row in small))
         table.add_row("small tensors", "statistics and the like", *_cells(*sums, unit))
     table.add_section()
-    table.add_row("one block", "", *_cells(kind.before, kind.after, unit), style="bold")
+    sums = (sum(row.before for row in rows), sum(row.after for row in rows))
+    table.add_row(total, "", *_cells(*sums, unit), style="bold", end_section=True)
     return table
 
 
 def _part_table(comparison: Comparison) -> Table:
-    table = Table(
-        title="Whole model",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("part", overflow="fold")
-    for header in ("before MiB", "after MiB", "change"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _table("part", numbers=("before MiB", "after MiB", "change"))
     for name, before, after in comparison.parts():
         label = f"{len(comparison.before.blocks)} {name}" if name == "blocks" else name
         table.add_row(label, _mib(before), _mib(after), _percent(after / before - 1 if before else 0.0))
     table.add_section()
     before, after = comparison.before.total, comparison.after.total
-    table.add_row("total", _mib(before), _mib(after), _percent(comparison.change), style="bold")
+    table.add_row("total", _mib(before), _mib(after), _percent(comparison.change), style="bold", end_section=True)
+    return table
+
+
+def _table(*words: str, numbers: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, header in enumerate(words):
+        table.add_column(header, overflow="fold", no_wrap=place == 0)
+    for header in numbers:
+        table.add_column(header, justify="right", no_wrap=True)
     return table
 
 
 def _what(row: Row) -> str:
     count = row.count_before or row.count_after
     shape = "x".join(str(size) for size in row.shape)
-    text = f"{_SHORT_DTYPES.get(row.dtype, row.dtype)} {shape}"
+    text = f"{_SHORT_DTYPES.get(row.dtype, row.dtype)} {shape}".rstrip()
     return text if count == 1 else f"{count} x {text}"
 
 
@@ -102,7 +103,9 @@ def _cells(before: int, after: int, unit: int) -> tuple[str, str, str, str]:
 
 def _mib(nbytes: int) -> str:
     mib = nbytes / 2**20
-    return f"{mib:.0f}" if mib >= 1000 else f"{mib:.1f}" if mib >= 10 or mib == 0 else f"{mib:.2f}"
+    if not nbytes:
+        return "0"
+    return f"{mib:.0f}" if mib >= 1000 else f"{mib:.1f}" if mib >= 10 else f"{mib:.2f}"
 
 
 def _size(nbytes: int) -> str:

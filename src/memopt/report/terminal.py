@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +36,7 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
     for group in groups:
         first = group[0]
         action = Text(first.action, style="dim" if first.action == "keep" else "green")
-        place = Text(_where(group)).append("\n  " + _relative(first), style="dim")
+        place = Group(Text(_where(group)), Padding(Text(_relative(first), style="dim"), (0, 0, 0, 2)))
         table.add_row(Text(_LABELS.get(first.kind, first.kind)), str(len(group)), action, place)
     return Group(table, Text(), *(Text(line) for line in coverage_totals(plan)))
 
@@ -76,14 +77,21 @@ def checks_table(verdict: Verdict) -> RenderableType:
     return Group(*parts)
 
 
-_MARKS = {"pass": ("  ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red"), "skip": ("skip", "yellow")}
+_MARKS = {
+    "pass": ("  ok", "green"),
+    "warn": ("warn", "yellow"),
+    "fail": ("FAIL", "bold red"),
+    "skip": ("skip", "yellow"),
+}
 
 
 def _alike(checks: Iterable[Check]) -> list[list[Check]]:
     """Runs of passed checks that differ in their subject alone are one."""
     runs: list[list[Check]] = []
     for check in checks:
-        same = runs and check.status == "pass" and replace(check, subject="", n=0) == replace(runs[-1][0], subject="", n=0)
+        same = (
+            runs and check.status == "pass" and replace(check, subject="", n=0) == replace(runs[-1][0], subject="", n=0)
+        )
         if same:
             runs[-1].append(check)
         else:

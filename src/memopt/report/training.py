@@ -17,8 +17,8 @@ class Training:
     """How a model is trained, as far as it matters for what is kept for backward."""
 
     batch: int = 1
-    seq: int = 2048
-    """Tokens in a row, for models that read tokens."""
+    seq: int | None = 2048
+    """Tokens in a row; None for models that read none."""
     precision: Precision = "bf16"
     """``mixed``: fp32 weights under autocast."""
     train: Train = "full"
@@ -29,7 +29,7 @@ class Training:
     """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
 
     def __str__(self) -> str:
-        words = [f"batch {self.batch} x {self.seq} tokens", self.precision]
+        words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]
         if self.train == "lora":
             words.append(f"LoRA rank {self.lora_rank} on {', '.join(self.lora_targets)}")
         else:

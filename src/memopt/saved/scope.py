@@ -44,8 +44,8 @@ class RecomputeScope:
     def __enter__(self) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        autograd = torch._C._autograd
-        if not autograd._saved_tensors_hooks_is_enabled():
+        autograd: Any = torch._C._autograd  # the hook stack has no public reader
+        if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             return
         outer = autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and isinstance(outer[0], _Pack):
@@ -66,17 +66,21 @@ class _Pack:
 
     def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self._families = families
-        self._outer_pack, self._outer_unpack = outer if outer is not None else (None, None)
+        self._outer_pack: Callable[..., Any] | None = None
+        self._outer_unpack: Callable[..., Any] | None = None
+        if outer is not None:
+            self._outer_pack, self._outer_unpack = outer
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
-        self._first_node = torch._C._autograd._get_sequence_nr() if restricted else -1
+        autograd: Any = torch._C._autograd
+        self._first_node: int = autograd._get_sequence_nr() if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Handle | _Kept | _Forwarded:
         base = tensor._base
         if base is None:
             base = tensor
-        node = base.grad_fn
+        node: Node = base.grad_fn
         if node is not None and tensor._version == 0 and node._sequence_nr() >= self._first_node:
             source, cast = node, None
             if node.name() == _CAST_NODE:

@@ -8,6 +8,7 @@ PyTorch's own comparisons draw the line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,11 @@ class _Errors:
 
     @property
     def rms(self) -> float:
-        return (self.square_error / max(self.n, 1)) ** 0.5
+        return math.sqrt(self.square_error / max(self.n, 1))
 
     def floor(self, dtype: torch.dtype) -> float:
         unit_roundoff = torch.finfo(dtype).eps / 2
-        return float(FLOOR_ROUNDOFFS * unit_roundoff * (self.square_truth / max(self.n, 1)) ** 0.5)
+        return FLOOR_ROUNDOFFS * unit_roundoff * math.sqrt(self.square_truth / max(self.n, 1))
 
 
 def verify_forward(pair: Pair) -> list[Check]:
@@ -81,15 +82,15 @@ def verify_forward(pair: Pair) -> list[Check]:
     del truth_model
     free_memory()
     outputs["patched"] = _run(load_patched(pair.patched, trust_remote_code=trust), probes, dtype, training_path=True)
-    outputs["stock classes on the patched files"] = _run(load_stock(pair.patched, trust_remote_code=trust), probes, dtype)
+    outputs["stock classes on the patched files"] = _run(
+        load_stock(pair.patched, trust_remote_code=trust), probes, dtype
+    )
     free_memory()
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
     return list(_compare(outputs, truth, dtype, source, probes.source))
 
 
-def _run(
-    model: nn.Module, probes: Any, dtype: torch.dtype, *, training_path: bool = False
-) -> list[dict[str, Tensor]]:
+def _run(model: nn.Module, probes: Any, dtype: torch.dtype, *, training_path: bool = False) -> list[dict[str, Tensor]]:
     """Outputs for every probe. Patched modules take their own path only where gradients are recorded."""
     results = []
     for inputs in probes.batches:
@@ -170,8 +171,8 @@ def _divergence(
         reference=reference,
         n=rows,
         detail=(
-            f"KL {values['patched']:.3g}, the original's {values['original']:.3g}; top choice agrees with the reference "
-            f"in {agreement['patched']:.1%} of positions, the original's in {agreement['original']:.1%}"
+            f"KL {values['patched']:.3g}, the original's {values['original']:.3g}; "
+            f"top choice agrees with the reference in {agreement['patched']:.1%} of positions, the original's in {agreement['original']:.1%}"
         ),
     )
 

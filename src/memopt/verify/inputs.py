@@ -45,6 +45,9 @@ _TEXTS = (
 )
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model*", "spiece.*")
+
+
 @dataclass(frozen=True)
 class Probes:
     """What both models are run with."""
@@ -72,12 +75,25 @@ def probe_inputs(model: nn.Module, folder: Path) -> Probes:
     batches = [dummy_inputs(model, seed=seed) for seed in (0, 1)]
     source = "synthetic"
     if "input_ids" in batches[0]:
-        rows = _token_rows(folder, _limit(model))
+        rows = _token_rows(folder, _limit(model), _vocabulary(model))
         if rows is not None:
             batches = [{**batch, **_with_tokens(batch, rows[2 * i : 2 * i + 2])} for i, batch in enumerate(batches)]
             source = f"text, {len(rows)} x {rows.shape[1]} tokens"
-    targets = tuple(training_targets(model, batch) for batch in batches)
-    return Probes(tuple(batches), targets, source)
+    return Probes(tuple(batches), tuple(_targets(model, batch) for batch in batches), source)
+
+
+def _targets(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Labels: the text itself where every token is one, else classes at random."""
+    targets = training_targets(model, batch)
+    ids = batch.get("input_ids")
+    if ids is not None and targets and targets["labels"].shape == ids.shape:
+        return {"labels": ids}
+    return targets
+
+
+def _vocabulary(model: nn.Module) -> int:
+    embeddings = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return max(embeddings, default=0)
 
 
 def _limit(model: nn.Module) -> int:
@@ -85,19 +101,20 @@ def _limit(model: nn.Module) -> int:
     return min(TOKENS, positions) if isinstance(positions, int) and positions > 0 else TOKENS
 
 
-def _token_rows(folder: Path, length: int) -> torch.Tensor | None:
+def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | None:
     """(len(_TEXTS), length) token ids, all of one length so that no padding is needed; None without a tokenizer."""
     from transformers import AutoTokenizer
 
+    # Without its files some tokenizer classes make themselves up, with an empty vocabulary.
+    if not any(path.is_file() for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError):
         return None
-    if tokenizer is None:
-        return None
     encoded = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in _TEXTS]
     shortest = min(map(len, encoded))
-    if shortest < 8:
+    if shortest < 8 or max(map(max, encoded)) >= vocabulary:
         return None
     return torch.tensor([ids[:shortest] for ids in encoded])
 

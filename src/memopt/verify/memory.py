@@ -1,8 +1,8 @@
 """Level "memory": what the patched model keeps for backward is what the plan promises, block by block.
 
-Three numbers for the same forward: the stock model's saved bytes, the patched model's, and what a trace of the plan on the
-config alone predicts. The patched model is also counted from the allocator's side (every storage that is still alive),
-so a tensor hidden in an attribute would show.
+Three numbers for the same forward: the stock model's saved bytes, the patched model's, and what a trace of the plan on
+the config alone predicts. The patched model is also counted from the allocator's side (every storage that is still
+alive), so a tensor hidden in an attribute would show.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         threshold_reason="patching must save",
         reference="stock modules, same weights and inputs",
         n=after,
-        detail=f"{_mib(before)} -> {_mib(after)} in the {subject}, whole model {_mib(stock.total)} -> {_mib(patched.total)}",
+        detail=(
+            f"{_mib(before)} -> {_mib(after)} in the {subject}, "
+            f"whole model {_mib(stock.total)} -> {_mib(patched.total)}"
+        ),
     )
     growing = [block for block in blocks if patched.per_block()[block] > stock.per_block()[block]]
     yield Check(

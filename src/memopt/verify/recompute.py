@@ -19,7 +19,9 @@ from memopt.checkpoint.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
 Floats = npt.NDArray[np.float64]
-_BLOCK = 4 << 20
+#: Bytes at a time: few where every element needs many temporaries, more where Python loops over the columns.
+_SCALE_BLOCK = 1 << 18
+_SUM_BLOCK = 4 << 20
 #: dtype -> (bits of precision, exponent of the smallest normal number, largest finite number)
 _FORMATS = {
     "BF16": (8, -126, float(2**128 - 2**120)),
@@ -50,31 +52,44 @@ def compare(source: CheckpointSource, patched: CheckpointSource, name: str, oper
     result = Comparison()
     for before, after, expected in _blocks(source, patched, name, operation):
         result.elements += after.size
-        same = (after == expected) & (np.signbit(after) == np.signbit(expected))
-        result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
+        if not np.array_equal(after.view(np.int64), expected.view(np.int64)):
+            same = (after == expected) & (np.signbit(after) == np.signbit(expected))
+            result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
         if not isinstance(operation, Fill):
-            smallest = 2.0 ** _FORMATS[dtype][1]
-            result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
-            result.zeros += int(((after == 0) & (before != 0)).sum())
-            small = (after != 0) & (np.abs(after) < smallest) & (np.abs(before) >= smallest)
-            result.subnormals += int(small.sum())
+            _count_range(result, before, after, dtype)
     return result
 
 
-def round_to(high: Floats, dtype: str, low: Floats | None = None) -> Floats:
-    """`high` + `low` rounded to nearest even in `dtype`; `low` is too small to matter except in a tie."""
+def round_product(values: Floats, dtype: str) -> Floats:
+    """`values` rounded to nearest even in `dtype`.
+
+    Adding 1.5 * 2^52 quanta of the target format leaves no room for anything finer: the addition itself rounds.
+    """
+    if dtype == "F64":
+        return values
     precision, smallest, largest = _FORMATS[dtype]
+    exponent = (values.view(np.int64) >> 52) & 0x7FF
+    np.clip(exponent, smallest + 1023, -smallest + 1 + 1024, out=exponent)
+    shift = (((exponent + (53 - precision)) << 52) | (1 << 51)).view(np.float64)
+    rounded = (values + shift) - shift
+    big = np.abs(rounded) > largest
+    if big.any():
+        rounded[big] = np.copysign(np.inf, rounded[big])
+    return np.copysign(rounded, values, out=rounded)
+
+
+def round_sum(high: Floats, low: Floats, dtype: str) -> Floats:
+    """`high` + `low` rounded to nearest even in `dtype`, where `low` is below the last bit of `high`."""
     if dtype == "F64":
         return high
+    precision, smallest, largest = _FORMATS[dtype]
     with np.errstate(invalid="ignore", over="ignore"):
-        exponent = np.frexp(high)[1] - 1
-        quantum = np.ldexp(1.0, np.maximum(exponent, smallest) - (precision - 1))
+        quantum = np.ldexp(1.0, np.maximum(np.frexp(high)[1] - 1, smallest) - (precision - 1))
         steps = high / quantum  # exact: the quantum is a power of two
         below = np.floor(steps)
         rest = steps - below
-        rest_low = np.zeros_like(high) if low is None else low
         odd = np.remainder(below, 2) == 1
-        up = (rest > 0.5) | ((rest == 0.5) & ((rest_low > 0) | ((rest_low == 0) & odd)))
+        up = (rest > 0.5) | ((rest == 0.5) & ((low > 0) | ((low == 0) & odd)))
         rounded = np.copysign((below + up) * quantum, high)
         rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, high), rounded)
     return np.where(np.isfinite(high), rounded, high)
@@ -89,6 +104,16 @@ def decode(raw: bytes | bytearray, dtype: str) -> Floats:
     return np.frombuffer(raw, dtype=kinds[dtype]).astype(np.float64)
 
 
+def _count_range(result: Comparison, before: Floats, after: Floats, dtype: str) -> None:
+    smallest = 2.0 ** _FORMATS[dtype][1]
+    size = np.abs(after)
+    if size.min() >= smallest and size.max() < np.inf:
+        return
+    result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
+    result.zeros += int(((size == 0) & (before != 0)).sum())
+    result.subnormals += int(((size != 0) & (size < smallest) & (np.abs(before) >= smallest)).sum())
+
+
 def _blocks(
     source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
@@ -101,7 +126,7 @@ def _blocks(
     axis = operation.axis if isinstance(operation, Scale) else 0
     shape = view3(info.shape or (1,), axis)
     scale = _scale(source, operation, shape[1]) if isinstance(operation, Scale) else None
-    for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1)):
+    for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1), _SCALE_BLOCK):
         extent = tuple(part.stop - part.start for part in piece)
         before = decode(source.read_range(name, start, stop), info.dtype).reshape(extent)
         after = decode(patched.read_range(name, start, stop), info.dtype).reshape(extent)
@@ -110,7 +135,7 @@ def _blocks(
         else:
             assert scale is not None
             with np.errstate(over="ignore", invalid="ignore"):
-                expected = round_to(before * scale[piece[1]][None, :, None], info.dtype)
+                expected = round_product(before * scale[piece[1]][None, :, None], info.dtype)
         yield before, after, expected
 
 
@@ -134,7 +159,7 @@ def _shifted(source: CheckpointSource, name: str, bias: Floats, operation: Shift
         beta = _read(source, part.beta) * part.scale
         channels = np.arange(shape[1]) if part.channels is None else np.asarray(part.channels)
         sums = np.zeros((2, shape[0], shape[2]))
-        for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1)):
+        for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1), _SUM_BLOCK):
             extent = tuple(part.stop - part.start for part in piece)
             weight = decode(source.read_range(part.weight, start, stop), info.dtype).reshape(extent)
             total = sums[:, piece[0], piece[2]]
@@ -146,7 +171,7 @@ def _shifted(source: CheckpointSource, name: str, bias: Floats, operation: Shift
             high, low = _two_sum((high, low), column[0])
             low = low + column[1]
     total_high = high + low
-    return round_to(total_high, source.tensors[name].dtype, low - (total_high - high))
+    return round_sum(total_high, low - (total_high - high), source.tensors[name].dtype)
 
 
 def _two_sum(total: Any, term: Floats) -> tuple[Floats, Floats]:
@@ -161,10 +186,12 @@ def _read(source: CheckpointSource, name: str) -> Floats:
     return decode(source.read_range(name), source.tensors[name].dtype)
 
 
-def _pieces(shape: tuple[int, int, int], itemsize: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
+def _pieces(
+    shape: tuple[int, int, int], itemsize: int, block: int
+) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
     """(place, first byte, end) of consecutive pieces."""
     start = 0
-    for piece in tiles(shape, _BLOCK // max(itemsize, 1)):
+    for piece in tiles(shape, block // max(itemsize, 1)):
         stop = start + prod(part.stop - part.start for part in piece) * itemsize
         yield piece, start, stop
         start = stop

@@ -139,7 +139,7 @@ def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
 def _check_tensors(source: CheckpointSource, patched: CheckpointSource, manifest: Manifest) -> list[Check]:
     folds = tuple(record.fold for record in manifest.folds)
     operations = FoldPlan(folds).operations()
-    unknown = sorted(operations.keys() - source.tensors.keys())
+    unknown = sorted(frozenset().union(*(fold.touched for fold in folds)) - source.tensors.keys())
     if unknown:
         return [
             _check("fold", "folded tensors", "fail", detail=f"memopt.json folds {_some(unknown)}, which does not exist")

@@ -65,9 +65,11 @@ def load_config(
         # trust_remote_code is passed even when False: left out, transformers asks on stdin.
         config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
+        if trust_remote_code and "AutoConfig" in (settings.get("auto_map") or {}):
+            raise ModelError(f"The code that '{source}' carries cannot be loaded: {one_line(error)}.") from error
         raise ModelError(
             f"The config of '{source}' does not fit model type '{settings.get('model_type')}' of transformers "
-            f"{transformers.__version__}: {_one_line(error)}."
+            f"{transformers.__version__}: {one_line(error)}."
         ) from error
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -123,6 +125,12 @@ def integer_fields(node: PreTrainedConfig) -> list[tuple[str, int]]:
     return [(name, value) for name, value in vars(node).items() if is_integer(value) and not name.startswith("_")]
 
 
+def one_line(error: BaseException) -> str:
+    """What `error` says, as a phrase for the middle of a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__
+
+
 def _config_file(source: str | Path, revision: str | None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -170,7 +178,7 @@ def _config_on_hub(source: str, revision: str | None) -> Path:
         message = f"'{source}' on the hub{at} is not a transformers model: it has no {CONFIG_FILE}."
         raise ModelError(message) from None
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"The hub could not deliver the config of '{source}'{at}: {_one_line(error)}.") from error
+        raise ModelError(f"The hub could not deliver the config of '{source}'{at}: {one_line(error)}.") from error
 
 
 def _not_in_cache(source: str, at: str) -> ModelError:
@@ -193,7 +201,7 @@ def _read(path: Path, source: str | Path) -> dict[str, Any]:
             f"The {CONFIG_FILE} of '{source}' is not valid JSON: {error.msg} at line {error.lineno}."
         ) from None
     except (UnicodeDecodeError, OSError) as error:
-        raise ModelError(f"The {CONFIG_FILE} of '{source}' cannot be read: {_one_line(error)}.") from None
+        raise ModelError(f"The {CONFIG_FILE} of '{source}' cannot be read: {one_line(error)}.") from None
     if not isinstance(settings, dict):
         raise ModelError(f"The {CONFIG_FILE} of '{source}' is not a JSON object, so it describes no model.")
     return settings
@@ -246,7 +254,7 @@ def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
             yield get_class_from_dynamic_module(reference, config.name_or_path or "", revision=revision)
         except (OSError, ImportError, AttributeError) as error:
             raise ModelError(
-                f"The code that '{config.name_or_path}' carries for '{reference}' cannot be loaded: {_one_line(error)}."
+                f"The code that '{config.name_or_path}' carries for '{reference}' cannot be loaded: {one_line(error)}."
             ) from error
 
 
@@ -290,8 +298,3 @@ def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrained
 
 def _endpoint() -> str:
     return str(huggingface_hub.constants.ENDPOINT)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]).rstrip(".") or type(error).__name__

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.walk.parameters import SINGLE, Along, ParameterView
-from memopt.walk.rules import ZERO, OpCall, Shadow
+from memopt.walk.rules import ZERO, OpCall, Shadow, compact
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def read(contraction: Contraction, weight: ParameterView, shadow: Shadow) -> Rea
     along = _axis(weight, b, contraction.over_b % b.dim())
     if along is None:
         return "weight whose layout is not understood"
-    shift = shadow.shift and not contraction.padded and not bool((shadow.ids == ZERO).any())
+    shift = shadow.shift and not contraction.padded and not bool((compact(shadow.ids) == ZERO).any())
     return Reading(along.axis, along.coordinates(), channels, shift, shadow.scale)
 
 
@@ -118,8 +118,10 @@ def _read_depthwise(contraction: Contraction, shadow: Shadow) -> Reading | str:
 
 def one_per_coordinate(ids: Tensor, dim: int) -> Tensor | None:
     """The one id along each coordinate of `dim` (zeros fit anywhere); None when some coordinate has several."""
-    columns = ids.movedim(dim, -1).reshape(-1, ids.size(dim))
-    if columns.shape[0] == 0:
+    if not ids.numel():
         return None
+    coordinates = ids.movedim(dim, -1)
+    columns = compact(coordinates).reshape(-1, coordinates.size(-1) if coordinates.stride(-1) else 1)
+    columns = columns.expand(-1, coordinates.size(-1))
     channels: Any = columns.amax(0)
     return channels if bool(((columns == channels) | (columns == ZERO)).all()) else None

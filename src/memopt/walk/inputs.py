@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ModelError
 from memopt.walk.arguments import candidates, forward_parameters, has_config, inner_model
+from memopt.walk.config import one_line
 from memopt.walk.preserve import preserved
 from memopt.walk.targets import target_candidates
 
@@ -181,8 +182,7 @@ def _error_of(model: nn.Module, kwargs: dict[str, Any], run: Runner | None, trai
     try:
         _run_once(model, kwargs, run, training)
     except Exception as error:  # Any failure means that these inputs do not fit.
-        reason = str(error).splitlines()[0] if str(error) else "no message"
-        return f"{type(error).__name__}: {reason}"
+        return f"{type(error).__name__}: {one_line(error)}"
     return None
 
 

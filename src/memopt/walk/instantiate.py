@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.walk.config import config_nodes, model_class
+from memopt.walk.config import config_nodes, model_class, one_line
 
 _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 with contextlib.suppress(ImportError):  # Old remote code asks torch.linspace for values in __init__; meta has none.
@@ -45,9 +45,8 @@ def instantiate(
         except Exception as error:
             if attention != attempts[-1]:
                 continue
-            reason = str(error).splitlines()[0] if str(error) else "no message"
             raise ModelError(
-                f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {reason}"
+                f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {one_line(error)}."
             ) from error
     raise AssertionError("unreachable: the last attempt returns or raises")
 

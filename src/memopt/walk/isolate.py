@@ -63,9 +63,10 @@ def isolate(module: nn.Module) -> Isolated | None:
         alone = copy.deepcopy(module)
         on_meta = any(t.is_meta for t in (*alone.parameters(), *alone.buffers()))
         alone = alone.to_empty(device="cpu") if on_meta else alone.to("cpu")
+        generator = torch.Generator().manual_seed(0)
         for parameter in alone.parameters():
             parameter.requires_grad_(False)
-            parameter.data = torch.rand(parameter.shape, dtype=torch.float64) + 0.5
+            parameter.data = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5
         if on_meta:
             for buffer in alone.buffers():
                 buffer.fill_(1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
 from memopt.walk.blocks import find_blocks
@@ -57,7 +58,8 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     clone = clone_to_meta(model)
     for module in clone.modules():
         _drop_hooks(module)
-    sites = find_sites(clone, inputs)
+    shapes = {name: _to_meta(value) for name, value in inputs.items()} if inputs is not None else None
+    sites = find_sites(clone, shapes)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
     return replace(sites, norms=tuple(norms))
 
@@ -105,6 +107,10 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         notes=tuple(_notes(observed, norms)),
         traces=tuple(observed.traces),
     )
+
+
+def _to_meta(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 @dataclass
@@ -237,11 +243,11 @@ def _twin_proofs(config: PreTrainedConfig) -> tuple[dict[Any, float], dict[str, 
     legal = [norm for norm in norms if norm.foldable]
     with _plain_torch(float64=True):
         proof = prove(twin, legal, observed.calls)
-    reasons = {_template(n.name): n.fold_obstacles[0] for n in norms if n.fold_obstacles}
-    reasons |= {_template(name): reason for name, reason in proof.refused.items()}
-    refused = {_template(name) for name in reasons} | {_template(n.name) for n in norms if n.fold_obstacles}
+    illegal = {_template(n.name): n.fold_obstacles[0] for n in norms if n.fold_obstacles}
+    illegal |= {_template(name): reason for name, reason in proof.refused.items()}
     proved = {_fold_template(n): proof.error for n in legal if n.name in proof.proved}
-    return {fold: error for fold, error in proved.items() if fold[0] not in refused}, reasons, ()
+    unseen = {_template(name): "no output of the twin depends on it" for name in proof.unseen}
+    return {fold: error for fold, error in proved.items() if fold[0] not in illegal}, unseen | illegal, ()
 
 
 def _template(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +33,23 @@ class Proof:
     """Largest relative difference of any output after all the proved folds together."""
     proved: tuple[str, ...]
     refused: dict[str, str]
-    """Norm -> reason."""
+    """Norm -> why its fold is wrong."""
+    unseen: tuple[str, ...] = ()
+    """Norms that no output depends on: nothing is proved about them."""
 
 
 def prove(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) -> Proof:
     """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo.
 
     When they differ, each fold is tried alone and the wrong ones are refused; what then still differs together is
-    refused altogether. A norm that no output depends on is refused as well.
+    refused altogether.
     """
+    if not norms:
+        return Proof(0.0, (), {})
     before = _run(model, calls)
-    visible = [norm for norm in norms if _is_visible(model, norm, calls, before)]
-    refused = {norm.name: "no output of the model depends on it" for norm in norms if norm not in visible}
-    accepted = visible
+    visible = _visible(model, norms, calls, before)
+    unseen = tuple(norm.name for norm in norms if norm not in visible)
+    accepted, refused = visible, {}
     error = fold_error(model, accepted, calls, before)
     if error > TOLERANCE:
         for norm in accepted:
@@ -56,7 +61,7 @@ def prove(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) ->
     if error > TOLERANCE:
         refused |= {norm.name: f"the folds together change an output by {error:.1e}" for norm in accepted}
         accepted, error = [], 0.0
-    return Proof(error, tuple(norm.name for norm in accepted), refused)
+    return Proof(error, tuple(norm.name for norm in accepted), refused, unseen)
 
 
 def fold_error(
@@ -131,8 +136,44 @@ def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             parameter.data = values[name]
 
 
-def _is_visible(model: nn.Module, norm: NormSite, calls: Sequence[Call], before: list[_Outputs]) -> bool:
-    """Negative control: a norm reset without compensation must show in some output of some call."""
+def _visible(
+    model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call], before: list[_Outputs]
+) -> list[NormSite]:
+    """Norms that some output depends on; about the others a proof would be empty.
+
+    By the gradient of all outputs, and where that says nothing by the negative control: the norm reset without
+    compensation must change an output.
+    """
+    sensitive = _sensitive(model, norms, calls)
+    return [norm for norm in norms if norm in sensitive or _shows_when_reset(model, norm, calls, before)]
+
+
+def _sensitive(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) -> list[NormSite]:
+    """Norms whose weight has a gradient from a random combination of the outputs of some call."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weights = [parameters[norm.weight] for norm in norms if norm.weight is not None]
+    trainable = {id(weight) for weight in weights if weight.requires_grad}
+    size = [0.0] * len(norms)
+    for call in calls:
+        if all(value > _VISIBLE for value in size):
+            break
+        try:
+            with torch.enable_grad(), _reproducible():
+                outputs = [tensor for _, tensor in output_tensors(model(**_cloned(call)))]
+                floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+                loss = sum((torch.nan_to_num(t, 0.0, 0.0, 0.0) * torch.randn_like(t)).sum() for t in floating)
+                if not isinstance(loss, Tensor) or len(trainable) < len(weights):
+                    return []
+                gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        except (RuntimeError, NotImplementedError):  # some forward cannot be differentiated
+            return []
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                size[i] = max(size[i], float(gradient.abs().max()))
+    return [norm for norm, value in zip(norms, size, strict=True) if value > _VISIBLE]
+
+
+def _shows_when_reset(model: nn.Module, norm: NormSite, calls: Sequence[Call], before: list[_Outputs]) -> bool:
     with _restored(model) as parameters:
         _neutralise(parameters, norm)
         after = (_run(model, [call], repeats=1) for call in calls)
@@ -143,13 +184,23 @@ def _is_visible(model: nn.Module, norm: NormSite, calls: Sequence[Call], before:
 def _run(model: nn.Module, calls: Sequence[Call], repeats: int = 2) -> list[_Outputs]:
     """Outputs of every call, by default twice in a row: a module may keep a tensor for its next call."""
     results = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), default_float64(), Float64Mode():
-        for call in calls:
-            for _ in range(repeats):
-                torch.manual_seed(0)
-                kwargs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.kwargs.items()}
-                results.append([(key, tensor.clone()) for key, tensor in output_tensors(model(**kwargs))])
+    with torch.no_grad():
+        for call in (call for call in calls for _ in range(repeats)):
+            with _reproducible():
+                output = model(**_cloned(call))
+            results.append([(key, tensor.clone()) for key, tensor in output_tensors(output)])
     return results
+
+
+@contextlib.contextmanager
+def _reproducible() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), default_float64(), Float64Mode():
+        torch.manual_seed(0)
+        yield
+
+
+def _cloned(call: Call) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.kwargs.items()}
 
 
 def _difference(expected: list[_Outputs], actual: list[_Outputs]) -> float:

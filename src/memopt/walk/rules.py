@@ -51,6 +51,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def compact(ids: Tensor) -> Tensor:
+    """`ids` with every broadcast dimension cut to one: the same ids, fewer copies to look at."""
+    for dim, stride in enumerate(ids.stride()):
+        if stride == 0 and ids.size(dim) > 1:
+            ids = ids.narrow(dim, 0, 1)
+    return ids
+
+
 @dataclass(frozen=True)
 class OpCall:
     """One aten op as the dispatcher saw it."""
@@ -158,7 +166,7 @@ def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
         dims = [call.args[1] % ids.dim()]
     else:
         return "selection that depends on values"
-    if any(not torch.equal(ids.narrow(d, 0, 1).expand_as(ids), ids) for d in dims):
+    if not all(_constant_along(ids, d) for d in dims):
         return "selection that depends on values"
     if call.name == "index":
         firsts = tuple(slice(None) if d not in dims else 0 for d in range(ids.dim()))
@@ -172,6 +180,10 @@ def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
         if d != dims[0] and out.size(d) != ids.size(d):
             first = first.narrow(d, 0, out.size(d))
     return [(out, replace(shadow, ids=first.expand(out.shape)))]
+
+
+def _constant_along(ids: Tensor, dim: int) -> bool:
+    return ids.stride(dim) == 0 or torch.equal(ids.narrow(dim, 0, 1).expand_as(ids), ids)
 
 
 def _get(shadow_of: ShadowOf, tensor: Any) -> Shadow:
@@ -242,14 +254,13 @@ def _add(call: OpCall, shadow_of: ShadowOf) -> Effect:
         return _added_to(call)
     if a.ids.shape != b.ids.shape or call.kwargs.get("alpha", 1) != 1:
         return "residual add"
-    same = (a.ids == b.ids) | (a.ids == ZERO) | (b.ids == ZERO)
-    if not bool(same.all()):
-        own = {int(i) for s in (a, b) for i in (s.ids.min(), s.ids.max())}
-        shared = len(own) <= 2 or torch.equal(a.ids.unique(), b.ids.unique())
+    one, other = compact(a.ids), compact(b.ids)
+    if not bool(((one == other) | (one == ZERO) | (other == ZERO)).all()):
+        shared = torch.equal(one.unique(), other.unique())
         return "rotary embedding or other mix of its channels" if shared else "residual add"
-    shift = a.shift and b.shift and torch.equal(a.ids, b.ids)
+    shift = a.shift and b.shift and bool((one == other).all())
     scale = a.scale + b.scale if call.name == "add" else a.scale - b.scale
-    return [(call.out, Shadow(torch.maximum(a.ids, b.ids), shift, scale))]
+    return [(call.out, Shadow(torch.maximum(one, other).expand(call.out.shape), shift, scale))]
 
 
 def _added_to(call: OpCall) -> str:
@@ -267,7 +278,7 @@ def _reduce(call: OpCall, shadow_of: ShadowOf) -> Effect:
     ids, count = shadow.ids.expand(source.shape), 1
     for d in sorted((x % source.dim() for x in ([dims] if isinstance(dims, int) else dims)), reverse=True):
         first = ids.narrow(d, 0, 1)
-        if not torch.equal(first.expand_as(ids), ids):
+        if not _constant_along(ids, d):
             return "reduction over channels"
         ids = first if keep else first.squeeze(d)
         count *= source.size(d)

@@ -25,7 +25,7 @@ from memopt.walk.parameters import ParameterTable, ParameterView, storage_key
 from memopt.walk.precision import widen
 from memopt.walk.probe import NormProbe
 from memopt.walk.records import NormRecord, Use
-from memopt.walk.rules import OpCall, Shadow, propagate, tensors_in
+from memopt.walk.rules import OpCall, Shadow, compact, propagate, tensors_in
 from memopt.walk.sites import Reach
 
 
@@ -118,10 +118,10 @@ class ShadowMode(TorchDispatchMode):
     def _leave(self, name: str, output: Any) -> None:
         while self._stack and self._stack.pop() != name:
             pass
-        # An inner model's last_hidden_state is promised to whoever asks that model, whatever this one makes of it.
+        # What an inner model returns is promised to whoever asks that model, whatever this one makes of it.
         if name and isinstance(output, Mapping) and "last_hidden_state" in output:
             with self.unobserved():
-                self._outputs({"last_hidden_state": output["last_hidden_state"]}, name)
+                self._outputs(output, name)
 
     def _activated(self, name: str, args: tuple[Any, ...], output: Any) -> None:
         if self.labels is not None and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
@@ -296,6 +296,7 @@ class ShadowMode(TorchDispatchMode):
         """Norms whose channels are among `ids`."""
         if not ids.numel():
             return
+        ids = compact(ids)
         lowest, highest = int(ids.amin()), int(ids.amax())
         for record in self._by_base[max(0, bisect_right(self._bases, lowest) - 1) : bisect_right(self._bases, highest)]:
             first, last = record.base, record.base + record.width - 1

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
-from memopt.walk.config import config_nodes, integer_field, integer_fields, is_integer
+from memopt.walk.config import config_nodes, integer_field, integer_fields, is_integer, one_line
 from memopt.walk.instantiate import instantiate
 from memopt.walk.shrink_depth import cut_depth
 from memopt.walk.shrink_width import decide_widths, scale_widths
@@ -58,8 +58,7 @@ def shrunken(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             small = _apply(config, recipe)
             parameters = _count_parameters(small)
         except Exception as error:  # A config class may object to a combination in any way it likes.
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            failures.append(f"{recipe.name}: {reason}")
+            failures.append(f"{recipe.name}: {one_line(error)}")
             continue
         if parameters > recipe.max_parameters:
             failures.append(f"{recipe.name}: still {parameters / 1e6:.0f} M parameters")

@@ -1,0 +1,84 @@
+"""What the hub refuses, in one sentence with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from memopt.checkpoint import hub
+from memopt.checkpoint.hub import locate
+from memopt.errors import ModelError
+
+
+def failure(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind)  # their constructors want a response
+    error.args = ("first line\nsecond line",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (errors.GatedRepoError, "gated"),
+        (errors.RepositoryNotFoundError, "neither a folder here nor a model on the hub"),
+        (errors.RevisionNotFoundError, "no revision 'v9'"),
+        (errors.LocalEntryNotFoundError, "not in the hub's cache"),
+        (errors.OfflineModeIsEnabled, "not in the hub's cache"),
+        (errors.HfHubHTTPError, "could not be downloaded"),
+        (errors.HFValidationError, "valid hub id"),
+        (ConnectionError, "could not be downloaded: first line"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], words: str
+) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        raise failure(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelError, match=words) as caught:
+        locate("some/model", revision="v9")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_the_variable_that_forbids_the_network_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert variable in hub._why_offline()
+
+
+def test_pickles_are_fetched_only_if_allowed_and_only_without_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+
+    def download(model: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
+        calls.append(ignore_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    locate("some/model")
+    assert all("*.bin" in ignored for ignored in calls)
+    locate("some/model", allow_pickle=True)
+    assert "*.bin" not in calls[-1]
+    (tmp_path / "model.safetensors").touch()
+    calls.clear()
+    locate("some/model", allow_pickle=True)
+    assert len(calls) == 1
+
+
+def test_without_weights_no_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def download(model: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
+        calls.append(ignore_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    locate("some/model", weights=False, allow_pickle=True)
+    assert ["*.safetensors" in ignored and "*.bin" in ignored for ignored in calls] == [True]

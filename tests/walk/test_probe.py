@@ -1,0 +1,193 @@
+"""Probes tell what a module computes from its behaviour alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from memopt.walk.probe import NormProbe, probe_activation, probe_norm
+
+WIDTH = 12
+
+
+class HandWrittenRMS(nn.Module):
+    """Upcasts inside, as decoders do; the attribute names say nothing."""
+
+    def __init__(self, before: bool = True, offset: int = 0, eps: float = 3e-6) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(WIDTH) - offset)
+        self.before, self.offset, self.tiny = before, offset, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.float32)
+        z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.tiny)
+        if self.before:
+            return (self.offset + self.alpha) * z.to(x.dtype)
+        return ((self.offset + self.alpha.float()) * z).to(x.dtype)
+
+
+class ShiftFirst(nn.Module):
+    """A layer norm whose bias is registered before its scale, with a constant eps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(WIDTH))
+        self.second = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), self.second, self.first, 2e-4)
+
+
+class AlmostRMS(nn.Module):
+    """Divides by the norm plus eps, which is no RMS normalisation at small inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6)
+
+
+class GatedRMS(HandWrittenRMS):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * F.silu(gate)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class AnyWidthRMS(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+
+def probed(module: nn.Module) -> NormProbe:
+    probe = probe_norm(module)
+    assert isinstance(probe, NormProbe)
+    return probe
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12, 0.0])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layer_norm_is_told_with_its_eps(eps: float, device: str) -> None:
+    assert probed(nn.LayerNorm(WIDTH, eps=eps, device=device)) == NormProbe(
+        "layer", WIDTH, eps, "weight", "bias", 0, "after"
+    )
+
+
+def test_rms_norm_with_its_default_eps_has_that_of_fp32() -> None:
+    assert probed(nn.RMSNorm(WIDTH)).eps == torch.finfo(torch.float32).eps
+
+
+def test_layer_norm_without_affine_is_found() -> None:
+    probe = probed(nn.LayerNorm(WIDTH, elementwise_affine=False))
+    assert (probe.kind, probe.hidden_size, probe.weight, probe.bias) == ("layer", WIDTH, None, None)
+
+
+def test_norm_without_parameters_or_width_is_found() -> None:
+    probe = probed(AnyWidthRMS())
+    assert (probe.kind, probe.hidden_size, probe.eps) == ("rms", None, 1e-6)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_cast_order_and_offset_are_measured(before: bool, offset: int) -> None:
+    probe = probed(HandWrittenRMS(before, offset))
+    assert (probe.kind, probe.eps, probe.offset) == ("rms", 3e-6, offset)
+    assert probe.cast == ("before" if before else "after")
+
+
+def test_scale_and_shift_are_told_apart_by_what_they_do() -> None:
+    probe = probed(ShiftFirst())
+    assert (probe.weight, probe.bias, probe.eps) == ("second", "first", 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (AlmostRMS(), "neither an RMS nor a layer normalisation"),
+        (GatedRMS(), "takes a second tensor"),
+        (Scale(), "normalises nothing"),
+        (nn.BatchNorm2d(WIDTH), "dimension 1"),
+        (nn.GroupNorm(3, WIDTH), "dimension 1"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_looks_like_a_norm_has_a_reason(module: nn.Module, words: str) -> None:
+    assert words in str(probe_norm(module))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Embedding(1, WIDTH), nn.GELU(), nn.Dropout(), nn.Identity()],
+    ids=lambda module: type(module).__name__,
+)
+def test_other_modules_are_no_norms(module: nn.Module) -> None:
+    assert probe_norm(module) is None
+
+
+def test_probing_leaves_the_module_alone() -> None:
+    module = nn.LayerNorm(WIDTH).train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    probe_norm(module)
+    assert module.training
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_the_cache_does_not_confuse_different_eps() -> None:
+    cache: dict[object, object] = {}
+    found = [probe_norm(nn.LayerNorm(WIDTH, eps=eps), cache=cache) for eps in (1e-5, 1e-6, 1e-5)]
+    assert [probe.eps for probe in found if isinstance(probe, NormProbe)] == [1e-5, 1e-6, 1e-5]
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "operations"),
+    [
+        ("gelu", "gelu_erf", 1),
+        ("gelu_python", "gelu_erf", 5),
+        ("gelu_new", "gelu_tanh", 8),
+        ("gelu_pytorch_tanh", "gelu_tanh", 1),
+        ("quick_gelu", "quick_gelu", 3),
+        ("silu", "silu", 1),
+        ("relu", "relu", 1),
+        ("relu2", "relu2", 2),
+        ("mish", "mish", 1),
+        ("tanh", "tanh", 1),
+        ("sigmoid", "sigmoid", 1),
+        ("gelu_10", "other", 2),
+    ],
+)
+def test_activations_are_told_by_value(name: str, kind: str, operations: int) -> None:
+    probe = probe_activation(ACT2FN[name])
+    assert probe is not None
+    assert (probe.kind, probe.operations) == (kind, operations)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Identity(),
+        nn.Dropout(0.5),
+        nn.Softmax(-1),
+        nn.Flatten(),
+        nn.Linear(4, 4),
+        nn.AdaptiveAvgPool1d(1),
+        nn.PReLU(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_other_modules_are_no_activations(module: nn.Module) -> None:
+    assert probe_activation(module) is None

@@ -1,0 +1,92 @@
+"""Walks of live models: wrapped, not from transformers, or not runnable."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.observe import NOT_IN_MEMORY, walk_model
+from memopt.walk.sites import Sites
+from tests.factories import tiny_model
+
+
+class Plain(nn.Module):
+    """No config, so no inputs can be made for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def lora() -> Sites:
+    config = peft.LoraConfig(target_modules="all-linear", r=2, lora_dropout=0.1)
+    return walk_model(peft.get_peft_model(tiny_model("llama"), config))
+
+
+def test_structure_is_that_of_the_unwrapped_model() -> None:
+    sites = walk_model(tiny_model("llama"))
+    assert sites.blocks == ("model.layers.0", "model.layers.1")
+    assert len(sites.gated_mlps) == 2
+    assert sites.norms[0].consumers
+
+
+def test_nothing_is_folded_in_memory() -> None:
+    sites = walk_model(tiny_model("llama"))
+    assert all(NOT_IN_MEMORY in norm.fold_obstacles and norm.proof is None for norm in sites.norms)
+
+
+def test_lora_matrices_are_consumers_too(lora: Sites) -> None:
+    norm = next(n for n in lora.norms if n.name.endswith("layers.0.input_layernorm"))
+    kinds = {consumer.parameter.split("_proj.")[-1] for consumer in norm.consumers}
+    assert kinds == {"base_layer.weight", "lora_A.default.weight"}
+
+
+def test_gated_mlps_are_found_under_adapters(lora: Sites) -> None:
+    prefix = "base_model.model.model.layers"
+    assert [site.name for site in lora.gated_mlps] == [f"{prefix}.0.mlp", f"{prefix}.1.mlp"]
+    assert lora.gated_mlps[0].down == f"{prefix}.0.mlp.down_proj.base_layer.weight"
+
+
+def test_blocks_and_dropouts_are_found_under_adapters(lora: Sites) -> None:
+    assert lora.blocks == ("base_model.model.model.layers.0", "base_model.model.model.layers.1")
+    assert {round(d.probability, 6) for d in lora.dropouts} == {0.1}
+
+
+def test_a_model_of_ones_own_is_walked_with_inputs() -> None:
+    sites = walk_model(Plain(), {"x": torch.randn(2, 3, 8)})
+    assert [norm.name for norm in sites.norms] == ["blocks.0.0", "blocks.1.0"]
+    assert [c.parameter for c in sites.norms[0].consumers] == ["blocks.0.1.weight"]
+    assert [(a.kind, a.source) for a in sites.activations][:1] == [("gelu_erf", "blocks.0.1.weight")]
+    assert sites.blocks == ("blocks.0", "blocks.1")
+    assert (sites.model_class, sites.model_type) == ("Plain", "")
+
+
+def test_without_inputs_modules_are_probed_and_the_rest_is_said_to_be_unknown() -> None:
+    sites = walk_model(Plain())
+    assert [(norm.name, norm.kind, norm.executed) for norm in sites.norms] == [
+        ("blocks.0.0", "layer", False),
+        ("blocks.1.0", "layer", False),
+    ]
+    assert [a.kind for a in sites.activations] == ["gelu_erf", "gelu_erf"]
+    assert [(d.name, d.probability) for d in sites.dropouts] == [("blocks.0.3", 0.3), ("blocks.1.3", 0.3)]
+    assert any("no forward of the model runs here" in note for note in sites.notes)
+
+
+def test_the_live_model_is_not_touched() -> None:
+    model = tiny_model("bert").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    walk_model(model)
+    assert model.training
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
