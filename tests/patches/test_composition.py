@@ -221,10 +221,13 @@ def test_an_instance_whose_forward_was_replaced_is_left_with_a_warning():
         memopt.patch(model)
 
 
-def test_a_patched_state_dict_can_be_pickled():
-    model = memopt.patch(tiny_model("llama"))
-    restored = pickle.loads(pickle.dumps(model.state_dict()))
-    tiny_model("llama").load_state_dict(restored)
+def test_a_patched_model_survives_pickling():
+    model, inputs = memopt.patch(tiny_model("gpt2")), tiny_inputs("gpt2", 2, 16)
+    restored = pickle.loads(pickle.dumps(model))
+    assert is_patched(restored)
+    _, expected = loss_and_gradients(model, inputs)
+    _, got = loss_and_gradients(restored, inputs)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])

@@ -80,9 +80,7 @@ def test_names_fit_80_columns_whole(width: int) -> None:
 
 
 def test_a_name_wider_than_the_column_continues_on_the_next_line() -> None:
-    name = "a" * 90
-    text = render(Entry("norm", name, "keep", "x"))
-    assert sum(line.count("a") for line in text.splitlines() if set(line.strip()) <= set("a" + "norm 1kep")) >= 90
+    assert render(Entry("norm", "z" * 90, "keep", "x")).count("z") == 90
 
 
 def test_the_site_of_the_whole_model_has_a_name() -> None:

@@ -67,7 +67,24 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(stock, vars(self)[_STATE], self, *args, **kwargs)
 
+        def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+            # The class has no importable name of its own: pickles say how to make it again.
+            return _rebuild, (cls, forward), dict(vars(self))
+
         # The stock name stays: wrapping policies, device maps and printed models go by it.
-        body = {"forward": patched, _ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        body = {
+            "forward": patched,
+            "__reduce_ex__": reduce,
+            _ORIGINAL: cls,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
         _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return _classes[key]
+
+
+def _rebuild(cls: type[nn.Module], forward: Forward) -> nn.Module:
+    """An empty instance, whose state the unpickler (or deepcopy) fills in."""
+    swapped = _subclass(cls, forward)
+    module: nn.Module = swapped.__new__(swapped)
+    return module

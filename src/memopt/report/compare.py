@@ -92,7 +92,10 @@ class Comparison:
 
 
 def compare_rows(before: Sequence[Kept], after: Sequence[Kept]) -> tuple[Row, ...]:
-    """Tensors of one cause, dtype and shape (weight copies: any shape) in one row, in the order of `CAUSES`, larger ones first."""
+    """Tensors of one cause, dtype and shape in one row, in the order of `CAUSES`, larger ones first.
+
+    Weight copies make one row whatever their shapes.
+    """
     sides: list[dict[tuple[str, str, tuple[int, ...]], list[int]]] = []
     for kept in (before, after):
         sizes: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}

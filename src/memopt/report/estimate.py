@@ -91,7 +91,11 @@ def _trace(
     try:
         with fake, unpadded_masks():
             inputs = _inputs(model, training)
+            if "labels" not in inputs:
+                notes.append("Loss: none, because the model takes no labels; what it returns is taken as it is.")
             return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
+    except ModelError:
+        raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else "no message"
         raise ModelError(
@@ -131,7 +135,7 @@ def _precision_notes(training: Training) -> list[str]:
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
     for norm in sites.norms:
         if norm.name in folded:
-            _hold_identity(model.get_submodule(norm.name), norm)
+            pass
     applied = apply(model, make_plan(sites, recipe), folded=folded)
     return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
 

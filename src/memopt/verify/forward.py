@@ -172,7 +172,8 @@ def _divergence(
         n=rows,
         detail=(
             f"KL {values['patched']:.3g}, the original's {values['original']:.3g}; "
-            f"top choice agrees with the reference in {agreement['patched']:.1%} of positions, the original's in {agreement['original']:.1%}"
+            f"top choice agrees with the reference "
+            f"in {agreement['patched']:.1%} of positions, the original's in {agreement['original']:.1%}"
         ),
     )
 

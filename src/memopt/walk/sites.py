@@ -29,7 +29,8 @@ class Consumer:
     axis: int
     """Axis of the weight that is contracted with the norm's channels."""
     channels: tuple[int, ...] | None = None
-    """Norm channel read by each coordinate along ``axis``; None when it is 0, 1, 2, ... in order."""
+    """Norm channel read by each coordinate along ``axis``, -1 where it reads something else; None when it is 0, 1, 2,
+    ... in order."""
     bias: str | None = None
     """Name of the bias added to this product; None when it has none."""
     scale: float = 1.0
