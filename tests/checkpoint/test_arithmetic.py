@@ -160,3 +160,10 @@ def test_range_changes_count_only_what_is_new() -> None:
     after = torch.tensor([math.inf, 0.0, 1e-7, 0.0, math.inf, math.nan], dtype=torch.float16)
     changes.count(before, after)
     assert (changes.infinities, changes.zeros, changes.subnormals) == (2, 1, 1)
+
+
+def test_what_is_far_below_a_tie_decides_it() -> None:
+    weight, bias = torch.tensor([[2.0**-8, 2.0**-40]]).bfloat16(), torch.ones(1).bfloat16()
+    for sign in (1, -1):
+        beta = torch.tensor([1.0, sign * 2.0**-40]).bfloat16()
+        assert fold_bias(bias, weight, beta).item() == (1 + 2**-7 if sign > 0 else 1)

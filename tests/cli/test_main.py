@@ -174,7 +174,7 @@ def test_a_printed_recipe_is_a_recipe(memopt: Memopt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["patch", "unpatch", "load", "Recipe", "load_recipe", "make_plan", "Plan", "__version__"]
+    "name", ["patch", "unpatch", "load", "plan_for", "Recipe", "load_recipe", "make_plan", "Plan", "__version__"]
 )
 def test_every_public_name_is_found(name: str) -> None:
     import memopt as package

@@ -89,6 +89,22 @@ def test_layer_norm_folds_into_every_layout_pass_and_block_sizes_do_not_matter(
     assert Verdict.of(verify_weights(out)).status == "pass"
 
 
+@pytest.mark.parametrize("tiny", [2.0**-40, 2.0**-29])
+def test_a_bias_whose_tie_is_decided_far_below_passes(tmp_path: Path, tiny: float) -> None:
+    tensors = {
+        "n.weight": torch.ones(2),
+        "n.bias": torch.tensor([1.0, tiny]),
+        "w": torch.tensor([[2.0**-8, tiny], [2.0**-8, -tiny]]),
+        "b": torch.ones(2),
+    }
+    model = write_checkpoint_files(tmp_path / "model", {name: t.bfloat16() for name, t in tensors.items()})
+    consumer = Consumer("w", "w", axis=1, bias="b")
+    norm = rms_norm(0, hidden_size=2, kind="layer", weight="n.weight", bias="n.bias", consumers=(consumer,))
+    out = write_checkpoint(open_source(str(model)), plan_of([norm]), tmp_path / "out").out
+    assert load_file(out / FILE)["b"].tolist() == [1 + 2**-7, 1.0]
+    assert Verdict.of(verify_weights(out)).status == "pass"
+
+
 @pytest.mark.parametrize("name", ["q.weight", "up.weight", "norm.weight"])
 def test_a_fold_that_skips_one_tensor_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     operations = FoldPlan.operations

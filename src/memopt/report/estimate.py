@@ -73,7 +73,7 @@ def _trace(
     notes = [*_attention_notes(model), *_precision_notes(training)]
     if recipe is not None:
         notes += _patch(model, sites, recipe, folded)
-    model.train()
+    model.train(training.dropout)
     trained: nn.Module = model
     if training.train == "lora":
         trained = add_adapters(
@@ -135,7 +135,7 @@ def _precision_notes(training: Training) -> list[str]:
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
     for norm in sites.norms:
         if norm.name in folded:
-            pass
+            _hold_identity(model.get_submodule(norm.name), norm)
     applied = apply(model, make_plan(sites, recipe), folded=folded)
     return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
 

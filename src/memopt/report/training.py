@@ -25,6 +25,8 @@ class Training:
     lora_rank: int = 8
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     checkpointing: Checkpointing = "none"
+    dropout: bool = True
+    """False: eval mode, so that no dropout keeps a mask."""
     adapter_fp32: bool = False
     """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
 

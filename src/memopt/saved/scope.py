@@ -81,21 +81,28 @@ class _Pack:
         if base is None:
             base = tensor
         node: Node = base.grad_fn
-        if node is not None and tensor._version == 0 and node._sequence_nr() >= self._first_node:
-            source, cast = node, None
-            if node.name() == _CAST_NODE:
-                source, cast = node.next_functions[0][0], tensor.dtype
+        if node is not None and tensor._version == 0:
+            source, casts = _below_casts(node)
             rule = RULES.get(source.name()) if source is not None else None
-            if rule is not None and self._applies(rule, source, cast):
-                return Handle(source, rule, cast, tensor, base)
+            if rule is not None and self._applies(rule, source):
+                return Handle(source, rule, casts, tensor, base)
         if self._outer_pack is not None:
             return _Forwarded(self._outer_pack(tensor), self._outer_unpack)
         return _Kept(tensor)
 
-    def _applies(self, rule: Rule, node: Node, cast: torch.dtype | None) -> bool:
-        if cast is not None and (rule.family != "norm" or node._sequence_nr() < self._first_node):
-            return False
-        return rule.family in self._families and rule.keeps_enough(node)
+    def _applies(self, rule: Rule, node: Node) -> bool:
+        return (
+            rule.family in self._families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
+        )
+
+
+def _below_casts(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
+    """The node that made what was cast, and the dtypes it was cast to, in order. Autocast and adapters cast."""
+    casts: tuple[torch.dtype, ...] = ()
+    while node is not None and node.name() == _CAST_NODE:
+        casts = (node._input_metadata[0].dtype, *casts)
+        node = node.next_functions[0][0]
+    return node, casts
 
 
 def _unpack(packed: Handle | _Kept | _Forwarded) -> Tensor:
@@ -162,7 +169,7 @@ class _Remade:
     def __init__(self) -> None:
         self.holders = 0
         self.served = 0
-        self.values: dict[torch.dtype | None, Tensor] = {}
+        self.values: dict[tuple[torch.dtype, ...], Tensor] = {}
 
     def release(self, *_: object) -> None:
         self.served = 0
@@ -172,10 +179,12 @@ class _Remade:
 class Handle:
     """Stands for a tensor that `node` can make again."""
 
-    __slots__ = ("_base_stride", "_cast", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+    __slots__ = ("_base_stride", "_casts", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
 
-    def __init__(self, node: Node, rule: Rule, cast: torch.dtype | None, tensor: Tensor, base: Tensor) -> None:
-        self._node, self._rule, self._cast = node, rule, cast
+    def __init__(
+        self, node: Node, rule: Rule, casts: tuple[torch.dtype, ...], tensor: Tensor, base: Tensor
+    ) -> None:
+        self._node, self._rule, self._casts = node, rule, casts
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._base_stride = base.stride()
@@ -189,16 +198,16 @@ class Handle:
 
     def unpack(self) -> Tensor:
         remade = self._remade
-        value = remade.values.get(self._cast)
+        value = remade.values.get(self._casts)
         if value is None:
-            value = remade.values[self._cast] = self._make()
+            value = remade.values[self._casts] = self._make()
         remade.served += 1
         if remade.served >= remade.holders:
             remade.release()
         return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
 
     def _make(self) -> Tensor:
-        value = self._remade.values.get(None)
+        value = self._remade.values.get(())
         if value is None:
             _remaking.depth += 1
             try:
@@ -206,8 +215,8 @@ class Handle:
                     value = self._rule.remake(self._node)
             finally:
                 _remaking.depth -= 1
-        if self._cast is not None:
-            value = value.to(self._cast)
+        for dtype in self._casts:
+            value = value.to(dtype)
         if value.stride() != self._base_stride:
             value = torch.empty_strided(value.size(), self._base_stride, dtype=value.dtype, device=value.device).copy_(
                 value

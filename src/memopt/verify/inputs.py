@@ -60,10 +60,15 @@ class Probes:
     """What they are, in words."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens (or patches: the first dimensions) of the first batch's main input."""
-        first = next(iter(self.batches[0].values()))
-        return int(first.shape[0] * first.shape[1]) if first.dim() > 1 else int(first.numel())
+    def rows(self) -> int:
+        """Rows of the first batch."""
+        return int(next(iter(self.batches[0].values())).shape[0])
+
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Tokens in each row of the first batch; None where the model reads no tokens."""
+        ids = self.batches[0].get("input_ids")
+        return None if ids is None else int(ids.shape[1])
 
 
 def probe_inputs(model: nn.Module, folder: Path) -> Probes:

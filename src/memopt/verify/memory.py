@@ -18,13 +18,16 @@ from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
 from memopt.recipe import load_recipe
 from memopt.report.account import Account, account, live_bytes
-from memopt.report.estimate import predict
+from memopt.report.estimate import trace_account
+from memopt.report.training import Precision, Training
 from memopt.verify.gradient import training_loss
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import cast_inputs, free_memory, load_patched, load_stock, stored_dtype
 from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
+
+_PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 #: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
@@ -38,23 +41,22 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False) -> list[Chec
     sites = walk_model(stock_model)
     stock, _ = _measure(stock_model, probes, sites)
     config: Any = stock_model.config
-    dtype = stored_dtype(stock_model)
+    precision = _PRECISIONS.get(stored_dtype(stock_model))
     del stock_model
     free_memory()
     model = load_patched(folder, trust_remote_code=trust_remote_code)
     patched, live = _measure(model, probes, sites)
     del model
     free_memory()
-    inputs = {**probes.batches[0], **probes.targets[0]}
-    recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
-    try:
-        predicted = predict(config, inputs, sites=sites, recipe=recipe, folded=manifest.folded_norms(), dtype=dtype)
-    except ModelError as error:
-        predicted = None
-        unpredicted = str(error)
     checks = list(_compare(stock, patched, live, probes))
-    if predicted is None:
-        return [*checks, _skip(unpredicted)]
+    if precision is None:
+        return [*checks, _skip("no trace is made for checkpoints in this dtype")]
+    recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
+    training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False)
+    try:
+        predicted = trace_account(config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms())
+    except ModelError as error:
+        return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]
 
 

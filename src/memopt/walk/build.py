@@ -45,6 +45,8 @@ def build_meta(
         attn_implementation=attn_implementation,
         experts_implementation="batched_mm",
     )
+    # Some classes make parameters with a constructor that ignores the default device.
+    model.to(device="meta")
     model.eval()
     return model
 

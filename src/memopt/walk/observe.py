@@ -45,8 +45,8 @@ def walk_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: boo
     """
     if not isinstance(config, PreTrainedConfig):
         config = load_config(config, trust_remote_code=trust_remote_code)
-    sites = find_sites(build_meta(config))
-    return _with_proofs(sites, config)
+    with _one_thread():
+        return _with_proofs(find_sites(build_meta(config)), config)
 
 
 def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
@@ -59,9 +59,21 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     for module in clone.modules():
         _drop_hooks(module)
     shapes = {name: _to_meta(value) for name, value in inputs.items()} if inputs is not None else None
-    sites = find_sites(clone, shapes)
+    with _one_thread():
+        sites = find_sites(clone, shapes)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
     return replace(sites, norms=tuple(norms))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: waking threads costs more than they do, much more on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _drop_hooks(module: nn.Module) -> None:
