@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
 from torch import nn
 
 from memopt.errors import ModelError, NegativeVerdict, RecipeError
@@ -97,11 +98,25 @@ def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, *
     cls: Any = model_class
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
-    model: nn.Module = cls.from_pretrained(directory, **kwargs)
+    model = from_pretrained(cls, directory, **kwargs)
     unfolded = load_recipe(manifest.recipe, ["norms.fold=never"])
     folded = manifest.folded_norms()
     names = {name for name, _ in model.named_modules() if _same_norm(name, folded)}
     _applied_or_raise(apply(model, make_plan(walk_model(model), unfolded), folded=names))
+    return model
+
+
+def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
+    """`cls.from_pretrained`, with one plain sentence where the files are at fault.
+
+    Raises:
+        ModelError: a weight file is missing or damaged, or does not fit the class.
+    """
+    try:
+        model: nn.Module = cls.from_pretrained(source, **kwargs)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"Cannot load '{source}': {reason}") from error
     return model
 
 

@@ -74,10 +74,7 @@ def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> R
     Raises:
         RecipeError: unknown name (with the nearest), unreadable file, unknown key or value.
     """
-    if isinstance(source, Recipe):
-        data = source.model_dump(mode="json")
-    else:
-        data = _read(_locate(str(source)))
+    data = source.model_dump(mode="json") if isinstance(source, Recipe) else _read(_locate(str(source)))
     for override in overrides:
         _set(data, override)
     try:

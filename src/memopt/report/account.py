@@ -63,7 +63,12 @@ class Account:
     @property
     def total(self) -> int:
         """All bytes kept for backward, those that hooks do not see included."""
-        return sum(kept.nbytes for kept in self.kept) + self.unseen
+        return self.saved + self.unseen
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the saved tensors alone."""
+        return sum(kept.nbytes for kept in self.kept)
 
     def per_part(self) -> dict[Part, int]:
         """Bytes of each part that keeps any."""

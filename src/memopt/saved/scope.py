@@ -91,9 +91,7 @@ class _Pack:
         return _Kept(tensor)
 
     def _applies(self, rule: Rule, node: Node) -> bool:
-        return (
-            rule.family in self._families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
-        )
+        return rule.family in self._families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
 
 
 def _below_casts(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
@@ -181,9 +179,7 @@ class Handle:
 
     __slots__ = ("_base_stride", "_casts", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
 
-    def __init__(
-        self, node: Node, rule: Rule, casts: tuple[torch.dtype, ...], tensor: Tensor, base: Tensor
-    ) -> None:
+    def __init__(self, node: Node, rule: Rule, casts: tuple[torch.dtype, ...], tensor: Tensor, base: Tensor) -> None:
         self._node, self._rule, self._casts = node, rule, casts
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()

@@ -102,7 +102,7 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         reference="stock modules, same weights and inputs",
         n=len(blocks),
     )
-    hidden = live - patched.total
+    hidden = live - patched.saved
     yield Check(
         id="memory.nothing_hidden",
         level="memory",

@@ -11,13 +11,11 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memopt.api import load
+from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
-from memopt.errors import ModelError
 from memopt.walk.build import load_config, model_class
 from memopt.walk.precision import Float64Mode, default_float64
 
@@ -62,12 +60,8 @@ def load_stock(
     keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     if revision is not None:
         keywords["revision"] = revision
-    try:
-        with quiet():
-            model: nn.Module = cls.from_pretrained(source, **keywords)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"Cannot load '{source}': {str(error).splitlines()[0]}") from None
-    return model.eval()
+    with quiet():
+        return from_pretrained(cls, source, **keywords).eval()
 
 
 def load_patched(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

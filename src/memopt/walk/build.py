@@ -46,7 +46,7 @@ def build_meta(
         experts_implementation="batched_mm",
     )
     # Some classes make parameters with a constructor that ignores the default device.
-    model.to(device="meta")
+    nn.Module.to(model, "meta")
     model.eval()
     return model
 

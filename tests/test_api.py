@@ -1,0 +1,151 @@
+"""memopt.load and what becomes of a patched checkpoint afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import memopt
+from memopt.cli.main import main
+from memopt.errors import ModelError
+from memopt.patches.apply import is_patched
+from tests.factories import NAMES, tiny_inputs, tiny_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """name, dtype -> (original folder, folder patched with `exact`), made once."""
+    root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+        if (name, dtype) not in made:
+            original = root / f"{name}-{str(dtype)[6:]}"
+            tiny_model(name, dtype).save_pretrained(original)
+            patched = Path(f"{original}-patched")
+            assert main(["patch", str(original), "--out", str(patched)]) == 0
+            made[name, dtype] = (original, patched)
+        return made[name, dtype]
+
+    return make
+
+
+def tensor_names(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def load_stock(folder: Path, name: str) -> torch.nn.Module:
+    return getattr(transformers, type(tiny_model(name)).__name__).from_pretrained(folder, dtype="auto").train()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_classes_load_the_patched_files_and_compute_the_same_function(checkpoint, name):
+    original, patched = checkpoint(name)
+    inputs = tiny_inputs(name, 2, 16)
+    with torch.no_grad():
+        expected = load_stock(original, name).double()(**_double(inputs)).logits
+        got = load_stock(patched, name).double()(**_double(inputs)).logits
+    # One rounding of the folded weights to fp32, through a few layers.
+    assert (got - expected).norm() <= 100 * torch.finfo(torch.float32).eps * expected.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_load_gives_the_loss_of_the_original(checkpoint, name):
+    original, patched = checkpoint(name)
+    model = memopt.load(patched).train()
+    assert is_patched(model)
+    inputs = tiny_inputs(name, 2, 16)
+    expected = load_stock(original, name)(**inputs).loss.item()
+    assert model(**inputs).loss.item() == pytest.approx(expected, rel=100 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saving_a_loaded_model_keeps_every_tensor_name(checkpoint, name, tmp_path):
+    original, patched = checkpoint(name)
+    memopt.load(patched).save_pretrained(tmp_path)
+    assert tensor_names(tmp_path) == tensor_names(patched) == tensor_names(original)
+    with torch.no_grad():
+        inputs = tiny_inputs(name, 2, 16)
+        assert torch.equal(load_stock(tmp_path, name)(**inputs).logits, load_stock(patched, name)(**inputs).logits)
+
+
+def test_folded_norms_are_buffers_and_the_others_stay_parameters(checkpoint):
+    model = memopt.load(checkpoint("llama")[1])
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    assert "model.layers.0.input_layernorm.weight" in buffers
+    assert "model.layers.0.input_layernorm.weight" not in parameters
+    assert "model.norm.weight" in parameters
+
+
+def test_a_folded_norm_that_was_trained_away_from_the_identity_is_shared_with_its_affine(checkpoint, tmp_path):
+    stock = load_stock(checkpoint("llama")[1], "llama")
+    with torch.no_grad():
+        stock.model.layers[0].input_layernorm.weight.mul_(1.5)
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "memopt.json").write_bytes((checkpoint("llama")[1] / "memopt.json").read_bytes())
+    model = memopt.load(tmp_path).train()
+    assert "model.layers.0.input_layernorm.weight" in dict(model.named_parameters())
+    inputs = tiny_inputs("llama", 2, 16)
+    assert model(**inputs).loss.item() == pytest.approx(stock.train()(**inputs).loss.item(), rel=1e-6)
+
+
+def test_another_head_class_loads_the_same_folds(checkpoint):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = memopt.load(
+            checkpoint("llama")[1], model_class=transformers.AutoModelForSequenceClassification, num_labels=2
+        )
+    assert is_patched(model)
+    assert "model.layers.0.input_layernorm.weight" in dict(model.named_buffers())
+    base = memopt.load(checkpoint("llama")[1], model_class=transformers.AutoModel)
+    assert "layers.0.input_layernorm.weight" in dict(base.named_buffers())
+
+
+def test_a_loaded_model_trains_the_folded_parametrisation(checkpoint):
+    model = memopt.load(checkpoint("llama")[1]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = tiny_inputs("llama", 2, 16)
+    losses = []
+    for _ in range(5):
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    weight = model.model.layers[0].input_layernorm.weight
+    assert torch.equal(weight, torch.ones_like(weight))
+
+
+def test_unpatching_a_loaded_model_gives_plain_parameters_back(checkpoint):
+    model = memopt.unpatch(memopt.load(checkpoint("llama")[1]))
+    stock = load_stock(checkpoint("llama")[1], "llama")
+    assert set(dict(model.named_parameters())) == set(dict(stock.named_parameters()))
+
+
+def test_loading_in_another_dtype(checkpoint):
+    model = memopt.load(checkpoint("llama")[1], dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert is_patched(model)
+
+
+def test_patching_a_patched_folder_says_so_and_exits_with_one(checkpoint, tmp_path, capsys):
+    assert main(["patch", str(checkpoint("llama")[1]), "--out", str(tmp_path / "again")]) == 1
+    assert "already patched" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("folder", ["missing", "plain"])
+def test_loading_something_else_is_an_error(checkpoint, tmp_path, folder):
+    path = tmp_path / "missing" if folder == "missing" else checkpoint("llama")[0]
+    with pytest.raises(ModelError, match="memopt patch"):
+        memopt.load(path)
+
+
+def _double(inputs):
+    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
