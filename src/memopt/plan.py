@@ -97,8 +97,6 @@ def _decide_norm(norm: NormSite, recipe: Recipe) -> tuple[Action, str]:
         return "keep", "the recipe leaves norms alone"
     if not recipe.selects(norm.name):
         return "keep", "excluded by the recipe's targets or ignore"
-    if not norm.executed:
-        return "keep", "no forward of the walk ran it"
     if norm.weight is None:
         return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
     if recipe.norms.fold == "never":

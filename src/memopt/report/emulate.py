@@ -60,20 +60,25 @@ def unpadded_masks() -> Iterator[None]:
 
 def _mask(
     *,
-    q_length: int,
     kv_length: int,
+    q_length: int | None = None,
+    cache_position: Tensor | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
+    # The first releases of transformers 5 tell the positions of the queries, later ones how many there are.
+    if cache_position is not None:
+        kwargs["cache_position"] = cache_position
+        q_length = cache_position.shape[0]
+    else:
+        kwargs["q_length"] = q_length
     skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
     if skippable and (local_size is None or kv_length < local_size):
         return None
-    mask: Tensor | None = sdpa_mask(
-        q_length=q_length, kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs
-    )
+    mask: Tensor | None = sdpa_mask(kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs)
     return mask
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from memopt.walk.inputs import dummy_inputs, training_targets
 
-TOKENS = 128
+BATCH, TOKENS = 2, 128
 
 _TEXTS = (
     "Rivers shape the land slowly. In spring the melting snow fills every stream, and the water carries sand and "
@@ -78,21 +78,24 @@ def probe_inputs(model: nn.Module, folder: Path) -> Probes:
         ModelError: nothing is known of what the forward takes.
     """
     batches = [dummy_inputs(model, seed=seed) for seed in (0, 1)]
+    # Asked of the small inputs: finding out which labels fit takes forwards.
+    targets = [training_targets(model, batch) for batch in batches]
     source = "synthetic"
     if "input_ids" in batches[0]:
         rows = _token_rows(folder, _limit(model), _vocabulary(model))
         if rows is not None:
-            batches = [{**batch, **_with_tokens(batch, rows[2 * i : 2 * i + 2])} for i, batch in enumerate(batches)]
+            texts = rows.split(BATCH)
+            targets = [_text_labels(*triple) for triple in zip(batches, targets, texts, strict=True)]
+            batches = [{**batch, **_with_tokens(batch, ids)} for batch, ids in zip(batches, texts, strict=True)]
             source = f"text, {len(rows)} x {rows.shape[1]} tokens"
-    return Probes(tuple(batches), tuple(_targets(model, batch) for batch in batches), source)
+    return Probes(tuple(batches), tuple(targets), source)
 
 
-def _targets(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Labels: the text itself where every token is one, else classes at random."""
-    targets = training_targets(model, batch)
-    ids = batch.get("input_ids")
-    if ids is not None and targets and targets["labels"].shape == ids.shape:
-        return {"labels": ids}
+def _text_labels(batch: dict[str, Any], targets: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """The text itself where every token has a label, else the labels as they are."""
+    labels = targets.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape:
+        return {**targets, "labels": rows}
     return targets
 
 

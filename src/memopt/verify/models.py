@@ -61,7 +61,9 @@ def load_stock(
     if revision is not None:
         keywords["revision"] = revision
     with quiet():
-        return from_pretrained(cls, source, **keywords).eval()
+        model = from_pretrained(cls, source, **keywords).eval()
+    # `from_pretrained` leaves buffers (rotary frequencies) in fp32, which would meet doubles.
+    return nn.Module.double(model) if dtype == torch.float64 else model
 
 
 def load_patched(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:

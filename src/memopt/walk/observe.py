@@ -96,7 +96,8 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         for name, record in mode.norms.items()
         if not record.rejected
     )
-    owners = {linear.module for linear in linears}
+    # Where no forward ran, whatever holds a matrix stands for the linears that were not seen.
+    owners = {linear.module for linear in linears} or _matrix_owners(model)
     functions = {
         module: f"a norm called as a function ({function}) in the forward of this module"
         for module, function in labels.function_norms.items()
@@ -119,6 +120,14 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         notes=tuple(_notes(observed, norms)),
         traces=tuple(observed.traces),
     )
+
+
+def _matrix_owners(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    }
 
 
 def _to_meta(value: Any) -> Any:
@@ -173,12 +182,19 @@ def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], 
 @contextlib.contextmanager
 def _plain_torch(float64: bool) -> Iterator[None]:
     """No fused encoder fast path, which would hide a layer in one op; doubles by default where wanted."""
-    before = torch.backends.mha.get_fastpath_enabled()
+    before, is_enabled = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_enabled
+
+    def is_enabled_anywhere(*device: Any) -> bool:
+        # Older models ask this of the device of their inputs, and torch knows no autocast on meta.
+        return device != ("meta",) and is_enabled(*device)
+
     torch.backends.mha.set_fastpath_enabled(False)
+    torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
     try:
         with default_float64() if float64 else contextlib.nullcontext():
             yield
     finally:
+        torch.is_autocast_enabled = is_enabled
         torch.backends.mha.set_fastpath_enabled(before)
 
 
