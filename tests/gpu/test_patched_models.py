@@ -16,7 +16,6 @@ from tests.factories import NAMES, tiny_inputs, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
 ]
 
 DEVICE = "cuda"
