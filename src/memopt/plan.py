@@ -126,6 +126,8 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
             yield Entry("activation", site.name, "keep", "the recipe leaves activations alone")
         elif not recipe.selects(site.name):
             yield Entry("activation", site.name, "keep", "excluded by the recipe's targets or ignore")
+        elif not site.replays:
+            yield Entry("activation", site.name, "keep", "random or different in train mode: it cannot be run again")
         elif site.gated_mlp in gated:
             yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
         elif site.kind == "relu":

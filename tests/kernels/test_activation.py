@@ -38,6 +38,12 @@ def test_it_keeps_its_input_and_nothing_else():
     assert kept[0].data_ptr() == z.data_ptr()
 
 
+def test_a_double_backward_is_an_error():
+    z = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(recomputed_activation(z, gelu_new).sum(), z, create_graph=True)
+
+
 def test_backward_computes_in_the_dtypes_of_the_forward_under_autocast():
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     z = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

@@ -240,3 +240,112 @@ def test_torch_compile_gives_the_stock_gradients(name):
     model.zero_grad()
     compiled(**inputs).loss.backward()
     assert_close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, stock)
+
+
+class NoisyActivation(nn.Module):
+    """Several operations, smooth, and random in training."""
+
+    def forward(self, z):
+        return torch.nn.functional.dropout(0.5 * z * (1 + torch.tanh(z)), 0.3, self.training)
+
+
+@pytest.mark.parametrize("activation", [NoisyActivation(), nn.RReLU()], ids=["noisy", "rrelu"])
+def test_a_random_activation_is_not_run_twice(activation):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), copy.deepcopy(activation), nn.Linear(16, 8), nn.LayerNorm(8)).train()
+
+    def gradients(model):
+        torch.manual_seed(1)
+        x = torch.linspace(-2, 2, 32).view(4, 8)
+        (model(x) * torch.linspace(-1, 3, 32).view(4, 8)).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    patched = memopt.patch(make(), inputs={"input": torch.randn(4, 8)})
+    assert_close(gradients(patched), gradients(make()))
+
+
+def test_experts_do_not_hide_the_blocks_of_a_model_in_memory():
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=67,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).train()
+    inputs = tiny_inputs("llama", 2, 24)
+    plan = memopt.plan_for(model)
+    assert plan.sites.blocks == ("model.layers.0", "model.layers.1")
+    before = account(model, lambda: model(**inputs).loss).saved
+    _, stock = loss_and_gradients(model, inputs)
+    memopt.patch(model)
+    assert account(model, lambda: model(**inputs).loss).saved < 0.8 * before
+    _, ours = loss_and_gradients(model, inputs)
+    assert_close(ours, stock)
+
+
+def test_a_norm_called_by_keyword_is_patched_too():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(self.norm(input=x))
+
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    stock = {name: p.grad.clone() for name, p in model.named_parameters()}
+    memopt.patch(model, inputs={"x": torch.randn(4, 8)})
+    model.zero_grad()
+    y = model(x)
+    assert "NormFunction" in y.grad_fn.next_functions[1][0].name()
+    y.sum().backward()
+    assert_close({name: p.grad for name, p in model.named_parameters()}, stock)
+
+
+def test_a_forward_that_is_replaced_later_is_honoured(monkeypatch):
+    model = memopt.patch(tiny_model("llama"))
+    cls = memopt.unpatch(tiny_model("llama")).model.layers[0].__class__
+    calls = []
+    stock = cls.forward
+
+    def replaced(self, *args, **kwargs):
+        calls.append(self)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", replaced)
+    model(**tiny_inputs("llama", 2, 8))
+    assert len(calls) == 2
+
+
+def test_unpatching_leaves_a_class_that_was_put_on_top():
+    model = memopt.patch(tiny_model("llama"))
+    layer = model.model.layers[0]
+    layer.__class__ = type("Sharded", (type(layer),), {"unshard": lambda self: "unsharded"})
+    memopt.unpatch(model)
+    assert layer.unshard() == "unsharded"
+    assert not is_patched(model)
+    assert model(**tiny_inputs("llama", 2, 8)).loss.isfinite()
+    with pytest.warns(UserWarning, match="a tool has built its own class"):
+        memopt.patch(model)
+
+
+def test_function_transforms_get_the_stock_operations():
+    model = memopt.patch(tiny_model("bert"))
+    inputs = tiny_inputs("bert", 2, 8)
+    parameters = dict(model.named_parameters())
+
+    def loss(values):
+        return torch.func.functional_call(model, values, kwargs=inputs).loss
+
+    gradients = torch.func.grad(loss)(parameters)
+    _, expected = loss_and_gradients(tiny_model("bert"), inputs)
+    assert_close({name: gradients[name] for name in expected}, expected)

@@ -367,3 +367,73 @@ def test_a_cast_copy_of_a_norm_output_under_autocast_is_not_kept():
     assert copies == 1
     loss.backward()
     assert x.grad.isfinite().all()
+
+
+def test_a_product_seen_as_complex_numbers_gets_the_stock_gradient():
+    torch.manual_seed(0)
+    a, b, w = (torch.randn(4, 16, requires_grad=True) for _ in range(3))
+
+    def run() -> list[Tensor]:
+        c, d = (torch.view_as_complex(t.view(4, 8, 2)) for t in (a * b, w))
+        return list(torch.autograd.grad((c * d).abs().sum(), (a, b, w)))
+
+    stock = run()
+    with RecomputeScope():
+        ours = run()
+    assert same(stock, ours)
+
+
+def test_conjugates_of_a_product_get_the_stock_gradient():
+    torch.manual_seed(0)
+    a, b, w = (torch.randn(4, 8, dtype=torch.complex64, requires_grad=True) for _ in range(3))
+
+    def run() -> list[Tensor]:
+        return list(torch.autograd.grad(((a * b).conj() * w).abs().sum(), (a, b, w)))
+
+    stock = run()
+    with RecomputeScope():
+        ours = run()
+    assert same(stock, ours)
+
+
+def test_a_sparse_product_is_kept_as_it_is():
+    a = torch.eye(4).to_sparse().requires_grad_()
+    b = torch.eye(4).to_sparse().requires_grad_()
+    w = torch.randn(4, 4, requires_grad=True)
+    with RecomputeScope():
+        loss = torch.sparse.mm(a * b, w).sum()
+    loss.backward()
+    assert w.grad is not None
+
+
+def test_a_function_of_the_users_with_our_name_is_not_taken_for_ours():
+    class NormFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 2
+
+    x, reader = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
+    with RecomputeScope():
+        loss = reader(NormFunction.apply(x)).sum()
+    loss.backward()
+    assert torch.equal(reader.weight.grad, (x.detach() * 2).sum(0).expand(8, 8))
+
+
+def test_the_freed_storage_of_a_parameter_is_not_read():
+    """Sharded training frees a parameter after its module's forward, and may gather it too late for its readers."""
+    from memopt.kernels.norm import NormSpec, ms_norm
+
+    torch.manual_seed(0)
+    x, reader = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
+    weight, bias = (nn.Parameter(torch.randn(8)) for _ in range(2))
+    spec = NormSpec("layer", 1e-5)
+    stock = torch.autograd.grad(reader(ms_norm(x, weight, bias, spec, x.dtype)).sum(), [reader.weight, x])
+    with RecomputeScope():
+        loss = reader(ms_norm(x, weight, bias, spec, x.dtype)).sum()
+    weight.untyped_storage().resize_(0)
+    bias.untyped_storage().resize_(0)
+    assert same(list(stock), list(torch.autograd.grad(loss, [reader.weight, x])))

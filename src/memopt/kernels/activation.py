@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from memopt.kernels.autograd import refuse_double_backward
 from memopt.saved.rules import Node, recomputable
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -41,15 +41,15 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise) -> Tensor:
-        ctx.function = function
+        ctx.function, ctx.remakes_output = function, True
         device = z.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.save_for_backward(z)
         return function(z)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
         (z,) = ctx.saved_tensors
         # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
         with torch.enable_grad(), torch.autocast(*ctx.autocast):
@@ -59,7 +59,7 @@ class ActivationFunction(torch.autograd.Function):
         return dz, None
 
 
-@recomputable("ActivationFunctionBackward", "activation")
+@recomputable("ActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
     with torch.autocast(*node.autocast):

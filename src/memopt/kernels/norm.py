@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from memopt.kernels.autograd import refuse_double_backward
 from memopt.saved.rules import Node, recomputable
 
 
@@ -60,7 +60,7 @@ def ms_norm(
         kept_dtype: dtype of the kept x_hat where it is not the result; `dtype` by default.
 
     Returns:
-        y: (..., hidden) in `dtype`, contiguous.
+        y: (..., hidden) in `dtype`.
     """
     if weight is None and bias is None:
         y: Tensor = NormalizeFunction.apply(x, spec, dtype)  # type: ignore[no-untyped-call]
@@ -73,8 +73,9 @@ def ms_norm(
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64)."""
-    x = x.to(accumulation_dtype(x.dtype)).contiguous()
+    x = x.to(accumulation_dtype(x.dtype))
     if spec.kind == "layer":
+        x = x.contiguous()  # as the native LayerNorm does; norms composed of elementwise steps keep strides
         x = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
     return x * rstd, rstd
@@ -139,8 +140,8 @@ class NormalizeFunction(torch.autograd.Function):
         return x_hat
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
+        refuse_double_backward()
         x_hat, rstd = ctx.saved_tensors
         dx, _, _ = norm_backward(dy, x_hat, rstd, None, ctx.spec, (True, False, False))
         return (None if dx is None else dx.to(ctx.x_dtype)), None, None
@@ -160,13 +161,16 @@ class NormFunction(torch.autograd.Function):
         kept_dtype: torch.dtype,
     ) -> Tensor:
         exact, rstd = normalize(x, spec)
-        ctx.spec, ctx.x_dtype, ctx.dtype = spec, x.dtype, dtype
-        ctx.save_for_backward(exact.to(kept_dtype), rstd, weight, bias)
+        ctx.spec, ctx.x_dtype, ctx.dtype, ctx.remakes_output = spec, x.dtype, dtype, True
+        # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
+        # output, in another shard unit, runs its backward first.
+        copies = [None if parameter is None else parameter.detach().clone() for parameter in (weight, bias)]
+        ctx.save_for_backward(exact.to(kept_dtype), rstd, *copies)
         return affine(exact, weight, bias, spec, x.dtype, dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        refuse_double_backward()
         x_hat, rstd, weight, bias = ctx.saved_tensors
         dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, ctx.spec, ctx.needs_input_grad[:3])
         return (
@@ -179,7 +183,7 @@ class NormFunction(torch.autograd.Function):
         )
 
 
-@recomputable("NormFunctionBackward", "norm")
+@recomputable("NormFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     x_hat, _, weight, bias = node.saved_tensors
     return affine(x_hat, weight, bias, node.spec, node.x_dtype, node.dtype)

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from memopt.kernels.activation import recomputed_activation
-from memopt.patches.swap import restore_forward, swap_forward
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward
 
 
 def patch_activation(module: nn.Module) -> None:
@@ -27,7 +26,9 @@ def unpatch_activation(module: nn.Module) -> None:
     restore_forward(module)
 
 
-def _forward(stock: Callable[..., Tensor], _: None, module: nn.Module, z: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not z.requires_grad or args or kwargs:
-        return stock(module, z, *args, **kwargs)
+def _forward(stock: Callable[..., Tensor], _: None, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    given = (*args, *kwargs.values())
+    if steps_aside() or len(given) != 1 or not given[0].requires_grad:
+        return stock(module, *args, **kwargs)
+    z: Tensor = given[0]
     return recomputed_activation(z, functools.partial(stock, module))

@@ -52,7 +52,7 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
     activations: list[str] = []
     for activation in plan.activations():
         # A single operation keeps its input only; the scope below takes care of its output.
-        if activation.is_module and activation.operations > 1:
+        if activation.is_module and activation.operations > 1 and activation.replays:
             try:
                 patch_activation(modules[activation.name])
                 activations.append(activation.name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, normalize
-from memopt.patches.swap import restore_forward, swap_forward, swap_state
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.sites import NormSite
 
 
@@ -47,8 +47,7 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     if folded and _is_identity(module, spec, weight, bias):
         names = [name for name in (weight, bias) if name is not None]
         frozen = tuple((name, getattr(module, name).requires_grad) for name in names)
-    # A hook of the user's may hand the output to anything.
-    only_linears = bool(site.consumers) and not site.reaches and not module._forward_hooks
+    only_linears = bool(site.consumers) and not site.reaches
     swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
     for name, _ in frozen:
         tensor = getattr(module, name).detach()
@@ -68,21 +67,23 @@ def unpatch_norm(module: nn.Module) -> None:
 
 
 def _forward(
-    stock: Callable[..., Tensor], rewrite: NormRewrite, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any
+    stock: Callable[..., Tensor], rewrite: NormRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
+    given = (*args, *kwargs.values())
+    if steps_aside() or len(given) != 1:
+        return stock(module, *args, **kwargs)
+    x: Tensor = given[0]
     weight = getattr(module, rewrite.weight) if rewrite.weight is not None else None
     bias = getattr(module, rewrite.bias) if rewrite.bias is not None else None
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or args or kwargs:
-        return stock(module, x, *args, **kwargs)
     if not (x.requires_grad or any(p is not None and p.requires_grad for p in (weight, bias))):
-        return stock(module, x)
+        return stock(module, *args, **kwargs)
     autocast = _autocast_dtype(x)
-    mixed = any(p is not None and p.dtype != x.dtype for p in (weight, bias))
-    if autocast is not None and rewrite.only_linears_read:
+    # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
+    if autocast is not None and rewrite.only_linears_read and not module._forward_hooks:
         dtype = autocast
-    elif mixed:
+    elif any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
         # What the stock module returns for mixed dtypes depends on its code and the device.
-        return stock(module, x)
+        return stock(module, *args, **kwargs)
     else:
         dtype = x.dtype
     if rewrite.frozen:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from memopt.patches.swap import restore_forward, swap_forward
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward
 from memopt.saved.scope import RecomputeScope
 
 
@@ -35,7 +34,7 @@ def unpatch_scope(module: nn.Module) -> None:
 
 
 def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if steps_aside():
         return stock(module, *args, **kwargs)
     with RecomputeScope(rewrite.families):
         return stock(module, *args, **kwargs)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 _ORIGINAL = "_memopt_original_class"
@@ -29,18 +30,36 @@ def swap_forward(module: nn.Module, forward: Forward, state: object) -> None:
     Raises:
         ValueError: the module is already swapped, or its forward was replaced on the instance.
     """
-    if is_swapped(module):
-        raise ValueError("it is already patched")
+    if hasattr(type(module), _ORIGINAL):
+        raise ValueError("it is already patched, or a tool has built its own class on a patched one")
     if "forward" in vars(module):
         raise ValueError("its forward was replaced on the instance; patch the model before that tool wraps it")
-    module.__class__ = _subclass(type(module), forward)
+    try:
+        swapped = _subclass(type(module), forward)
+        module.__class__ = swapped
+    except TypeError as error:
+        raise ValueError(f"its class does not admit another forward: {error}") from None
     module.__dict__[_STATE] = state
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo :func:`swap_forward`."""
-    module.__class__ = getattr(type(module), _ORIGINAL)
+    """Undo :func:`swap_forward`. Where a tool has since put a class of its own on top, that class stays."""
+    if _ORIGINAL in vars(type(module)):
+        module.__class__ = original_class(module)
     del module.__dict__[_STATE]
+
+
+def steps_aside() -> bool:
+    """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
+
+    The compiler's partitioner decides itself what to keep, and function transforms (`torch.func`) need stock
+    operations.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -61,15 +80,19 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
     key = (cls, forward)
     if key not in _classes:
-        stock = cls.forward
 
-        @functools.wraps(stock)
+        @functools.wraps(cls.forward)
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(stock, vars(self)[_STATE], self, *args, **kwargs)
+            # Looked up at every call: somebody may replace the class's forward later.
+            if _STATE not in vars(self):
+                return cls.forward(self, *args, **kwargs)
+            return forward(cls.forward, vars(self)[_STATE], self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
             # The class has no importable name of its own: pickles say how to make it again.
-            return _rebuild, (cls, forward), dict(vars(self))
+            own: Any = getattr(cls, "__getstate__", None)
+            plain = own is None or own is getattr(object, "__getstate__", None)
+            return _rebuild, (cls, forward), dict(vars(self)) if plain else own(self)
 
         # The stock name stays: wrapping policies, device maps and printed models go by it.
         body = {

@@ -33,6 +33,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+_LEAF_NODE = "torch::autograd::AccumulateGrad"
 
 
 def recomputable(
@@ -48,9 +49,10 @@ def recomputable(
 
 
 def _keeps_both_operands(node: Node) -> bool:
-    # d(ab) needs a for b's gradient and b for a's: both are saved exactly when both edges lead somewhere.
-    edges = node.next_functions
-    return len(edges) == 2 and edges[0][0] is not None and edges[1][0] is not None
+    # d(ab) needs a for b's gradient and b for a's: both are saved exactly when both edges lead somewhere. Products
+    # with a parameter do not count: sharding may have freed it by the time that a reader of the product asks.
+    edges = [edge for edge, _ in node.next_functions]
+    return len(edges) == 2 and all(edge is not None and edge.name() != _LEAF_NODE for edge in edges)
 
 
 @recomputable("MulBackward0", "gated_mlp", _keeps_both_operands)

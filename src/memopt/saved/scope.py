@@ -17,12 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.saved.rules import RULES, Node, Rule
 
 _METADATA_KEY = "memopt"
+#: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
+_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _CAST_NODE = "ToCopyBackward0"
 ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 
@@ -81,7 +84,7 @@ class _Pack:
         if base is None:
             base = tensor
         node: Node = base.grad_fn
-        if node is not None and tensor._version == 0:
+        if node is not None and tensor._version == 0 and _is_plain_view(tensor, base):
             source, casts = _below_casts(node)
             rule = RULES.get(source.name()) if source is not None else None
             if rule is not None and self._applies(rule, source):
@@ -92,6 +95,18 @@ class _Pack:
 
     def _applies(self, rule: Rule, node: Node) -> bool:
         return rule.family in self._families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
+
+
+def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
+    """Whether size, strides and offset say all about `tensor` that its base does not."""
+    return (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.dtype == base.dtype
+        and tensor.is_conj() == base.is_conj()
+        and tensor.is_neg() == base.is_neg()
+    )
 
 
 def _below_casts(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
@@ -177,11 +192,11 @@ class _Remade:
 class Handle:
     """Stands for a tensor that `node` can make again."""
 
-    __slots__ = ("_base_stride", "_casts", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+    __slots__ = ("_base_stride", "_casts", "_device", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
 
     def __init__(self, node: Node, rule: Rule, casts: tuple[torch.dtype, ...], tensor: Tensor, base: Tensor) -> None:
         self._node, self._rule, self._casts = node, rule, casts
-        self._size, self._stride = tensor.size(), tensor.stride()
+        self._size, self._stride, self._device = tensor.size(), tensor.stride(), tensor.device
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._base_stride = base.stride()
         remade = node.metadata.get(_METADATA_KEY)
@@ -213,6 +228,7 @@ class Handle:
                 _remaking.depth -= 1
         for dtype in self._casts:
             value = value.to(dtype)
+        value = value.to(self._device)
         if value.stride() != self._base_stride:
             value = torch.empty_strided(value.size(), self._base_stride, dtype=value.dtype, device=value.device).copy_(
                 value

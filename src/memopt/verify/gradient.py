@@ -32,6 +32,9 @@ EACH_RATIO = 2.0
 SMALL_TENSOR = 500
 SMALL_RATIO = 3.0
 
+#: Gradients that are this much smaller than the model's largest, in fp64, are zero in theory.
+_ZERO = 1e-10
+
 Gradients = dict[str, Tensor]
 
 
@@ -72,7 +75,8 @@ def compare_gradients(
     patched_loss: float,
 ) -> Iterator[Check]:
     """Checks on the ratio of errors: the median over parameters, and the worst against its own limit."""
-    ratios = {name: _ratio(patched[name], stock[name], truth[name], dtype) for name in patched}
+    largest = max(_rms(gradient.double()) for gradient in truth.values())
+    ratios = {name: _ratio(patched[name], stock[name], truth[name], dtype, largest) for name in patched}
     limits = {name: EACH_RATIO if truth[name].numel() >= SMALL_TENSOR else SMALL_RATIO for name in ratios}
     median = float(torch.tensor(sorted(ratios.values())).median())
     worst = max(ratios, key=lambda name: (ratios[name] != ratios[name], ratios[name] / limits[name]))
@@ -104,17 +108,21 @@ def compare_gradients(
     )
 
 
-def _ratio(patched: Tensor, stock: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    def rms(tensor: Tensor) -> float:
-        return float(tensor.square().mean().sqrt())
-
-    exact = truth.double()
-    error, own = rms(patched.double() - exact), rms(stock.double() - exact)
-    floor = FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2 * rms(exact)
+def _ratio(patched: Tensor, stock: Tensor, truth: Tensor, dtype: torch.dtype, largest: float) -> float:
+    exact, roundoff = truth.double(), torch.finfo(dtype).eps / 2
+    error, own = _rms(patched.double() - exact), _rms(stock.double() - exact)
+    floor = FLOOR_ROUNDOFFS * roundoff * _rms(exact)
+    if _rms(exact) <= _ZERO * largest:
+        # Zero in theory (a key bias): all that either side has is what rounding left of terms that cancel.
+        floor = roundoff * largest
     bound = max(own, floor / PASS_RATIO)
     if bound == 0:
         return 0.0 if error == 0 else float("inf")
     return error / bound
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
 
 
 def _gradients(model: nn.Module, probes: Probes, dtype: torch.dtype) -> tuple[float, Gradients]:

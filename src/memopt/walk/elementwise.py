@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.walk.isolate import Isolated, isolate, signature
+from memopt.walk.precision import Float64Mode
 
 #: Kind -> function. Compared in fp64; the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,6 +47,8 @@ class ActivationProbe:
     """A key of `ACTIVATIONS`, or ``other``."""
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
+    replays: bool
+    """Running it again gives the same values, in train mode too, and leaves its input alone."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
@@ -78,12 +81,36 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     if _is_affine(x.flatten(), y.flatten()):
         return None  # identity, a scale, a dropout that is off
     kind = next((k for k, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) < _AGREES), "other")
-    return ActivationProbe(kind, _count_operations(copy, x))
+    return ActivationProbe(kind, _count_operations(copy, x), _replays(copy, x, y))
+
+
+def _replays(copy: Isolated, x: Tensor, y: Tensor) -> bool:
+    """Whether a second forward in backward would compute what the first one did. Leaves `copy` in train mode."""
+    copy.module.train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _RandomMode() as mode:
+        given = x.clone()
+        outputs = [copy.module.forward(given) for _ in range(2)]
+    unchanged = torch.equal(given, x) and all(torch.equal(output, y) for output in outputs)
+    return unchanged and not mode.random
 
 
 def _is_affine(x: Tensor, y: Tensor) -> bool:
     slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var(unbiased=False)
     return bool((y - y.mean() - slope * (x - x.mean())).abs().max() < 1e-9)
+
+
+class _RandomMode(TorchDispatchMode):
+    """Remembers whether any op drew random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _CountMode(TorchDispatchMode):

@@ -85,7 +85,9 @@ class Labels:
         """The activation module `name` ran."""
         if not self.training:
             probe = self.activations_by_module[name]
-            self._activated(name, ActivationSite(name, probe.kind, True, probe.operations), source, output)
+            self._activated(
+                name, ActivationSite(name, probe.kind, True, probe.operations, probe.replays), source, output
+            )
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
         """`source` was contracted with the parameter `weight`."""
@@ -249,7 +251,7 @@ class Labels:
         seen = [replace(a.site, gated_mlp=inside.get(key)) for key, a in self._activations.items()]
         ran = {site.name for site in seen if site.is_module}
         idle = (
-            ActivationSite(name, probe.kind, True, probe.operations)
+            ActivationSite(name, probe.kind, True, probe.operations, probe.replays)
             for name, probe in self.activations_by_module.items()
             if name not in ran
         )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
+from memopt.errors import ModelError
 from memopt.walk.blocks import find_blocks
 from memopt.walk.build import build_meta, build_twin, clone_to_meta
 from memopt.walk.config import load_config
@@ -55,9 +56,17 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     No fold is proved, since weights in memory are not changed. Where no forward runs, each norm and activation is
     still probed, and a note says that nothing is known of what reads them.
     """
-    clone = clone_to_meta(model)
+    try:
+        clone = clone_to_meta(model)
+    except Exception as error:  # sharded, scripted and otherwise wrapped modules refuse a copy in their own ways
+        raise ModelError(
+            f"{type(model).__name__} cannot be looked into: copying its structure fails "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}).",
+            "Patch the model before other tools shard, script or compile it.",
+        ) from error
     for module in clone.modules():
         _drop_hooks(module)
+        _batch_experts(module)
     shapes = {name: _to_meta(value) for name, value in inputs.items()} if inputs is not None else None
     with _one_thread():
         sites = find_sites(clone, shapes)
@@ -82,6 +91,13 @@ def _drop_hooks(module: nn.Module) -> None:
         hooks.clear()
 
 
+def _batch_experts(module: nn.Module) -> None:
+    """Let experts run as one batched product: a loop over the experts that were hit asks for values."""
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"
+
+
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
     """Sites of one model by structure alone: what it is made of, what feeds what, which folds would be legal."""
     observed = _observe(model, inputs, with_labels=True)
@@ -96,8 +112,10 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         for name, record in mode.norms.items()
         if not record.rejected
     )
-    # Where no forward ran, whatever holds a matrix stands for the linears that were not seen.
-    owners = {linear.module for linear in linears} or _matrix_owners(model)
+    owners = {linear.module for linear in linears}
+    if not any(outcome == "ok" for _, outcome in observed.traces):
+        # Where no forward ran to its end, whatever holds a matrix stands for the linears that were not seen.
+        owners |= _matrix_owners(model)
     functions = {
         module: f"a norm called as a function ({function}) in the forward of this module"
         for module, function in labels.function_norms.items()

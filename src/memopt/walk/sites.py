@@ -95,6 +95,8 @@ class ActivationSite:
     is_module: bool
     operations: int = 1
     """Number of aten operations it is made of; more than one means that autograd keeps intermediates."""
+    replays: bool = True
+    """False for a module that is random, depends on train mode or writes into its input: it cannot be run twice."""
     source: str | None = None
     """Weight of the linear whose output it reads, if that is what it reads."""
     next_linear: str | None = None
