@@ -1,6 +1,6 @@
 """Tiny models of the families that matter, on CPU, made from a config alone: no download, milliseconds each.
 
-Only builders live here; fixtures live in `tests/conftest.py`, pretrained models in `tests/real_models.py`.
+Only builders live here; fixtures, pretrained models among them, live in `tests/conftest.py`.
 The names are test vocabulary. Nothing in the package may depend on them.
 """
 
@@ -20,9 +20,6 @@ NUM_LABELS = 3
 
 #: Names accepted by `tiny_config`, `tiny_model` and `tiny_inputs`.
 NAMES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", "bert", "roberta", "vit", "t5", "opt", "phi3")
-
-CAUSAL = ("llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "phi3")
-ENCODERS = ("bert", "roberta")
 
 _TOKENS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDTH: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": 4, "num_hidden_layers": 2}

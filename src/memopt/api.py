@@ -128,6 +128,10 @@ def _same_norm(name: str, folded: frozenset[str]) -> bool:
 def _applied_or_raise(applied: Applied) -> None:
     for name, reason in applied.refused:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
+    sites = applied.plan.sites
+    if not any(outcome == "ok" for _, outcome in sites.traces):
+        # Norms are patched all the same; blocks are guessed from the module tree.
+        warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
     if not applied.patched:
         raise NegativeVerdict(
             "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."

@@ -105,6 +105,29 @@ def test_a_second_run_leaves_the_folder_of_a_living_one_alone(
     assert (tmp_path / f".out.memopt-{stuck.pid}").is_dir()
 
 
+def test_a_folder_of_another_host_with_the_same_process_id_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "_in_use", lambda path, pid: True)
+    theirs = tmp_path / f".out.memopt-{os.getpid()}"
+    theirs.mkdir()
+    (theirs / "half").touch()
+    with pytest.raises(OutputError), staged(tmp_path / "out", force=True, note=lambda text: None):
+        pytest.fail("the folder is taken")
+    assert (theirs / "half").exists()
+
+
+def test_a_parent_that_cannot_be_listed_is_an_error_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(out: Path, note: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(out.parent))
+
+    monkeypatch.setattr(atomic, "_clear_leftovers", refuse)
+    with pytest.raises(OutputError, match="Permission denied"), staged(tmp_path / "out", force=True, note=print):
+        pytest.fail("nothing can be written")
+
+
 def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

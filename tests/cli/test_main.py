@@ -143,11 +143,18 @@ def test_a_reader_that_leaves_is_silent() -> None:
     assert done.stderr == ""
 
 
-def test_there_are_no_colours_in_a_pipe_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from memopt.cli.main import run; run()"
-    for extra in ([], ["--no-color"]):
-        done = subprocess.run([sys.executable, "-c", code, "recipes", *extra], capture_output=True, check=True)
-        assert b"\x1b" not in done.stdout + done.stderr
+def test_there_are_no_colours_in_a_pipe() -> None:
+    done = subprocess.run([*START, "recipes"], capture_output=True, check=True)
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--no-color", "recipes"], ["recipes", "--no-color"]])
+def test_no_color_forbids_colours_wherever_it_stands(
+    memopt: Memopt, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    assert memopt(*arguments).code == 0
+    assert os.environ["NO_COLOR"] == "1"
 
 
 def test_the_module_runs_like_the_command() -> None:

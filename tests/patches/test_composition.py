@@ -349,3 +349,19 @@ def test_function_transforms_get_the_stock_operations():
     gradients = torch.func.grad(loss)(parameters)
     _, expected = loss_and_gradients(tiny_model("bert"), inputs)
     assert_close({name: gradients[name] for name in expected}, expected)
+
+
+def test_a_model_that_cannot_be_run_is_patched_norm_by_norm_with_a_warning():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, a, b):
+            return self.linear(self.norm(a * b))
+
+    model = Odd()
+    with pytest.warns(UserWarning, match="Pass inputs"):
+        memopt.patch(model)
+    y = model(torch.randn(2, 8), torch.randn(2, 8, requires_grad=True))
+    assert "NormFunction" in y.grad_fn.next_functions[1][0].name()

@@ -18,7 +18,7 @@ UNIT = 2**20
 
 
 def kept(cause: str, units: float, block: str = "layers.0", part: Part = "block", **changes: object) -> Kept:
-    fields = {"nbytes": int(units * UNIT), "dtype": "bfloat16", "shape": (512, 1024), "producer": "mm", "holders": ()}
+    fields = {"nbytes": int(units * UNIT), "dtype": "bfloat16", "shape": (512, 1024), "holders": ()}
     return Kept(part=part, block=block, cause=cause, **{**fields, **changes})  # type: ignore[arg-type]
 
 

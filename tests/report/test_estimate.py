@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import Any
 
@@ -155,8 +156,20 @@ def test_a_missing_peft_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_row_too_long_for_the_model_is_an_error_with_its_reason() -> None:
-    with pytest.raises(ModelError, match="BertForSequenceClassification cannot be traced"):
-        traced("bert", seq=4096)
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(
+            ModelError, match=r"cannot be traced.*positions for 512 tokens: use a smaller --seq"
+        ) as caught:
+            traced("bert", seq=4096)
+    finally:
+        logger.removeHandler(handler)
+    assert "\n" not in str(caught.value)
+    assert logged == []
 
 
 def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_more() -> None:

@@ -26,13 +26,7 @@ _TILE = 32767
 
 def fold_scale(gamma: torch.Tensor, offset: int, size: int, channels: Channels = None) -> torch.Tensor:
     """fp64 scale of each of `size` coordinates; 1 where `channels` is negative (not this norm's)."""
-    scale = gamma.double().reshape(-1) + offset
-    if channels is None:
-        return scale
-    picked = torch.ones(size, dtype=torch.float64)
-    index = torch.tensor(channels)
-    picked[index >= 0] = scale[index[index >= 0]]
-    return picked
+    return _spread(gamma.double().reshape(-1) + offset, size, channels, neutral=1.0)
 
 
 def fold_weight(
@@ -70,13 +64,7 @@ def fold_bias(
 
 def fold_shift(beta: torch.Tensor, size: int, channels: Channels, scale: float) -> torch.Tensor:
     """fp64 constant that each of `size` coordinates adds; 0 where `channels` is negative."""
-    shift = beta.double().reshape(-1) * scale
-    if channels is None:
-        return shift
-    picked = torch.zeros(size, dtype=torch.float64)
-    index = torch.tensor(channels)
-    picked[index >= 0] = shift[index[index >= 0]]
-    return picked
+    return _spread(beta.double().reshape(-1) * scale, size, channels, neutral=0.0)
 
 
 def scale_tile(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -175,6 +163,16 @@ class RangeChanges:
         self.infinities += int(((size <= info.max).logical_not() & (origin <= info.max)).sum())
         self.zeros += int(((size == 0) & (origin != 0)).sum())
         self.subnormals += int(((size != 0) & (size < info.tiny) & (origin >= info.tiny)).sum())
+
+
+def _spread(values: torch.Tensor, size: int, channels: Channels, *, neutral: float) -> torch.Tensor:
+    """`values` of the norm's channels at the `size` coordinates that read them; `neutral` at the others."""
+    if channels is None:
+        return values
+    spread = torch.full((size,), neutral, dtype=torch.float64)
+    index = torch.tensor(channels)
+    spread[index >= 0] = values[index[index >= 0]]
+    return spread
 
 
 def _to_odd(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,14 @@ def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[P
     Raises:
         OutputError: the folder cannot be made, filled or renamed.
     """
-    _clear_leftovers(out, note)
     stage = out.parent / f"{_prefix(out)}{os.getpid()}"
+    made = False
     try:
+        _clear_leftovers(out, note)
         with _terminable():
             try:
                 stage.mkdir(parents=True)
+                made = True
                 descriptor = os.open(stage, os.O_RDONLY)
             except OSError as error:
                 raise OutputError(
@@ -62,8 +64,9 @@ def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[P
     except OSError as error:
         raise _explain(error, out) from error
     finally:
-        with _shielded():
-            shutil.rmtree(stage, ignore_errors=True)
+        if made:  # else it is another run's, with this process id on another host or in another container
+            with _shielded():
+                shutil.rmtree(stage, ignore_errors=True)
 
 
 def check_target(out: Path, source: Path, *, force: bool) -> Path:

@@ -89,7 +89,7 @@ def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
     except (errors.HfHubHTTPError, OSError) as error:
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"'{model}' could not be downloaded: {detail}", "Check the connection and try again."
+            f"'{model}' could not be downloaded: {detail.rstrip('.')}.", "Check the connection and try again."
         ) from None
     return Path(folder)
 

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.checkpoint.header import DTYPE_BITS, Header, TensorInfo, build_header, read_header
+from memopt.checkpoint.header import Header, TensorInfo, read_header
 from memopt.checkpoint.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.errors import ModelError
 
@@ -297,9 +297,3 @@ def _other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[st
             is_weight = is_weight or name.endswith(".safetensors.index.json")
             (left_out if is_weight else side_files).append(path)
     return tuple(side_files), tuple(left_out)
-
-
-__all__ = [
-    "DTYPE_BITS", "CheckpointSource", "Shard", "TensorInfo", "build_header", "check_index", "open_source",
-    "parse_index", "read_config", "read_into", "sha256", "torch_dtype",
-]  # fmt: skip

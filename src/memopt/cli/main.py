@@ -53,12 +53,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_globals)
     for name in COMMANDS:
-        module = f"memopt.cli.{name}"
-        try:
-            app.command(name)(getattr(importlib.import_module(module), name))
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
+        app.command(name)(getattr(importlib.import_module(f"memopt.cli.{name}"), name))
     return app
 
 

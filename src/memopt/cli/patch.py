@@ -25,7 +25,7 @@ _FOLD_SENTENCE = (
 
 
 def patch(
-    model: Annotated[str, typer.Argument(help="A local folder or a hub id.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a hub id.", show_default=False)],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-memopt.", show_default=False)
     ] = None,

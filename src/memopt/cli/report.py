@@ -12,7 +12,12 @@ from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, 
 
 def report(
     model: Annotated[
-        str, typer.Argument(help="A local folder, a hub id, or a folder that `memopt patch` wrote.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL|DIR",
+            help="A local folder, a hub id, or a folder that `memopt patch` wrote.",
+            show_default=False,
+        ),
     ],
     recipe: Annotated[
         str | None,

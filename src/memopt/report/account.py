@@ -39,8 +39,6 @@ class Kept:
     part: Part
     block: str
     """The block of the first holder; empty outside the blocks."""
-    producer: str
-    """The operator that made it."""
     holders: tuple[tuple[str, str], ...]
     """(module, operation) of everyone who saved it, first holder first."""
     cause: str
@@ -164,7 +162,6 @@ def _kept(saved: Saved, tracker: StorageTracker, observer: SavedTensorObserver, 
         shape=birth.shape,
         part=part,
         block=first.block,
-        producer=birth.origin.operation,
         holders=holders,
         cause=causes.of(birth, holders, differentiable=first.differentiable),
     )

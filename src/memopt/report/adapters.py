@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.report.training import ALL_LINEAR
+from memopt.walk.config import one_line
 from memopt.walk.sites import Sites
 
 
@@ -39,7 +40,9 @@ def add_adapters(
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ModelError(f"PEFT cannot adapt these linears: {error}", "Name others with --lora-targets.") from error
+        raise ModelError(
+            f"PEFT cannot adapt these linears: {one_line(error)}.", "Name others with --lora-targets."
+        ) from error
     if not fp32:
         for parameter in adapted.parameters():
             if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.

@@ -12,10 +12,10 @@ from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.plan import make_plan
 from memopt.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.report.compare import Comparison
-from memopt.report.estimate import trace_account
+from memopt.report.estimate import max_positions, trace_account
 from memopt.report.training import Training
 from memopt.walk.build import build_meta, load_config
-from memopt.walk.config import config_nodes, model_class
+from memopt.walk.config import model_class
 from memopt.walk.observe import find_sites, walk_config
 
 _LONGEST_DEFAULT_SEQ = 2048
@@ -81,5 +81,4 @@ def reads_tokens(config: PreTrainedConfig) -> bool:
 
 def default_seq(config: PreTrainedConfig) -> int:
     """As many tokens as the model has positions for, up to 2048."""
-    limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
-    return min([_LONGEST_DEFAULT_SEQ, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)

@@ -7,8 +7,9 @@ Where a CUDA device would choose another kernel than the CPU, `memopt.report.emu
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from memopt.report.emulate import CudaChoices, unpadded_masks
 from memopt.report.training import Precision, Training
 from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
 from memopt.walk.build import build_meta
+from memopt.walk.config import config_nodes, one_line
 from memopt.walk.inputs import dummy_inputs, training_targets
 from memopt.walk.sites import NormSite, Sites
 
@@ -59,9 +61,26 @@ def trace_account(
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet_traces():
         warnings.simplefilter("ignore")  # What libraries tell their callers is no news to who asked for a report.
         return _trace(config, training, sites, recipe, folded)
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens in a row that every part of the model has positions for; None if its config does not say."""
+    limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+@contextlib.contextmanager
+def _quiet_traces() -> Iterator[None]:
+    """PyTorch logs the traceback of every operation that fails on fake tensors; the error itself says it."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _trace(
@@ -97,9 +116,11 @@ def _trace(
     except ModelError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else "no message"
+        limit = max_positions(config)
+        too_long = training.seq is not None and limit is not None and training.seq > limit
         raise ModelError(
-            f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {reason}"
+            f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
+            f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else None,
         ) from error
 
 
@@ -156,7 +177,7 @@ def _checkpoint(model: PreTrainedModel) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
-        raise ModelError(f"{error}", "Use --checkpointing none.") from error
+        raise ModelError(f"{one_line(error)}.", "Use --checkpointing none.") from error
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.plan import Entry, Plan
-from memopt.verify.verdict import Check, Verdict
+
+if TYPE_CHECKING:
+    from memopt.verify.verdict import Check, Verdict
 
 _LABELS = {"gated_mlp": "gated MLP"}
 _ACTIONS = ("fold", "share", "recompute", "keep")
