@@ -172,13 +172,14 @@ def test_a_row_too_long_for_the_model_is_an_error_with_its_reason() -> None:
     assert logged == []
 
 
-def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_more() -> None:
+def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_copy_of_its_weight() -> None:
     config = named_config("llama")
     sites, training = sites_of(config), Training(batch=2, seq=24)
     recipe = load_recipe("exact-unfolded")
     shared = trace_account(config, training, sites=sites, recipe=recipe)
     folded = trace_account(config, training, sites=sites, recipe=recipe, folded=["model.layers.0.input_layernorm"])
-    assert folded.total == shared.total
+    copy_of_its_weight = config.hidden_size * 2
+    assert folded.total == shared.total - copy_of_its_weight
     assert folded.notes == shared.notes
 
 

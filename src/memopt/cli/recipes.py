@@ -11,7 +11,7 @@ from memopt.cli import common
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A recipe to print: a name of the list, or a YAML file.")
+        str | None, typer.Argument(metavar="NAME", help="A recipe to print: a name of the list, or a YAML file.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:

@@ -27,7 +27,7 @@ from memopt.verify.models import (
 )
 from memopt.verify.verdict import Check, ratio_status
 
-#: (fewest elements, largest ratio): few elements make a noisy ratio. PyTorch's benchmark harness allows 10 for small ones.
+#: (fewest elements, largest ratio). Few elements make a noisy ratio; PyTorch's benchmarks allow 10 for small tensors.
 _EACH_RATIO = ((500, 2.0), (16, 3.0), (0, 10.0))
 
 #: Gradients that are this much smaller than the model's largest, in fp64, are zero in theory.
