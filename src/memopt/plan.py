@@ -108,15 +108,14 @@ def _decide_norm(norm: NormSite, recipe: Recipe) -> tuple[Action, str]:
 
 
 def _plan_gated_mlps(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
+    made_again = "the product is" if recipe.activations.method == "none" else "act(gate) and the product are"
     for site in sites.gated_mlps:
         if recipe.gated_mlps.method == "none":
             yield Entry("gated_mlp", site.name, "keep", "the recipe leaves gated MLPs alone")
         elif not recipe.selects(site.name):
             yield Entry("gated_mlp", site.name, "keep", "excluded by the recipe's targets or ignore")
         else:
-            yield Entry(
-                "gated_mlp", site.name, "recompute", "act(gate) and the product are made again from gate and up"
-            )
+            yield Entry("gated_mlp", site.name, "recompute", f"{made_again} made again from gate and up")
 
 
 def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:

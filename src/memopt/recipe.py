@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memopt.errors import RecipeError
 
-DEFAULT_PATCH_RECIPE = "exact"
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 
 

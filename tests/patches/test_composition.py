@@ -365,3 +365,23 @@ def test_a_model_that_cannot_be_run_is_patched_norm_by_norm_with_a_warning():
         memopt.patch(model)
     y = model(torch.randn(2, 8), torch.randn(2, 8, requires_grad=True))
     assert "NormFunction" in y.grad_fn.next_functions[1][0].name()
+
+
+def kept_with(**rules) -> int:
+    model, inputs = tiny_model("llama"), tiny_inputs("llama", 2, 24)
+    if rules:
+        memopt.patch(model, memopt.Recipe(name="test", norms={"fold": "never", **rules.pop("norms", {})}, **rules))
+    return account(model, lambda: model(**inputs).loss).saved
+
+
+def test_an_ignored_mlp_is_really_left_alone():
+    none = {"method": "none"}
+    only_norms = kept_with(activations=none, gated_mlps=none)
+    assert kept_with(ignore=("*.mlp", "*.act_fn")) == only_norms
+    assert kept_with() > only_norms > kept_with(ignore=())
+
+
+def test_targets_reach_what_they_name_and_nothing_else():
+    none = {"method": "none"}
+    assert kept_with(targets=("*layernorm", "model.norm")) == kept_with(activations=none, gated_mlps=none)
+    assert kept_with(targets=("*.mlp", "*.act_fn")) == kept_with(norms=none)

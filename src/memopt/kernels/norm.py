@@ -8,9 +8,9 @@
                 dx = rstd * (g - x_hat * mean(g * x_hat))                  (LayerNorm: also - mean(g) inside)
                 dweight = sum over rows of dy * x_hat,   dbias = sum over rows of dy
 
-Kept for backward: x_hat in the compute dtype and rstd (fp32, one per row); never the input. Without an affine y is
-x_hat, one storage with what the next linear keeps. With one, y can be made again from x_hat, weight and bias, so
-whoever keeps y inside a `memopt.saved.RecomputeScope` keeps a handle.
+Kept for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
+input. Without an affine y is x_hat, one storage with what the next linear keeps. With one, y can be made again from
+x_hat, weight and bias, so whoever keeps y inside a `memopt.saved.RecomputeScope` keeps a handle.
 
 Source: LowMemoryBP, ICML 2024, arXiv 2406.16282 (MS-norms); keeping x_hat before the affine avoids the division by
 the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a weight is near zero.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,8 +59,7 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
             except ValueError as reason:
                 refused.append((activation.name, str(reason)))
     scopes: list[str] = []
-    families = _families(plan.recipe)
-    for name in _scope_names(plan) if families else ():
+    for name, families in _scopes(plan).items():
         module = modules[name]
         if is_swapped(module):
             continue
@@ -102,14 +101,29 @@ def _families(recipe: Recipe) -> frozenset[str]:
     return frozenset(family for family, method in methods.items() if method != "none")
 
 
-def _scope_names(plan: Plan) -> Iterator[str]:
-    """The blocks, and outside them every module that keeps an output that can be made again."""
-    blocks = [name for name in plan.sites.blocks if plan.recipe.selects(name)]
-    yield from blocks
+def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
+    """Module -> families of rules that hold inside it.
+
+    These are the blocks in which something is rewritten, and outside of blocks every module that reads or makes an
+    output that can be made again. Sites inside that the recipe leaves alone get a narrower scope of their own.
+    """
+    sites, families = plan.sites, _families(plan.recipe)
+    rewritten = {entry.site for entry in plan.rewrites}
+    scopes = {block: families for block in sites.blocks if any(_inside(name, [block]) for name in rewritten)}
     readers = [consumer.module for norm in plan.norms("fold", "share") for consumer in norm.consumers]
-    gated = [site.name for site in plan.sites.gated_mlps if plan.recipe.selects(site.name)]
-    outside = dict.fromkeys(name for name in (*readers, *gated) if name and not _inside(name, plan.sites.blocks))
-    yield from outside
+    gated = [site.name for site in sites.gated_mlps if site.name in rewritten]
+    scopes |= {name: families for name in (*readers, *gated) if name and not _inside(name, sites.blocks)}
+    modules_of = {linear.parameter: linear.module for linear in sites.linears}
+    left = {site.name: {"gated_mlp", "activation"} for site in sites.gated_mlps if site.name not in rewritten}
+    left |= {
+        modules_of[site.next_linear]: {"activation"}
+        for site in sites.activations
+        if site.next_linear in modules_of and site.gated_mlp is None and site.name not in rewritten
+    }
+    for name, excluded in left.items():
+        if name in scopes or _inside(name, scopes):
+            scopes[name] = scopes.get(name, families) - excluded
+    return scopes
 
 
 def _inside(name: str, blocks: Collection[str]) -> bool:

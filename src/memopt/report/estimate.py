@@ -36,6 +36,7 @@ from memopt.walk.sites import NormSite, Sites
 _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
     "fp32": (torch.float32, None),
     "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "fp16-mixed": (torch.float32, torch.float16),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 Train = Literal["full", "lora"]
 Checkpointing = Literal["none", "full"]
 

@@ -33,7 +33,7 @@ ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 class RecomputeScope:
     """Context manager: inside it, outputs that can be made again are kept as handles.
 
-    Entering is free where it has nothing to do: gradients are off, another scope is already active, saved-tensor
+    Entering is free where it has nothing to do: gradients are off, such a scope is already active, saved-tensor
     hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
 
     Args:
@@ -52,7 +52,9 @@ class RecomputeScope:
             return
         outer = autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and isinstance(outer[0], _Pack):
-            return
+            if outer[0].families == self._families:
+                return
+            outer = outer[0].outer
         self._hooks = saved_tensors_hooks(_Pack(self._families, outer), _unpack)
         self._hooks.__enter__()
 
@@ -65,10 +67,10 @@ class RecomputeScope:
 class _Pack:
     """The pack hook of one scope."""
 
-    __slots__ = ("_families", "_first_node", "_outer_pack", "_outer_unpack")
+    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "families", "outer")
 
     def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        self._families = families
+        self.families, self.outer = families, outer
         self._outer_pack: Callable[..., Any] | None = None
         self._outer_unpack: Callable[..., Any] | None = None
         if outer is not None:
@@ -94,7 +96,7 @@ class _Pack:
         return _Kept(tensor)
 
     def _applies(self, rule: Rule, node: Node) -> bool:
-        return rule.family in self._families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
+        return rule.family in self.families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.errors import ModelError
 from memopt.verify.inputs import probe_inputs
 from memopt.verify.models import (
     Pair,
@@ -67,7 +68,10 @@ class _Errors:
 def verify_forward(pair: Pair) -> list[Check]:
     """Compare outputs; one check for each floating-point output, and for logits their divergence and top token."""
     trust = pair.trust_remote_code
-    original = load_stock(pair.original, revision=pair.revision, trust_remote_code=trust)
+    try:
+        original = load_stock(pair.original, revision=pair.revision, trust_remote_code=trust)
+    except ModelError as error:
+        return [_skip(f"the original cannot be loaded: {error}")]
     dtype = stored_dtype(original)
     reference = choose_reference(sum(p.numel() for p in original.parameters()), dtype, copies=2)
     if reference is None:

@@ -30,8 +30,8 @@ from memopt.verify.verdict import Check, ratio_status
 #: (fewest elements, largest ratio). Few elements make a noisy ratio; PyTorch's benchmarks allow 10 for small tensors.
 _EACH_RATIO = ((500, 2.0), (16, 3.0), (0, 10.0))
 
-#: Gradients that are this much smaller than the model's largest, in fp64, are zero in theory.
-_ZERO = 1e-10
+#: Gradients that are this much smaller than the model's largest, in a reference of that dtype, are zero in theory.
+_ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 Gradients = dict[str, Tensor]
 
@@ -110,7 +110,7 @@ def _ratio(patched: Tensor, stock: Tensor, truth: Tensor, dtype: torch.dtype, la
     exact, roundoff = truth.double(), torch.finfo(dtype).eps / 2
     error, own = _rms(patched.double() - exact), _rms(stock.double() - exact)
     floor = FLOOR_ROUNDOFFS * roundoff * _rms(exact)
-    if _rms(exact) <= _ZERO * largest:
+    if _rms(exact) <= _ZERO[truth.dtype] * largest:
         # Zero in theory (a key bias): all that either side has is what rounding left of terms that cancel.
         floor = roundoff * largest
     bound = max(own, floor / PASS_RATIO)

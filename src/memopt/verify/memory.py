@@ -27,7 +27,7 @@ from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
 
-_PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
