@@ -74,6 +74,19 @@ def test_saving_a_loaded_model_keeps_every_tensor_name(checkpoint, name, tmp_pat
         assert torch.equal(load_stock(tmp_path, name)(**inputs).logits, load_stock(patched, name)(**inputs).logits)
 
 
+def test_a_trained_model_that_was_saved_loads_patched_again(checkpoint, tmp_path):
+    model = memopt.load(checkpoint("llama")[1]).train()
+    inputs = tiny_inputs("llama", 2, 16)
+    model(**inputs).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.save_pretrained(tmp_path)
+    again = memopt.load(tmp_path).train()
+    assert is_patched(again)
+    assert "model.layers.0.input_layernorm.weight" in dict(again.named_buffers())
+    assert "model.norm.weight" in dict(again.named_parameters())
+    assert again(**inputs).loss.item() == pytest.approx(model(**inputs).loss.item(), rel=1e-6)
+
+
 def test_folded_norms_are_buffers_and_the_others_stay_parameters(checkpoint):
     model = memopt.load(checkpoint("llama")[1])
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,6 @@ def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, *
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
-    from memopt.checkpoint.manifest import read_manifest
     from memopt.walk.build import load_config
     from memopt.walk.build import model_class as natural_class
     from memopt.walk.observe import walk_model
@@ -93,17 +93,36 @@ def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, *
         raise ModelError(
             f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"
         )
-    manifest = read_manifest(directory)
+    recipe, folded = _what_was_done(directory)
     trust_remote_code = bool(kwargs.get("trust_remote_code", False))
     cls: Any = model_class
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
     model = from_pretrained(cls, directory, **kwargs)
-    unfolded = load_recipe(manifest.recipe, ["norms.fold=never"])
-    folded = manifest.folded_norms()
-    names = {name for name, _ in model.named_modules() if _same_norm(name, folded)}
+    unfolded = load_recipe(recipe, ["norms.fold=never"])
+    modules = (name for name, _ in model.named_modules())
+    names = {name for name in modules if folded is None or _same_norm(name, folded)}
     _applied_or_raise(apply(model, make_plan(walk_model(model), unfolded), folded=names))
     return model
+
+
+def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None]:
+    """Recipe of a patched folder and the norms that were folded; None where only their number is known.
+
+    `save_pretrained` after training keeps the key in config.json and not memopt.json. Then every norm that holds an
+    identity affine is taken for a folded one.
+    """
+    from memopt.checkpoint.manifest import CONFIG_KEY, read_manifest
+    from memopt.checkpoint.source import MANIFEST
+
+    if not (directory / MANIFEST).is_file():
+        try:
+            key = json.loads((directory / "config.json").read_text(encoding="utf-8"))[CONFIG_KEY]
+            return str(key["recipe"]), (None if key["folded_norms"] else frozenset())
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    manifest = read_manifest(directory)
+    return manifest.recipe, manifest.folded_norms()
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:

@@ -48,6 +48,24 @@ def test_all_levels_pass_on_a_right_checkpoint(folders, name):
     assert all(check.reference and check.n for check in verdict.checks if check.value is not None and check.threshold)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path / "original")
+    assert main(["patch", str(tmp_path / "original"), "--out", str(tmp_path / "out")]) == 0
+    verdict = verify(tmp_path / "out", levels=["memory"])
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
+def test_another_model_as_the_original_fails_in_a_sentence(folders):
+    verdict = verify(folders / "bert-patched", against=str(folders / "llama"))
+    assert verdict.status == "fail"
+
+
+def test_a_patched_folder_is_no_original(folders):
+    with pytest.raises(ModelError, match="itself patched"):
+        verify(folders / "llama-patched", against=str(folders / "llama-patched"))
+
+
 def test_a_weight_that_is_off_by_two_percent_fails_forward(patched):
     file = patched / "model.safetensors"
     tensors = load_file(file)

@@ -11,7 +11,7 @@ import typer
 from memopt.cli import common
 
 if TYPE_CHECKING:
-    from memopt.verify.verdict import Check, Level
+    from memopt.verify.verdict import Check, Level, Verdict
 
 
 class LevelChoice(str, Enum):
@@ -60,7 +60,7 @@ def verify(
     from memopt.report.terminal import checks_table
 
     common.print_rich(checks_table(verdict))
-    common.print_text(_summary(verdict.status, directory, code))
+    common.print_text(_summary(verdict, directory, code))
     return code
 
 
@@ -69,10 +69,13 @@ def _tell(level: Level, checks: list[Check]) -> None:
     common.note(f"  {level}: {worst}")
 
 
-def _summary(status: str, directory: Path, code: int) -> str:
-    if status == "pass":
-        return f"{directory}: all checks passed."
-    if status == "fail":
+def _summary(verdict: Verdict, directory: Path, code: int) -> str:
+    if verdict.status == "pass":
+        warnings = sum(check.status == "warn" for check in verdict.checks)
+        return f"{directory}: all checks passed" + (f", {common.plural(warnings, 'warning')}." if warnings else ".")
+    if verdict.status == "fail":
+        if all(check.level == "memory" for check in verdict.checks if check.status == "fail"):
+            return f"{directory}: it does not keep the bytes that the plan promises, see the failed checks."
         return f"{directory}: NOT the same model, see the failed checks."
     end = "." if code else "; the other checks passed."
     return f"{directory}: inconclusive, a check was skipped{end}"

@@ -105,7 +105,8 @@ def _trace(
     _make_fake(trained, fake)
 
     def run() -> Any:
-        with CudaChoices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
+        choices = CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
+        with choices, torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
             return trained(**inputs)
 
     try:

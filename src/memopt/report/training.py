@@ -27,6 +27,8 @@ class Training:
     checkpointing: Checkpointing = "none"
     dropout: bool = True
     """False: eval mode, so that no dropout keeps a mask."""
+    cuda_kernels: bool = True
+    """False: attention and dropout as the CPU runs them, to be held against a measurement there."""
     adapter_fp32: bool = False
     """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
 

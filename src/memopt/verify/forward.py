@@ -115,6 +115,17 @@ def _compare(
     if not fields:
         yield _skip("the model returns no floating-point output")
     for field in fields:
+        shapes = {tuple(run[0][field].shape) for run in (*outputs.values(), truth)}
+        if len(shapes) > 1:
+            yield Check(
+                id="forward.shape",
+                level="forward",
+                subject=field,
+                status="fail",
+                reference=reference,
+                detail="the two models give it different shapes: " + " and ".join(map(str, sorted(shapes))),
+            )
+            continue
         original = _errors(outputs["original"], truth, field)
         bound = max(original.rms, original.floor(dtype) / PASS_RATIO)
         for candidate in ("patched", "stock classes on the patched files"):

@@ -52,7 +52,7 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False) -> list[Chec
     if precision is None:
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
     recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
-    training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False)
+    training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
         predicted = trace_account(config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms())
     except ModelError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from memopt.checkpoint.manifest import read_manifest
+from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.verify.verdict import LEVELS, Check, Level, Verdict
 
@@ -38,6 +38,8 @@ def verify(
         from memopt.walk.config import load_config
 
         load_config(against, trust_remote_code=trust_remote_code)
+        if is_patched(Path(against)):
+            raise ModelError(f"'{against}' is itself patched.", "Give the model that it was made from.")
     wanted = set(levels)
     checks: list[Check] = []
     for level in (level for level in LEVELS if level in wanted):
