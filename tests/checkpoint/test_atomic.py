@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from memopt.checkpoint import atomic, shards
 from memopt.checkpoint.atomic import check_space, check_target, staged
@@ -52,6 +53,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def written_before(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A folder that an earlier run of memopt wrote."""
+    write_checkpoint_files(folder, tensors)
+    (folder / "memopt.json").write_text("{}")
+    return folder
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=3)
@@ -60,7 +68,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def stuck(tmp_path: Path, model: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in the middle of replacing tmp_path/out."""
-    write_checkpoint_files(tmp_path / "out", rms_tensors())
+    written_before(tmp_path / "out", rms_tensors())
     command = [sys.executable, "-c", textwrap.dedent(STUCK), str(model), str(tmp_path / "out")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -158,7 +166,7 @@ def test_force_replaces_the_whole_folder(
 ) -> None:
     if not swap:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    old = write_checkpoint_files(tmp_path / "out", {})
+    old = written_before(tmp_path / "out", {})
     (old / "stale.txt").write_text("x")
     write_checkpoint(open_source(str(model)), rms_plan(), old, force=True)
     assert not (old / "stale.txt").exists()
@@ -169,7 +177,7 @@ def test_force_replaces_the_whole_folder(
 def test_a_rename_that_fails_brings_the_old_folder_back(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = write_checkpoint_files(tmp_path / "out", {})
+    old = written_before(tmp_path / "out", {})
     before = contents(old)
     rename = os.rename
 
@@ -218,17 +226,19 @@ def test_missing_parents_are_made(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_folder_with_files_needs_force(tmp_path: Path, model: Path) -> None:
-    out = write_checkpoint_files(tmp_path / "out", {})
+    out = written_before(tmp_path / "out", {})
     with pytest.raises(OutputError, match="--force"):
         check_target(out, model, force=False)
     assert check_target(out, model, force=True) == out
 
 
-def test_force_does_not_replace_a_folder_that_is_no_model(tmp_path: Path, model: Path) -> None:
+def test_force_replaces_only_what_memopt_wrote(tmp_path: Path, model: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
-    with pytest.raises(OutputError, match="holds no model"):
-        check_target(tmp_path / "photos", model, force=True)
+    write_checkpoint_files(tmp_path / "original", {})
+    for folder in ("photos", "original"):
+        with pytest.raises(OutputError, match="not written by memopt"):
+            check_target(tmp_path / folder, model, force=True)
 
 
 @pytest.mark.parametrize("force", [True, False])

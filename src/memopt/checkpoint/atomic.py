@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from memopt.checkpoint.hub import cache_folder
+from memopt.checkpoint.manifest import is_patched
 from memopt.errors import OutputError
 
 _RENAME_EXCHANGE = 2
@@ -74,7 +75,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
 
     Raises:
         OutputError: it is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (without `force`; with `force`, one that holds no model).
+            non-empty folder (without `force`; with `force`, one that memopt did not write).
     """
     out, source = out.expanduser().resolve(), source.resolve()
     if out == source or source in out.parents:
@@ -91,8 +92,10 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise OutputError(f"'{out}' exists and is not empty.", "Choose another --out, or replace it with --force.")
-        if not (out / "config.json").is_file():
-            raise OutputError(f"'{out}' holds no model, so --force does not replace it.", "Remove it yourself first.")
+        if not is_patched(out):
+            raise OutputError(
+                f"'{out}' was not written by memopt, so --force does not replace it.", "Remove it yourself first."
+            )
     return out
 
 
@@ -106,7 +109,7 @@ def check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN:
         raise OutputError(
-            f"'{out}' needs {_size(needed)} and the disk has {_size(free)} free.",
+            f"'{out}' needs {_size(needed + _MARGIN)} and the disk has {_size(free)} free.",
             "Free some space, or choose an --out on another disk.",
         )
 

@@ -35,7 +35,7 @@ def patch(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the folder if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that memopt wrote before.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
