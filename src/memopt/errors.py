@@ -33,6 +33,10 @@ class ModelError(MemoptError):
     """The model cannot be found, read, built or run."""
 
 
+class LaunchTableError(MemoptError):
+    """A table of launch configurations cannot be read, or something in it does not fit."""
+
+
 class OutputError(MemoptError):
     """The output folder cannot be written."""
 

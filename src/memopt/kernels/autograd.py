@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch import Tensor
 
 
 def refuse_double_backward() -> None:
@@ -19,3 +22,18 @@ def refuse_double_backward() -> None:
             "memopt's operators have no second derivative, so backward cannot run with create_graph=True. "
             "Call memopt.unpatch(model) first."
         )
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives to what a linear reads on this tensor's device; None where autocast is off."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextManager[object]:
+    """Autocast on the tensor's device as :func:`autocast_dtype` found it: to `dtype`, or off for None."""
+    if dtype is None and autocast_dtype(tensor) is None:
+        return nullcontext()
+    return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None)

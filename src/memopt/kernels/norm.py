@@ -1,45 +1,28 @@
 """MS-LayerNorm and MS-RMSNorm: norms whose backward uses their normalised output, with or without an affine.
 
-    RMS:        x_hat = x * rstd              rstd = 1 / sqrt(mean(x^2) + eps)
-    LayerNorm:  x_hat = (x - mean(x)) * rstd  rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)
-    output:     y = (offset + weight) * x_hat + bias
-
-    backward:   g = dy * (offset + weight)
-                dx = rstd * (g - x_hat * mean(g * x_hat))                  (LayerNorm: also - mean(g) inside)
-                dweight = sum over rows of dy * x_hat,   dbias = sum over rows of dy
-
 Kept for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
 input. Without an affine y is x_hat, one storage with what the next linear keeps. With one, y can be made again from
 x_hat, weight and bias, so whoever keeps y inside a `memopt.saved.RecomputeScope` keeps a handle.
 
+The formulas are in `norm_reference`, the Triton kernels in `norm_triton`, the choice between them in `norm_ops`.
+
 Source: LowMemoryBP, ICML 2024, arXiv 2406.16282 (MS-norms); keeping x_hat before the affine avoids the division by
 the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a weight is near zero.
-
-Statistics and sums are in fp32 for 16-bit and fp32 inputs, in fp64 for fp64. Nothing is written in place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memopt.kernels import norm_ops
 from memopt.kernels.autograd import refuse_double_backward
+from memopt.kernels.norm_reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
 from memopt.saved.rules import Node, recomputable
 
-
-@dataclass(frozen=True)
-class NormSpec:
-    """Which norm: the numeric family, without its parameters."""
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    offset: Literal[0, 1] = 0
-    """1 for the (1 + weight) family."""
-    cast: Literal["before", "after"] = "after"
-    """Whether x_hat is rounded to the input's dtype before or after it is scaled by the weight."""
+__all__ = ["NormSpec", "accumulation_dtype", "affine", "ms_norm", "norm_backward", "normalize"]
 
 
 def ms_norm(
@@ -62,70 +45,18 @@ def ms_norm(
     Returns:
         y: (..., hidden) in `dtype`.
     """
-    if weight is None and bias is None:
-        y: Tensor = NormalizeFunction.apply(x, spec, dtype)  # type: ignore[no-untyped-call]
+    kept_dtype = kept_dtype or dtype
+    y: Tensor
+    if torch.compiler.is_compiling():
+        if weight is None and bias is None:
+            y, _ = norm_ops.ms_normalize(x, spec.kind, spec.eps, dtype)
+        else:
+            y, _, _ = norm_ops.ms_norm(x, weight, bias, spec.kind, spec.eps, spec.offset, spec.cast, dtype, kept_dtype)
+    elif weight is None and bias is None:
+        y = NormalizeFunction.apply(x, spec, dtype)  # type: ignore[no-untyped-call]
     else:
-        y = NormFunction.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, spec, dtype, kept_dtype or dtype
-        )
+        y = NormFunction.apply(x, weight, bias, spec, dtype, kept_dtype)  # type: ignore[no-untyped-call]
     return y
-
-
-def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
-    """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64)."""
-    x = x.to(accumulation_dtype(x.dtype))
-    if spec.kind == "layer":
-        x = x.contiguous()  # as the native LayerNorm does; norms composed of elementwise steps keep strides
-        x = x - x.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spec.eps)
-    return x * rstd, rstd
-
-
-def affine(
-    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
-) -> Tensor:
-    """(offset + weight) * x_hat + bias in `dtype`, rounded in the order that `spec.cast` says."""
-    if spec.cast == "before":
-        y = x_hat.to(x_dtype)
-        if weight is not None:
-            y = (weight + 1 if spec.offset else weight) * y
-        if bias is not None:
-            y = y + bias
-    else:
-        y = x_hat.to(accumulation_dtype(x_hat.dtype))
-        if weight is not None:
-            scale = weight.to(y.dtype)
-            y = y * (scale + 1 if spec.offset else scale)
-        if bias is not None:
-            y = y + bias.to(y.dtype)
-    return y.to(dtype)
-
-
-def norm_backward(
-    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, spec: NormSpec, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None where not needed."""
-    dy, x_hat = dy.to(rstd.dtype), x_hat.to(rstd.dtype)
-    dx = dweight = dbias = None
-    if needs[0]:
-        g = dy
-        if weight is not None:
-            scale = weight.to(rstd.dtype)
-            g = dy * (scale + 1 if spec.offset else scale)
-        inner = g - x_hat * (g * x_hat).mean(-1, keepdim=True)
-        if spec.kind == "layer":
-            inner = inner - g.mean(-1, keepdim=True)
-        dx = rstd * inner
-    rows = tuple(range(dy.dim() - 1))
-    if needs[1]:
-        dweight = (dy * x_hat).sum(rows) if rows else dy * x_hat
-    if needs[2]:
-        dbias = dy.sum(rows) if rows else dy
-    return dx, dweight, dbias
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class NormalizeFunction(torch.autograd.Function):
@@ -133,8 +64,7 @@ class NormalizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-        exact, rstd = normalize(x, spec)
-        x_hat = exact.to(dtype)
+        _, x_hat, rstd = norm_ops.forward(x, None, None, spec, dtype, dtype)
         ctx.spec, ctx.x_dtype = spec, x.dtype
         ctx.save_for_backward(x_hat, rstd)
         return x_hat
@@ -143,8 +73,8 @@ class NormalizeFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         refuse_double_backward()
         x_hat, rstd = ctx.saved_tensors
-        dx, _, _ = norm_backward(dy, x_hat, rstd, None, ctx.spec, (True, False, False))
-        return (None if dx is None else dx.to(ctx.x_dtype)), None, None
+        dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.spec, (True, False, False), ctx.x_dtype)
+        return dx, None, None
 
 
 class NormFunction(torch.autograd.Function):
@@ -159,22 +89,23 @@ class NormFunction(torch.autograd.Function):
         spec: NormSpec,
         dtype: torch.dtype,
         kept_dtype: torch.dtype,
-    ) -> Tensor:
-        exact, rstd = normalize(x, spec)
+    ) -> Tensor | None:
+        y, x_hat, rstd = norm_ops.forward(x, weight, bias, spec, dtype, kept_dtype)
         ctx.spec, ctx.x_dtype, ctx.dtype, ctx.remakes_output = spec, x.dtype, dtype, True
         # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
         # output, in another shard unit, runs its backward first.
         copies = [None if parameter is None else parameter.detach().clone() for parameter in (weight, bias)]
-        ctx.save_for_backward(exact.to(kept_dtype), rstd, *copies)
-        return affine(exact, weight, bias, spec, x.dtype, dtype)
+        ctx.save_for_backward(x_hat, rstd, *copies)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         refuse_double_backward()
         x_hat, rstd, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, ctx.spec, ctx.needs_input_grad[:3])
+        needs = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.spec, needs, ctx.x_dtype)
         return (
-            None if dx is None else dx.to(ctx.x_dtype),
+            dx,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             None,
@@ -186,4 +117,4 @@ class NormFunction(torch.autograd.Function):
 @recomputable("NormFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     x_hat, _, weight, bias = node.saved_tensors
-    return affine(x_hat, weight, bias, node.spec, node.x_dtype, node.dtype)
+    return norm_ops.remade_output(x_hat, weight, bias, node.spec, node.x_dtype, node.dtype)

@@ -1,0 +1,130 @@
+"""Registers, spilled registers and shared memory of every kernel, from binaries compiled ahead of time; needs no GPU.
+
+    python -m benchmarks.kernel_resources            write benchmarks/results/kernel_resources.json
+    python -m benchmarks.kernel_resources --check    exit 1 where that file is not what the kernels take now
+
+Each line of the file is one kernel function as its launcher launches it for one size and dtype. The numbers depend on
+the version of Triton, which stands in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from memopt.kernels.aot import TARGETS, Binary, capture
+from memopt.kernels.launches import VARIANTS, Sample, Variant
+
+RESULTS = Path(__file__).with_name("results") / "kernel_resources.json"
+ROWS = 512
+#: From a head's size to the widest MLP, and an odd one, which no vector fits.
+SIZES = (64, 128, 768, 1024, 2048, 4096, 4097, 5120, 8192, 14336, 16384)
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher."""
+
+    variant: Variant
+    hidden: int
+    dtype: torch.dtype
+    strided: bool = False
+
+    def __str__(self) -> str:
+        layout = ", strided" if self.strided else ""
+        return f"{self.variant}: {self.hidden} x {str(self.dtype).removeprefix('torch.')}{layout}"
+
+
+def cases(variant: Variant) -> Iterator[Case]:
+    """What is compiled of a variant. Kernels that see rows as such depend on their size, the others do not."""
+    by_rows = variant.kernel.startswith("norm")
+    for dtype in DTYPES:
+        for hidden in SIZES if by_rows else (4096,):
+            yield Case(variant, hidden, dtype)
+        if variant.heaviest:
+            yield Case(variant, 4096, dtype, strided=True)
+            if not by_rows:
+                yield Case(variant, 4097, dtype, strided=True)
+
+
+def binaries(case: Case, target: str) -> list[Binary]:
+    """The kernels that one call launches, compiled for `target`."""
+    call = case.variant.prepare(Sample(ROWS, case.hidden, case.dtype, "meta", case.strided))
+    with capture(target) as captured:
+        call()
+    return captured
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_resources", description="Record what the compiled kernels take."
+    )
+    parser.add_argument("--check", action="store_true", help="compare with the recorded file instead of writing it")
+    options = parser.parse_args(arguments)
+    if not options.check:
+        RESULTS.write_text(_render(_rows()))
+        return 0
+    recorded = json.loads(RESULTS.read_text())
+    if recorded["triton"] != triton.__version__:
+        print(f"{RESULTS.name} was recorded with Triton {recorded['triton']}, this is {triton.__version__}.")
+        return 1
+    return _compare(recorded["kernels"], _rows())
+
+
+def _rows() -> list[dict[str, Any]]:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        return [row for rows in pool.map(_rows_of_variant, range(len(VARIANTS))) for row in rows]
+
+
+def _rows_of_variant(index: int) -> list[dict[str, Any]]:
+    return [row for case in cases(VARIANTS[index]) for row in _rows_of_case(case)]
+
+
+def _rows_of_case(case: Case) -> list[dict[str, Any]]:
+    by_target = {target: binaries(case, target) for target in TARGETS}
+    rows = []
+    for launches in zip(*by_target.values(), strict=True):
+        numbers = {
+            binary.target: {
+                "warps": binary.num_warps,
+                "registers": binary.registers,
+                "spilled": binary.spilled,
+                "shared": binary.shared,
+            }
+            for binary in launches
+        }
+        rows.append({"case": str(case), "function": launches[0].kernel, **numbers})
+    return rows
+
+
+def _render(rows: list[dict[str, Any]]) -> str:
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    command = json.dumps("python -m benchmarks.kernel_resources")
+    return f'{{\n  "command": {command},\n  "triton": "{triton.__version__}",\n  "kernels": [\n{lines}\n  ]\n}}\n'
+
+
+def _compare(recorded: list[dict[str, Any]], now: list[dict[str, Any]]) -> int:
+    before, after = ({(row["case"], row["function"]): row for row in rows} for rows in (recorded, now))
+    different = [key for key in before | after if before.get(key) != after.get(key)]
+    for case, function in different:
+        print(
+            f"{case}: {function}\n  recorded {before.get((case, function))}\n  now      {after.get((case, function))}"
+        )
+    print(f"{len(after)} kernels, {len(different)} differ from {RESULTS.name}.")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Where an operator runs: its Triton kernels, or plain PyTorch.
+
+Knows no operator. The Triton kernels stand in the ``*_triton.py`` file beside each operator, which is imported only
+when :func:`runs_triton` says so: without Triton, or without a GPU, nothing of it is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor, nn
+
+#: Triton's interpreter runs the kernels on CPU tensors; it is a tool of the tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_DEVICE = "cpu" if INTERPRETED else "cuda"
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+#: Fake tensors, sharded tensors and tensors inside function transforms have no memory that a kernel could read.
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+
+
+def runs_triton(*tensors: Tensor | None) -> bool:
+    """Whether the Triton kernels take these tensors; otherwise the operator's PyTorch reference does.
+
+    They take fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
+    """
+    return _triton_is_there() and all(
+        tensor.device.type == _DEVICE and tensor.dtype in _DTYPES and type(tensor) in _PLAIN_TYPES
+        for tensor in tensors
+        if tensor is not None
+    )
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return os.environ.get("MEMOPT_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None

@@ -1,0 +1,231 @@
+"""The steps of an MS-norm on any device, and the same as operators that torch.compile, torch.export and others see.
+
+The plain functions choose between the Triton kernels and the reference. The operators ``torch.ops.memopt.ms_*`` are
+opaque to compilers: they run these functions, their fake kernels say what comes out, their backward is one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.device import runs_triton
+from memopt.kernels.norm_reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype, kept_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` and rstd. Without weight and bias y is None: the output is x_hat."""
+    if runs_triton(x, weight, bias):
+        from memopt.kernels.norm_triton import launch_forward
+
+        return launch_forward(x, weight, bias, spec, dtype, kept_dtype)
+    exact, rstd = normalize(x, spec)
+    y = None if weight is None and bias is None else affine(exact, weight, bias, spec, x.dtype, dtype)
+    return y, exact.to(kept_dtype), rstd
+
+
+def remade_output(
+    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """y from the kept x_hat."""
+    if runs_triton(x_hat, weight, bias):
+        from memopt.kernels.norm_triton import launch_affine
+
+        return launch_affine(x_hat, weight, bias, spec, x_dtype, dtype)
+    return affine(x_hat, weight, bias, spec, x_dtype, dtype)
+
+
+def backward(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    spec: NormSpec,
+    needs: tuple[bool, bool, bool],
+    x_dtype: torch.dtype,
+) -> Gradients:
+    """dx in `x_dtype`, dweight and dbias in the dtype of rstd; None where not needed."""
+    if runs_triton(dy, x_hat, rstd, weight):
+        from memopt.kernels.norm_triton import launch_backward
+
+        return launch_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype)
+    dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, spec, needs)
+    return (None if dx is None else dx.to(x_dtype)), dweight, dbias
+
+
+@torch.library.custom_op("memopt::ms_normalize", mutates_args=())
+def ms_normalize(x: Tensor, kind: str, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x_hat in `dtype` and rstd: the norm without an affine."""
+    _, x_hat, rstd = forward(x, None, None, _spec(kind, eps), dtype, dtype)
+    return _promised(x, kind, x_hat), rstd.contiguous()
+
+
+@torch.library.custom_op("memopt::ms_norm", mutates_args=())
+def ms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    offset: int,
+    cast_order: str,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm with a weight, a bias or both."""
+    y, x_hat, rstd = forward(x, weight, bias, _spec(kind, eps, offset, cast_order), dtype, kept_dtype)
+    if y is None:
+        raise ValueError("memopt::ms_norm needs a weight or a bias; without them call memopt::ms_normalize.")
+    return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
+
+
+@torch.library.custom_op("memopt::ms_norm_affine", mutates_args=())
+def ms_norm_affine(
+    x_hat: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    offset: int,
+    cast_order: str,
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y from the kept x_hat, with its strides; not differentiable: it makes a value again inside backward."""
+    y = remade_output(x_hat, weight, bias, _spec("rms", 0.0, offset, cast_order), x_dtype, dtype)
+    return _promised(x_hat, "rms", y.clone() if y is x_hat else y)
+
+
+@torch.library.custom_op("memopt::ms_norm_backward", mutates_args=())
+def ms_norm_backward(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    offset: int,
+    needs: list[bool],
+    x_dtype: torch.dtype,
+) -> list[Tensor]:
+    """Those of dx, dweight and dbias that `needs` names, in this order."""
+    wanted = (needs[0], needs[1], needs[2])
+    dx, dweight, dbias = backward(dy, x_hat, rstd, weight, _spec(kind, 0.0, offset), wanted, x_dtype)
+    if dx is not None:
+        dx = _promised(x_hat, "rms", dx)
+    return [gradient for gradient in (dx, dweight, dbias) if gradient is not None]
+
+
+@ms_normalize.register_fake
+def _(x: Tensor, kind: str, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _like(x, kind, dtype), _fake_rstd(x)
+
+
+@ms_norm.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    offset: int,
+    cast_order: str,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x, kind, dtype), _like(x, kind, kept_dtype), _fake_rstd(x)
+
+
+@ms_norm_affine.register_fake
+def _(
+    x_hat: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    offset: int,
+    cast_order: str,
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _like(x_hat, "rms", dtype)
+
+
+@ms_norm_backward.register_fake
+def _(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    offset: int,
+    needs: list[bool],
+    x_dtype: torch.dtype,
+) -> list[Tensor]:
+    dx = [_like(x_hat, "rms", x_dtype)] if needs[0] else []
+    return dx + [rstd.new_empty(x_hat.size(-1)) for need in needs[1:] if need]
+
+
+def _keep_normalized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.kind, _, _ = inputs
+    x_hat, rstd = output
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(x_hat, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_normalized(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
+    if dy is None:
+        return None, None, None, None
+    x_hat, rstd = ctx.saved_tensors
+    (dx,) = ms_norm_backward(dy, x_hat, rstd, None, ctx.kind, 0, [True, False, False], ctx.x_dtype)
+    return dx, None, None, None
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.kind, _, ctx.offset, *_ = inputs
+    _, x_hat, rstd = output
+    ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, weight, bias))
+    ctx.save_for_backward(x_hat, rstd, weight)
+    ctx.mark_non_differentiable(x_hat, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_norm(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    gradients: list[Tensor | None] = [None] * 9
+    needs = list(ctx.needs_input_grad[:3])
+    if dy is not None:
+        x_hat, rstd, weight = ctx.saved_tensors
+        made = iter(ms_norm_backward(dy, x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
+        gradients[:3] = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
+    return tuple(gradients)
+
+
+ms_normalize.register_autograd(_differentiate_normalized, setup_context=_keep_normalized)
+ms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+
+
+def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:
+    # An operator's schema knows neither dataclasses nor literal types.
+    return NormSpec(
+        cast(Literal["rms", "layer"], kind),
+        eps,
+        cast(Literal[0, 1], offset),
+        cast(Literal["before", "after"], cast_order),
+    )
+
+
+def _like(x: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype) if kind == "rms" else x.new_empty(x.shape, dtype=dtype)
+
+
+def _fake_rstd(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+
+
+def _promised(x: Tensor, kind: str, result: Tensor) -> Tensor:
+    """`result` with the strides that the fake kernels promise."""
+    promised = _like(x, kind, result.dtype)
+    return result if result.stride() == promised.stride() else promised.copy_(result)

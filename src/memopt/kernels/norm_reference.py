@@ -1,0 +1,97 @@
+"""The MS-norms in plain PyTorch: the formulas, and what runs wherever the Triton kernels do not.
+
+    RMS:        x_hat = x * rstd              rstd = 1 / sqrt(mean(x^2) + eps)
+    LayerNorm:  x_hat = (x - mean(x)) * rstd  rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)
+    output:     y = (offset + weight) * x_hat + bias
+
+    backward:   g = dy * (offset + weight)
+                dx = rstd * (g - x_hat * mean(g * x_hat))                  (LayerNorm: also - mean(g) inside)
+                dweight = sum over rows of dy * x_hat,   dbias = sum over rows of dy
+
+Statistics and sums are in fp32 for 16-bit and fp32 inputs, in fp64 for fp64. Nothing that is given is written to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Which norm: the numeric family, without its parameters."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: Literal[0, 1] = 0
+    """1 for the (1 + weight) family."""
+    cast: Literal["before", "after"] = "after"
+    """Whether x_hat is rounded to the input's dtype before or after it is scaled by the weight."""
+
+
+def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
+    """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64).
+
+    Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is contiguous, as the stock norms are.
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    if spec.kind == "layer":
+        if x.dtype == wide.dtype and x.size(-1):
+            # The stock kernel: to the last bit what nn.LayerNorm computes, without temporaries of the input's size.
+            x_hat, _, rstd = torch.native_layer_norm(x, [x.size(-1)], None, None, spec.eps)
+            return x_hat, rstd
+        # For 16-bit inputs that kernel is less exact than this: it does not subtract the mean before it multiplies.
+        wide = wide.contiguous()
+        wide = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    return wide * rstd, rstd
+
+
+def affine(
+    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """(offset + weight) * x_hat + bias in `dtype`, rounded in the order that `spec.cast` says."""
+    if spec.cast == "before":
+        y = x_hat.to(x_dtype)
+        if weight is not None:
+            y = (weight + 1 if spec.offset else weight) * y
+        if bias is not None:
+            y = y + bias
+    else:
+        y = x_hat.to(accumulation_dtype(x_hat.dtype))
+        if weight is not None:
+            scale = weight.to(y.dtype)
+            y = y * (scale + 1 if spec.offset else scale)
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+    return y.to(dtype)
+
+
+def norm_backward(
+    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, spec: NormSpec, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None where not needed."""
+    dy, x_hat = dy.to(rstd.dtype), x_hat.to(rstd.dtype)
+    dx = dweight = dbias = None
+    if needs[0]:
+        g = dy
+        if weight is not None:
+            scale = weight.to(rstd.dtype)
+            g = dy * (scale + 1 if spec.offset else scale)
+        dx = torch.addcmul(g, x_hat, (g * x_hat).mean(-1, keepdim=True), value=-1)
+        if spec.kind == "layer":
+            dx.sub_(g.mean(-1, keepdim=True))
+        dx.mul_(rstd)
+    rows = tuple(range(dy.dim() - 1))
+    if needs[1]:
+        dweight = (dy * x_hat).sum(rows) if rows else dy * x_hat
+    if needs[2]:
+        dbias = dy.sum(rows) if rows else dy.clone()
+    return dx, dweight, dbias
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

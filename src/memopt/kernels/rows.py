@@ -1,0 +1,49 @@
+"""Where the rows of a strided tensor lie, so that a kernel reads slices and transposed heads in place.
+
+A row is the last dimension. Plain integers; nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row r of the tensor starts at element i0 * strides[0] + i1 * strides[1] + i2 * strides[2], where
+
+        i2 = r % sizes[1],   i1 = (r // sizes[1]) % sizes[0],   i0 = r // (sizes[0] * sizes[1]).
+
+    A tensor whose rows are evenly spaced has sizes (1, 1), and its spacing is strides[0].
+    """
+
+    count: int
+    sizes: tuple[int, int]
+    strides: tuple[int, int, int]
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """The rows of `tensor`; their order is that of the indices, as in ``tensor.reshape(-1, hidden)``.
+
+    Returns:
+        None where the elements of a row are not adjacent, or the leading dimensions do not merge into three at most.
+    """
+    if tensor.dim() and tensor.size(-1) > 1 and tensor.stride(-1) != 1:
+        return None
+    merged: list[tuple[int, int]] = []
+    count = 1
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        count *= size
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 3:
+        return None
+    # Sizes of 1 stand last: they merge with anything, and evenly spaced rows keep their spacing in the first place.
+    (_, s0), (n1, s1), (n2, s2) = merged + [(1, 0)] * (3 - len(merged))
+    return Rows(count, (n1, n2), (s0, s1, s2))

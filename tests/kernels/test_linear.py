@@ -1,0 +1,126 @@
+"""A linear whose input is made again with its gradients: when it takes the offer, and what it keeps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.kernels.linear import can_be_made_again, linear, offer
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def sin_again(dh: Tensor, inputs: tuple[Tensor, ...], calls: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
+    calls.append(1)
+    h = torch.sin(inputs[0])
+    return (dh * torch.cos(inputs[0]),), h
+
+
+def offered(z: Tensor, calls: list[int]) -> Tensor:
+    h = torch.sin(z)
+    offer(h, (z,), functools.partial(sin_again, calls=calls))
+    return h
+
+
+def gradients(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), inputs)
+
+
+def assert_same(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...]) -> None:
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,)], ids=str)
+def test_values_and_gradients_are_those_of_the_stock_linear(leading, has_bias, transposed):
+    z, parameter = draw(*leading, 6), draw(6, 4, seed=1) if transposed else draw(4, 6, seed=1)
+    bias = draw(4, seed=2) if has_bias else None
+    inputs = [t for t in (z, parameter, bias) if t is not None]
+    weight = parameter.t() if transposed else parameter
+    calls: list[int] = []
+    ours = linear(offered(z, calls), weight, bias)
+    stock = F.linear(torch.sin(z), weight, bias)
+    assert torch.equal(ours, stock)
+    assert_same(gradients(ours, inputs), gradients(stock, inputs))
+    assert calls
+
+
+def test_the_gradient_of_a_transposed_weight_has_the_layout_of_its_parameter():
+    z, parameter = draw(3, 6), draw(6, 4, seed=1)
+    linear(offered(z, []), parameter.t(), None).sum().backward()
+    assert parameter.grad.is_contiguous()
+
+
+def test_the_input_is_not_kept():
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
+    kept = []
+    h = offered(z, [])
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear(h, weight, None)
+    assert [t.data_ptr() for t in kept] == [weight.data_ptr(), z.data_ptr()]
+
+
+CHANGES = {
+    "nobody offered it": lambda h: h.clone(),
+    "it was viewed": lambda h: h.view(h.shape),
+    "it was changed in place": lambda h: h.add_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_without_an_offer_for_this_very_tensor_the_stock_linear_runs(change):
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
+    calls: list[int] = []
+    changed = CHANGES[change](offered(z, calls))
+    assert not can_be_made_again(changed)
+    ours, stock = linear(changed, weight, None), F.linear(CHANGES[change](torch.sin(z).clone()), weight)
+    assert_same(gradients(ours, [z, weight]), gradients(stock, [z, weight]))
+    assert not calls
+
+
+def test_an_input_that_was_changed_since_is_not_read_again():
+    z = draw(5, 6).detach()
+    parameter = draw(6, seed=3)
+    source = z * parameter
+    h = offered(source, [])
+    source.detach().zero_()
+    assert not can_be_made_again(h)
+
+
+def test_a_frozen_weight_takes_the_stock_linear():
+    z, weight = draw(5, 6), draw(4, 6, seed=1).detach()
+    calls: list[int] = []
+    linear(offered(z, calls), weight, None).sum().backward()
+    assert not calls
+    assert z.grad is not None
+
+
+def test_an_offer_goes_with_its_tensor():
+    z = draw(5, 6)
+    h = offered(z, [])
+    assert can_be_made_again(h)
+    del h
+    assert not can_be_made_again(torch.sin(z))
+    assert not can_be_made_again("not a tensor")
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast_everything_is_as_in_the_stock_linear(parameters):
+    z, weight, bias = draw(5, 6, dtype=torch.bfloat16), draw(4, 6, dtype=parameters), draw(4, dtype=parameters)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, stock = linear(offered(z, []), weight, bias), F.linear(torch.sin(z), weight, bias)
+    assert torch.equal(ours, stock)
+    inputs = [z, weight, bias]
+    for a, b in zip(gradients(ours, inputs)[1:], gradients(stock, inputs)[1:], strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
