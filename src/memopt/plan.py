@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memopt.recipe import Recipe
-from memopt.walk.sites import ActivationSite, NormSite, Sites
+from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
 
 SiteKind = Literal["norm", "gated_mlp", "activation", "linear", "dropout", "loss"]
 Action = Literal["fold", "share", "recompute", "keep"]
+#: Activations whose derivative PyTorch computes from their output.
+_KEEP_THEIR_OUTPUT = frozenset({"relu", "tanh", "sigmoid"})
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Plan:
         """Norm sites whose action is one of `actions`."""
         chosen = {e.site for e in self.entries if e.kind == "norm" and e.action in actions}
         return tuple(norm for norm in self.sites.norms if norm.name in chosen)
+
+    def gated_mlps(self) -> tuple[GatedMLPSite, ...]:
+        """Gated MLP sites of which no more than gate and up are kept."""
+        if self.recipe.activations.method == "none":  # act(gate) is to be kept
+            return ()
+        chosen = {e.site for e in self.entries if e.kind == "gated_mlp" and e.rewritten}
+        return tuple(site for site in self.sites.gated_mlps if site.name in chosen)
 
     def activations(self) -> tuple[ActivationSite, ...]:
         """Activation sites whose output is made again in backward."""
@@ -129,10 +138,9 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
             yield Entry("activation", site.name, "keep", "random or different in train mode: it cannot be run again")
         elif site.gated_mlp in gated:
             yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
-        elif site.kind == "relu":
-            yield Entry(
-                "activation", site.name, "keep", "relu already keeps its output only, which the next linear shares"
-            )
+        elif site.kind in _KEEP_THEIR_OUTPUT and site.operations == 1:
+            reason = f"{site.kind} already keeps its output only, which the next linear shares"
+            yield Entry("activation", site.name, "keep", reason)
         elif site.is_module and site.operations > 1:
             yield Entry(
                 "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"

@@ -74,7 +74,13 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.mish, F.hardswish])
+ACTIVATIONS = [
+    F.silu, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.mish, F.hardswish, lambda z: F.leaky_relu(z, 0.2),
+    lambda z: F.elu(z, 1.3), F.selu, lambda z: F.softplus(z, 2.0, 5.0), F.relu6, F.hardsigmoid,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_are_bitwise_those_of_autograd(activation):
     model, x = make_mlp(activation)
     stock = gradients(model, model(x).square().sum(), x)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import memopt.kernels.norm as norm_kernel
+import memopt.kernels.norm_ops as norm_steps
 import memopt.patches.scope as scope_patch
 from memopt.cli.main import main
 from memopt.errors import ModelError
@@ -85,25 +86,25 @@ def test_a_lost_norm_weight_fails_forward(patched):
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 def test_a_norm_backward_that_is_off_by_a_tenth_fails_gradient(folders, monkeypatch, factor):
-    right = norm_kernel.norm_backward
+    right = norm_steps.norm_backward
 
     def wrong(*arguments):
         dx, dweight, dbias = right(*arguments)
         return None if dx is None else dx * factor, dweight, dbias
 
-    monkeypatch.setattr(norm_kernel, "norm_backward", wrong)
+    monkeypatch.setattr(norm_steps, "norm_backward", wrong)
     verdict = verify(folders / "llama-patched", levels=["gradient"])
     assert verdict.status == "fail"
 
 
 def test_a_lost_gradient_of_a_norm_weight_fails_gradient(folders, monkeypatch):
-    right = norm_kernel.norm_backward
+    right = norm_steps.norm_backward
 
     def wrong(*arguments):
         dx, dweight, dbias = right(*arguments)
         return dx, None if dweight is None else dweight * 0, dbias
 
-    monkeypatch.setattr(norm_kernel, "norm_backward", wrong)
+    monkeypatch.setattr(norm_steps, "norm_backward", wrong)
     assert statuses(verify(folders / "bert-patched", levels=["gradient"]))["gradient.worst_error_ratio"] == "fail"
 
 

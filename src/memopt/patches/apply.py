@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from memopt.patches.activation import patch_activation, unpatch_activation
+from memopt.kernels.formulas import ACTIVATIONS
+from memopt.patches.activation import ActivationRewrite, patch_activation, unpatch_activation
+from memopt.patches.gated_mlp import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp
+from memopt.patches.linear import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
 from memopt.patches.norm import NormRewrite, patch_norm, unpatch_norm
 from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.plan import Plan
 from memopt.recipe import Recipe
+from memopt.walk.sites import ActivationSite
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class Applied:
     plan: Plan
     norms: tuple[str, ...]
     activations: tuple[str, ...]
+    linears: tuple[str, ...]
+    """Those that make the output of the activation before them again, where Triton runs."""
+    gated_mlps: tuple[str, ...]
+    """Those whose activation and product run as one operator; in the others the scope recomputes the stock ones."""
     scopes: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     """(module, reason) of planned rewrites that the module itself did not admit."""
@@ -29,7 +37,7 @@ class Applied:
     @property
     def patched(self) -> int:
         """Number of modules that were changed."""
-        return len(self.norms) + len(self.activations) + len(self.scopes)
+        return sum(map(len, (self.norms, self.activations, self.linears, self.gated_mlps, self.scopes)))
 
 
 def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Applied:
@@ -50,16 +58,27 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
         except ValueError as reason:
             refused.append((site.name, str(reason)))
     activations: list[str] = []
-    for activation in plan.activations():
-        # A single operation keeps its input only; the scope below takes care of its output.
-        if activation.is_module and activation.operations > 1 and activation.replays:
+    linears: list[str] = []
+    for activation, linear in _activations(plan, modules):
+        try:
+            patch_activation(modules[activation.name], activation)
+            activations.append(activation.name)
+            if linear is not None:
+                patch_linear(modules[linear])
+                linears.append(linear)
+        except ValueError as reason:
+            refused.append((activation.name, str(reason)))
+    inside = _scopes(plan)
+    gated_mlps: list[str] = []
+    for gated_mlp in plan.gated_mlps():
+        if gated_mlp.form is not None:
             try:
-                patch_activation(modules[activation.name])
-                activations.append(activation.name)
+                patch_gated_mlp(modules[gated_mlp.name], gated_mlp, _innermost(gated_mlp.name, inside))
+                gated_mlps.append(gated_mlp.name)
             except ValueError as reason:
-                refused.append((activation.name, str(reason)))
+                refused.append((gated_mlp.name, str(reason)))
     scopes: list[str] = []
-    for name, families in _scopes(plan).items():
+    for name, families in inside.items():
         module = modules[name]
         if is_swapped(module):
             continue
@@ -68,7 +87,9 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
             scopes.append(name)
         except ValueError as reason:
             refused.append((name, str(reason)))
-    return Applied(plan, tuple(norms), tuple(activations), tuple(scopes), tuple(refused))
+    return Applied(
+        plan, tuple(norms), tuple(activations), tuple(linears), tuple(gated_mlps), tuple(scopes), tuple(refused)
+    )
 
 
 def undo(model: nn.Module) -> int:
@@ -76,20 +97,40 @@ def undo(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         if is_swapped(module):
-            state = swap_state(module)
-            if isinstance(state, NormRewrite):
-                unpatch_norm(module)
-            elif isinstance(state, ScopeRewrite):
-                unpatch_scope(module)
-            else:
-                unpatch_activation(module)
+            _UNDO[type(swap_state(module))](module)
             count += 1
     return count
+
+
+_UNDO: dict[type, Callable[[nn.Module], None]] = {
+    NormRewrite: unpatch_norm,
+    ActivationRewrite: unpatch_activation,
+    LinearRewrite: unpatch_linear,
+    GatedMLPRewrite: unpatch_gated_mlp,
+    ScopeRewrite: unpatch_scope,
+}
 
 
 def is_patched(model: nn.Module) -> bool:
     """Whether any module of `model` is patched."""
     return any(is_swapped(module) for module in model.modules())
+
+
+def _activations(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple[ActivationSite, str | None]]:
+    """The activation modules to patch, each with the linear that is patched with it.
+
+    A single operation keeps its input only, and a scope takes care of its output: alone it stays as it is.
+    """
+    module_of = {linear.parameter: linear.module for linear in plan.sites.linears}
+    for site in plan.activations():
+        if not site.is_module or not site.replays:
+            continue
+        is_known = site.kind in ACTIVATIONS and site.gated_mlp is None
+        linear = module_of.get(site.next_linear) if is_known and site.next_linear is not None else None
+        if linear is not None and not (linear in modules and trains_as_linear(modules[linear])):
+            linear = None
+        if site.operations > 1 or linear is not None:
+            yield site, linear
 
 
 def _families(recipe: Recipe) -> frozenset[str]:
@@ -124,6 +165,12 @@ def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
         if name in scopes or _inside(name, scopes):
             scopes[name] = scopes.get(name, families) - excluded
     return scopes
+
+
+def _innermost(name: str, scopes: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Families of the innermost of `scopes` that `name` is in, or is."""
+    around = [scope for scope in scopes if _inside(name, [scope])]
+    return scopes[max(around, key=len)] if around else frozenset()
 
 
 def _inside(name: str, blocks: Collection[str]) -> bool:

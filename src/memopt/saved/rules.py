@@ -80,6 +80,33 @@ def _hardswish(node: Node) -> Tensor:
     return F.hardswish(node._saved_self)
 
 
+@recomputable("LeakyReluBackward0", "activation")
+def _leaky_relu(node: Node) -> Tensor:
+    return F.leaky_relu(node._saved_self, node._saved_negative_slope)
+
+
+@recomputable("EluBackward0", "activation")
+def _elu(node: Node) -> Tensor:  # SELU too
+    z, alpha, scale, input_scale = node._saved_self, node._saved_alpha, node._saved_scale, node._saved_input_scale
+    h: Tensor = torch.ops.aten.elu(z, alpha, scale, input_scale)
+    return h
+
+
+@recomputable("SoftplusBackward0", "activation")
+def _softplus(node: Node) -> Tensor:
+    return F.softplus(node._saved_self, node._saved_beta, node._saved_threshold)
+
+
+@recomputable("HardtanhBackward0", "activation")
+def _hardtanh(node: Node) -> Tensor:  # ReLU6 too
+    return F.hardtanh(node._saved_self, node._saved_min_val, node._saved_max_val)
+
+
+@recomputable("HardsigmoidBackward0", "activation")
+def _hardsigmoid(node: Node) -> Tensor:
+    return F.hardsigmoid(node._saved_self)
+
+
 @recomputable("PowBackward0", "activation")
 def _power(node: Node) -> Tensor:
     return torch.pow(node._saved_self, node._saved_exponent)

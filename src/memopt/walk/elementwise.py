@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.kernels.formulas import ACTIVATIONS
 from memopt.walk.isolate import Isolated, isolate, signature
 from memopt.walk.precision import Float64Mode
 
-#: Kind -> function. Compared in fp64; the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_erf": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "relu6": F.relu6,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "hardsigmoid": F.hardsigmoid,
-    "hardswish": F.hardswish,
-    "mish": F.mish,
-    "softplus": F.softplus,
-}
 _AGREES = 1e-7
 
 #: Ops that only look at a tensor in another way, or in another dtype: nothing of theirs is an intermediate.
@@ -44,7 +25,7 @@ _VIEWS_AND_CASTS = {
 @dataclass(frozen=True)
 class ActivationProbe:
     kind: str
-    """A key of `ACTIVATIONS`, or ``other``."""
+    """A key of `memopt.kernels.formulas.ACTIVATIONS`, or ``other``."""
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool

@@ -7,6 +7,8 @@ memory of its own.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,6 +78,28 @@ def isolate(module: nn.Module) -> Isolated | None:
     for hooks in (alone._forward_hooks, alone._forward_pre_hooks):
         hooks.clear()
     return Isolated(alone)
+
+
+def with_stand_ins(
+    module: nn.Module,
+    children: Mapping[str, nn.Module] | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    *,
+    training: bool = False,
+) -> nn.Module:
+    """A copy that runs the code of `module` on other children and parameters: same attributes, no hooks.
+
+    Nothing is copied in depth, so it is cheap at any size, and the module itself is not changed.
+    """
+    alone = copy.copy(module)
+    alone.__dict__ = dict(vars(module)) | {
+        "_modules": dict(module._modules) | dict(children or {}),
+        "_parameters": dict(module._parameters) | dict(parameters or {}),
+        "_forward_hooks": OrderedDict(),
+        "_forward_pre_hooks": OrderedDict(),
+        "training": training,
+    }
+    return alone
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from memopt.errors import ModelError
 from memopt.walk.blocks import find_blocks
 from memopt.walk.build import build_meta, build_twin, clone_to_meta
 from memopt.walk.config import load_config
+from memopt.walk.gated import with_form
 from memopt.walk.inputs import Call, runnable_calls
 from memopt.walk.labels import Labels
 from memopt.walk.precision import default_float64
@@ -127,7 +128,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         model_class=type(model).__name__,
         model_type=str(getattr(config, "model_type", "")),
         norms=norms,
-        gated_mlps=labels.gated_sites(),
+        gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
         activations=activations,
         linears=linears,
         dropouts=labels.dropout_sites(),

@@ -16,6 +16,8 @@ NormKind = Literal["rms", "layer"]
 #: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
 #: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
 CastOrder = Literal["before", "after"]
+#: How a gated MLP's forward is put together: two linears, or one whose output's halves are (gate, up) or (up, gate).
+GatedForm = Literal["separate", "gate_up", "up_gate"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,20 @@ class GatedMLPSite:
     up: str
     down: str | None
     """Parameter names; gate == up when they are fused in one weight."""
+    form: GatedForm | None = None
+    """Set when the module's forward is down(act(gate(x)) * up(x)) and nothing else but `between`."""
+    between: str | None = None
+    """Child module (a dropout) that the product passes on its way to down."""
+
+    @property
+    def children(self) -> tuple[str, str, str] | None:
+        """Names, inside the module, of the children that hold gate, up and down; None when it holds one itself."""
+        prefix = f"{self.name}." if self.name else ""
+        parameters = (self.gate, self.up, self.down)
+        if not all(p is not None and p.startswith(prefix) and "." in p.removeprefix(prefix) for p in parameters):
+            return None
+        gate, up, down = (p.removeprefix(prefix).partition(".")[0] for p in parameters if p is not None)
+        return gate, up, down
 
 
 @dataclass(frozen=True)
