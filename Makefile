@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels gpu-check lint format clean distclean
+.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels gpu-check gpu-bench lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,26 +77,41 @@ endef
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(DURATIONS)
 DURATIONS = --durations=10 --durations-min=0.5
 
+# Triton decides while it is imported whether kernels are compiled or interpreted, so the latter is a run of its own.
+COMPILED = $(PYTEST) --ignore=tests/triton
+INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
+
 test: $(STAMP) ## run the tests that need no GPU, without the slow ones
-	@$(PYTEST) -m "not slow and not gpu"
+	@$(COMPILED) -m "not slow and not gpu"
+	@$(INTERPRETED) -m "not slow"
 
 test-all: $(STAMP) ## run every test that needs no GPU
-	@$(PYTEST) -m "not gpu"
+	@$(COMPILED) -m "not gpu"
+	@$(INTERPRETED)
 
-test-kernels: $(STAMP) ## run the tests of the kernels only
-	@$(PYTEST) tests/kernels
+test-kernels: $(STAMP) ## run the tests of the kernels only: operators, compiled binaries, interpreted kernels
+	@$(COMPILED) tests/kernels tests/aot
+	@$(INTERPRETED)
 
 # With MEMOPT_PYTHON nothing is installed: that interpreter must have torch, transformers and pytest.
 GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)
 gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (MEMOPT_PYTHON=... uses that interpreter as it is)
 	@$(GPU_PYTHON) -c 'import torch; print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else \
 	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
-	@PYTHONPATH=src $(GPU_PYTHON) -m pytest $(DURATIONS) tests/gpu
+	@PYTHONPATH=src $(GPU_PYTHON) -m pytest $(DURATIONS) tests/gpu tests/triton
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "==> ruff check" && $(BIN)/ruff check .
 	@echo "==> ruff format --check" && $(BIN)/ruff format --check .
 	@echo "==> mypy" && $(BIN)/mypy
+
+# Both run to the end, also where the first falls short; the results are files to be committed.
+gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels and blocks on a GPU into benchmarks/results (about 15 minutes)
+	@status=0; for name in kernels block; do \
+	  echo "==> python -m benchmarks.$$name --check"; \
+	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.$$name --check \
+	    --json benchmarks/results/$$name.json --plot benchmarks/results/$$name.svg || status=$$?; \
+	done; exit $$status
 
 format: $(STAMP) ## format the code and sort its imports
 	@$(BIN)/ruff check --select I --fix .
