@@ -144,11 +144,11 @@ def test_the_weight_is_kept_itself_and_not_a_copy():
 FROZEN = ["gate", "up", "weight", "bias"]
 
 
-@pytest.mark.parametrize("needed", [{"gate", "up"}, {"weight"}, {"bias"}, {"gate"}, {"up", "bias"}], ids=str)
+@pytest.mark.parametrize("needed", ["gate up", "weight", "bias", "gate", "up bias"])
 def test_only_what_needs_a_gradient_gets_one(needed):
     inputs = make()
     for name, tensor in zip(FROZEN, inputs, strict=True):
-        tensor.requires_grad_(name in needed)
+        tensor.requires_grad_(name in needed.split())
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     gate, up, weight, bias = inputs
     stock = F.linear(F.silu(gate) * up, weight, bias)
