@@ -121,7 +121,7 @@ def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
         return (right if fake else without_a_scope)(stock, rewrite, module, *args, **kwargs)
 
     monkeypatch.setattr(scope_patch, "_forward", scope_only_in_the_trace)
-    verdict = verify(folders / "llama-patched", levels=["memory"])
+    verdict = verify(folders / "bert-patched", levels=["memory"])
     assert calls["traced"] > 0
     assert statuses(verdict)["memory.plan"] == "fail"
 
