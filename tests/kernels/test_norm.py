@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from memopt.kernels.norm import NormSpec, affine, ms_norm, normalize
+from memopt.kernels.norm import NormSpec, affine, ms_norm, ms_norm_of_sum, normalize
 
 FAMILIES = [
     # kind, offset, has weight, has bias: the eight numeric families of transformers' norms
@@ -172,3 +172,60 @@ def test_a_double_backward_is_an_error_and_not_a_wrong_number():
         y = ms_norm(x, *affine_parameters, spec, x.dtype)
         with pytest.raises(RuntimeError, match="create_graph"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def terms(family, shape, dtype):
+    """Two terms of a sum, and the parameters of a norm."""
+    a, weight, bias, spec = make(family, shape, dtype)
+    b = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    return a, b, weight, bias, spec
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_gradients_of_the_norm_of_a_sum_are_right_in_fp64(family):
+    a, b, weight, bias, spec = terms(family, (3, 2, 7), torch.float64)
+    assert gradcheck(lambda *_: ms_norm_of_sum(a, b, weight, bias, spec, a.dtype), leaves(a, b, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_norm_of_a_sum_is_bitwise_that_of_the_sum_in_both_directions(family, dtype):
+    a, b, weight, bias, spec = terms(family, (16, 24), dtype)
+    inputs, dy = leaves(a, b, weight, bias), torch.randn(16, 24).to(dtype)
+    results = []
+    for y in (ms_norm_of_sum(a, b, weight, bias, spec, dtype), ms_norm(a + b, weight, bias, spec, dtype)):
+        results.append([y, *torch.autograd.grad(y, inputs, dy)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[3]], ids=str)
+def test_only_the_term_that_needs_a_gradient_gets_one(family, frozen):
+    a, b, weight, bias, spec = terms(family, (4, 8), torch.float32)
+    pair = [a, b]
+    pair[frozen].requires_grad_(False)
+    y = ms_norm_of_sum(*pair, weight, bias, spec, a.dtype)
+    (y * torch.randn(4, 8)).sum().backward()
+    assert pair[frozen].grad is None
+    assert pair[1 - frozen].grad.any()
+
+
+def test_the_norm_of_a_tensor_and_itself_gets_the_gradient_twice():
+    a, _, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float64)
+    assert gradcheck(lambda *_: ms_norm_of_sum(a, a, weight, bias, spec, a.dtype), leaves(a, weight, bias))
+
+
+def test_gradients_of_both_terms_can_be_changed_without_changing_each_other():
+    a, b, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float32)
+    (ms_norm_of_sum(a, b, weight, bias, spec, a.dtype) * torch.randn(4, 8)).sum().backward()
+    before = b.grad.clone()
+    a.grad.zero_()
+    assert torch.equal(b.grad, before)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1, 8), torch.zeros(4, 8, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_terms_of_another_shape_or_dtype_are_refused(other):
+    a, _, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float32)
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        ms_norm_of_sum(a, other, weight, bias, spec, a.dtype)

@@ -12,9 +12,9 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels import norm_ops
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.norm import NormSpec, ms_norm, ms_norm_of_sum
 from memopt.saved import RecomputeScope
-from tests.kernels.test_norm import FAMILIES, leaves, make
+from tests.kernels.test_norm import FAMILIES, leaves, make, terms
 
 RMS, LAYER, BARE = FAMILIES[0], FAMILIES[1], FAMILIES[3]
 
@@ -50,6 +50,8 @@ def test_the_fake_kernels_promise_what_the_real_ones_give(family, layout):
     torch.library.opcheck(operator, (*given, *dtypes), test_utils=("test_schema", "test_faketensor"))
     outputs = [output.detach() for output in operator(*given, *dtypes)]
     x_hat, rstd = outputs[-2:]
+    promised = torch.empty_like(x) if spec.kind == "rms" else torch.empty(x.shape)
+    assert all(output.stride() == promised.stride() for output in outputs[:-1])
     needs = [True, weight is not None, bias is not None]
     backward = (torch.randn(x.shape), x_hat, rstd, None if weight is None else weight.detach(), spec.kind, spec.offset)
     torch.library.opcheck(norm_ops.ms_norm_backward, (*backward, needs, x.dtype))
@@ -95,6 +97,41 @@ def test_the_operators_give_gradients_only_to_what_needs_them():
     assert not rstd.requires_grad
     y.sum().backward()
     assert torch.equal(bias.grad, torch.full((6,), 5.0))
+
+
+@pytest.mark.parametrize("family", [RMS, LAYER, BARE], ids=str)
+def test_the_operators_of_a_sum_pass_every_check_of_torch(family):
+    a, b, weight, bias, spec = terms(family, (4, 6), torch.float32)
+    operator, given = arguments(a, weight, bias, spec)
+    dtypes = (a.dtype,) if operator is norm_ops.ms_normalize else (a.dtype, a.dtype)
+    torch.library.opcheck(operator, (*given, *dtypes, b))
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize("family", [RMS, LAYER, BARE], ids=str)
+def test_a_compiled_norm_of_a_sum_is_one_operator_with_the_same_gradients(family, frozen):
+    torch._dynamo.reset()
+    *pair, weight, bias, spec = terms(family, (5, 6), torch.float32)
+    if frozen is not None:
+        pair[frozen].requires_grad_(False)
+    targets = []
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return ms_norm_of_sum(a, b, weight, bias, spec, a.dtype)
+
+    def recorded(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(function, fullgraph=True, backend=recorded)(*pair)
+    assert not any("add" in target for target in targets)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    inputs = [t for t in leaves(*pair, weight, bias) if t.requires_grad]
+    dy = torch.randn(5, 6)
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled(*pair), inputs, dy), torch.autograd.grad(function(*pair), inputs, dy), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_an_operator_without_parameters_says_which_one_to_call():

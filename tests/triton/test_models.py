@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.kernels import activation_triton, gated_triton, norm_triton
+from memopt.patches import sum_norm
 from memopt.verify.gradient import compare_gradients
 from memopt.verify.models import cast_inputs, precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
@@ -74,6 +76,45 @@ def test_an_activation_and_its_linear_take_one_kernel_forward_and_one_backward(n
     loss_and_gradients(model, inputs)
     layers = model.config.num_hidden_layers
     assert (launches["activation.forward"], launches["activation.backward"]) == (layers, layers)
+
+
+class Additions(TorchDispatchMode):
+    """Counts additions of two tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self.count += func._schema.name in ("aten::add", "aten::add_") and len(operands) == 2
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_a_post_norm_layer_runs_one_kernel_a_norm_and_never_makes_the_sums(name, launches):
+    model = memopt.patch(tiny_model(name).to(DEVICE))
+    layer, x = getattr(model, name).encoder.layer[0], torch.randn(2, 8, 64, device=DEVICE, requires_grad=True)
+    with Additions() as additions:
+        y = layer(x)
+    y = y if isinstance(y, torch.Tensor) else y[0]
+    assert additions.count == 0
+    assert launches["norm.forward"] == 2
+    (y * torch.randn_like(y)).sum().backward()
+    assert launches["norm.backward"] == 2
+    with Additions() as additions, torch.no_grad():
+        layer(x)
+    assert additions.count == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_that_is_not_made_changes_no_bit(dtype, launches, monkeypatch):
+    model, inputs = memopt.patch(tiny_model("bert", dtype).to(DEVICE)), on_device(tiny_inputs("bert", 2, 8), dtype)
+    loss, gradients = loss_and_gradients(model, inputs)
+    assert launches["norm.forward"] == 1 + 2 * model.config.num_hidden_layers
+    monkeypatch.setattr(sum_norm, "runs_triton", lambda *_: False)
+    stock_loss, stock = loss_and_gradients(model, inputs)
+    assert loss == stock_loss
+    assert gradients.keys() == stock.keys()
+    assert all(torch.equal(gradients[name], stock[name]) for name in stock)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from memopt.kernels import norm_backward_triton, norm_ops, norm_triton
 from memopt.kernels.device import runs_triton
 from memopt.kernels.launch import LaunchConfig, override
-from memopt.kernels.norm import NormSpec, affine, ms_norm, norm_backward, normalize
+from memopt.kernels.norm import NormSpec, affine, ms_norm, ms_norm_of_sum, norm_backward, normalize
 from memopt.kernels.norm_triton import launch_affine, launch_backward, launch_forward
 from memopt.saved import RecomputeScope
 from tests.kernels.test_norm import FAMILIES
@@ -205,6 +205,7 @@ def test_only_the_gradients_that_are_needed_are_made(needs, hidden, red_zones):
         (torch.float32, torch.float32, torch.float16),
         (torch.bfloat16, torch.float16, torch.bfloat16),
         (torch.float16, torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
     ],
     ids=str,
 )
@@ -285,6 +286,35 @@ def test_gradients_may_be_expanded_or_transposed(layout, block, red_zones):
 
 
 @pytest.mark.parametrize("hidden", [24, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", [RMS, LAYER, ("layer", 0, False, False)], ids=str)
+@pytest.mark.usefixtures("short_tiles")
+def test_the_norm_of_a_sum_is_bitwise_that_of_the_rounded_sum(family, dtype, hidden, red_zones):
+    weight, bias, spec = parameters(family, hidden, dtype)
+    a, b = draw(9, hidden, dtype=dtype), draw(9, hidden, dtype=dtype, scale=3, seed=7)
+    ours = launch_forward(a, weight, bias, spec, dtype, dtype, b)
+    theirs = launch_forward(a + b, weight, bias, spec, dtype, dtype)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strided", [0, 1])
+@pytest.mark.parametrize(("family", "block"), [(RMS, 16), (LAYER, 32)], ids=str)
+def test_either_term_of_a_sum_may_be_strided(family, block, strided, layout, red_zones):
+    terms = [red_zones.guard(LAYOUTS[layout](torch.float16))]
+    terms.insert(1 - strided, draw(*terms[0].shape, dtype=torch.float16, seed=7))
+    weight, bias, spec = parameters(family, terms[0].size(-1), torch.float16)
+    a, b = terms
+    with override("norm_forward", LaunchConfig(rows=4, block=block, num_warps=1)):
+        ours = launch_forward(a, weight, bias, spec, a.dtype, a.dtype, b)
+        packed = launch_forward(a.contiguous(), weight, bias, spec, a.dtype, a.dtype, b.contiguous())
+    for one, other in zip(ours, packed, strict=True):
+        assert torch.equal(one, other)
+    assert ours[0].stride() == (torch.empty_like(a).stride() if spec.kind == "rms" else packed[0].stride())
+
+
+@pytest.mark.parametrize("hidden", [24, 100])
 @pytest.mark.parametrize("family", [RMS, LAYER], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.usefixtures("short_tiles")
@@ -325,7 +355,8 @@ def test_offsets_beyond_2_to_the_31_elements(hidden):
     rows, stride = 3, 2**30 + 64
     weight, bias, spec = parameters(LAYER, hidden, torch.bfloat16)
     small = draw(rows, hidden, dtype=torch.bfloat16)
-    x = lazily_huge((rows, hidden), (stride, 1), torch.bfloat16, DEVICE)
+    # What an offset of 32 bits would reach lies in front, inside of the storage.
+    x = lazily_huge((2 + rows, hidden), (stride, 1), torch.bfloat16, DEVICE)[2:]
     x.copy_(small)
     for ours, theirs in zip(
         launch_forward(x, weight, bias, spec, x.dtype, x.dtype),
@@ -342,18 +373,35 @@ def test_offsets_beyond_2_to_the_31_elements(hidden):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("hidden", [24, 40])
+@pytest.mark.usefixtures("short_tiles")
+def test_a_residual_beyond_2_to_the_31_elements(hidden):
+    rows, stride = 3, 2**30 + 64
+    weight, bias, spec = parameters(LAYER, hidden, torch.bfloat16)
+    x, small = (draw(rows, hidden, dtype=torch.bfloat16, seed=seed) for seed in (0, 7))
+    residual = lazily_huge((2 + rows, hidden), (stride, 1), torch.bfloat16, DEVICE)[2:]
+    residual.copy_(small)
+    for ours, theirs in zip(
+        launch_forward(x, weight, bias, spec, x.dtype, x.dtype, residual),
+        launch_forward(x, weight, bias, spec, x.dtype, x.dtype, small),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
 def test_results_beyond_2_to_the_31_elements():
     """The launchers make dense results, so the kernels are called with strides that no test could fill."""
     rows, hidden, stride = 3, 24, 2**30 + 64
     weight, bias, spec = parameters(LAYER, hidden, torch.bfloat16)
     x, dy = (draw(rows, hidden, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
-    y, x_hat, dx, _ = huge = lazily_huge((4, rows, hidden), (hidden, stride, 1), torch.bfloat16, DEVICE)
+    huge = lazily_huge((4, 2 + rows, hidden), (hidden, stride, 1), torch.bfloat16, DEVICE)[:, 2:]
+    y, x_hat, dx, untouched = huge.zero_()
     rstd = torch.empty(rows, 1, device=DEVICE)
     packed, spread = (1, 1, hidden, 0, 0), (1, 1, stride, 0, 0)
     rounding = dict.fromkeys(("X_HAT", "SCALE", "PRODUCT", "SUM"), tl.float32)
     expected = launch_forward(x, weight, bias, spec, x.dtype, x.dtype)
     expected_dx, _, _ = launch_backward(dy, expected[1], expected[2], weight, spec, ALL, x.dtype)
-    forward = (x, weight, bias, y, x_hat, rstd, rows, hidden, spec.eps, *packed, *spread, False, False)
+    forward = (x, None, weight, bias, y, x_hat, rstd, rows, hidden, spec.eps, *packed, *packed, *spread, False, False)
     backward = (dy, x_hat, rstd, weight, dx)
 
     def check_and_clear(*results: tuple[Tensor, Tensor]) -> None:
@@ -375,7 +423,7 @@ def test_results_beyond_2_to_the_31_elements():
     check_and_clear((dx, expected_dx))
     norm_backward_triton.long_dx_kernel[(rows,)](*backward, hidden, *packed, *spread, False, False, BLOCK=16)
     check_and_clear((dx, expected_dx))
-    assert not huge[3].any()
+    assert not untouched.any()
 
 
 def test_the_same_inputs_give_the_same_bits():
@@ -445,6 +493,25 @@ def test_the_public_function_is_as_exact_as_autograd(family, dtype, launches):
         assert error <= 1.25 * (reference.double() - exact).square().mean().sqrt() + rounding
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [LAYER, ("rms", 0, False, False)], ids=str)
+def test_the_norm_of_a_sum_takes_one_kernel_each_way_and_no_addition(family, dtype, launches):
+    weight, bias, spec = parameters(family, 72, dtype)
+    a, b = (draw(16, 72, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 7))
+    dy = draw(16, 72, dtype=dtype, seed=3)
+    with torch.profiler.profile() as profile:
+        y = ms_norm_of_sum(a, b, weight, bias, spec, dtype)
+    assert not [event.key for event in profile.key_averages() if event.key.startswith("aten::add")]
+    given = torch.autograd.grad(y, [a, b], dy)
+    assert launches == ["launch_forward", "launch_backward"]
+    total = (a + b).detach().requires_grad_()
+    expected = ms_norm(total, weight, bias, spec, dtype)
+    assert torch.equal(y, expected)
+    (dx,) = torch.autograd.grad(expected, total, dy)
+    assert torch.equal(given[0], dx)
+    assert torch.equal(given[1], dx)
+
+
 def test_the_output_is_made_again_by_the_kernel(launches):
     weight, bias, spec = parameters(LAYER, 72, torch.bfloat16, "before")
     x, other = draw(4, 72, dtype=torch.bfloat16).requires_grad_(), draw(4, 72, dtype=torch.bfloat16)
@@ -470,6 +537,8 @@ def test_the_operators_are_consistent_with_their_fakes(family, launches):
         else:
             arguments = (x, weight, bias, spec.kind, spec.eps, spec.offset, spec.cast, x.dtype, x.dtype)
             torch.library.opcheck(norm_ops.ms_norm, arguments, test_utils=checks)
+            residual = torch.randn(x.shape, device=DEVICE).requires_grad_()
+            torch.library.opcheck(norm_ops.ms_norm, (*arguments, residual), test_utils=checks)
     assert {"launch_forward", "launch_backward"} <= set(launches)
 
 

@@ -60,11 +60,11 @@ class Variant:
 _RMS, _LAYER = NormSpec("rms", 1e-6), NormSpec("layer", 1e-5)
 
 
-def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool) -> Callable[[Sample], Call]:
+def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False) -> Callable[[Sample], Call]:
     def prepare(sample: Sample) -> Call:
-        x = sample.tensor()
+        x, added = sample.tensor(), sample.tensor() if residual else None
         gamma, beta = sample.vector() if weight else None, sample.vector() if bias else None
-        return lambda: norm_triton.launch_forward(x, gamma, beta, spec, x.dtype, x.dtype)
+        return lambda: norm_triton.launch_forward(x, gamma, beta, spec, x.dtype, x.dtype, added)
 
     return prepare
 
@@ -123,6 +123,9 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("norm_forward", "rms, weight", _norm_forward(_RMS, weight=True, bias=False)),
     Variant("norm_forward", "layer", _norm_forward(_LAYER, weight=False, bias=False)),
     Variant("norm_forward", "layer, weight, bias", _norm_forward(_LAYER, weight=True, bias=True), heaviest=True),
+    Variant(
+        "norm_forward", "layer, weight, bias, residual", _norm_forward(_LAYER, weight=True, bias=True, residual=True)
+    ),
     Variant("norm_affine", "rms, weight", _norm_affine(_RMS, bias=False)),
     Variant("norm_affine", "layer, weight, bias", _norm_affine(_LAYER, bias=True), heaviest=True),
     Variant("norm_backward", "rms", _norm_backward(_RMS, weight=False, needs=(True, False, False))),

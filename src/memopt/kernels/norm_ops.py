@@ -18,13 +18,29 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, dtype: torch.dtype, kept_dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` and rstd. Without weight and bias y is None: the output is x_hat."""
-    if runs_triton(x, weight, bias):
+    """y in `dtype`, x_hat in `kept_dtype` and rstd. Without weight and bias y is None: the output is x_hat.
+
+    With a residual, in the shape and dtype of x, the norm is that of x + residual.
+    """
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            "a sum that is not made needs two tensors of one shape and dtype, not "
+            f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
+        )
+    if runs_triton(x, weight, bias, residual):
         from memopt.kernels.norm_triton import launch_forward
 
-        return launch_forward(x, weight, bias, spec, dtype, kept_dtype)
+        return launch_forward(x, weight, bias, spec, dtype, kept_dtype, residual)
+    if residual is not None:
+        x = x + residual
     exact, rstd = normalize(x, spec)
     y = None if weight is None and bias is None else affine(exact, weight, bias, spec, x.dtype, dtype)
     return y, exact.to(kept_dtype), rstd
@@ -60,9 +76,11 @@ def backward(
 
 
 @torch.library.custom_op("memopt::ms_normalize", mutates_args=())
-def ms_normalize(x: Tensor, kind: str, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x_hat in `dtype` and rstd: the norm without an affine."""
-    _, x_hat, rstd = forward(x, None, None, _spec(kind, eps), dtype, dtype)
+def ms_normalize(
+    x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x_hat in `dtype` and rstd: the norm of x (+ residual) without an affine."""
+    _, x_hat, rstd = forward(x, None, None, _spec(kind, eps), dtype, dtype, residual)
     return _promised(x, kind, x_hat), rstd.contiguous()
 
 
@@ -77,9 +95,10 @@ def ms_norm(
     cast_order: str,
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm with a weight, a bias or both."""
-    y, x_hat, rstd = forward(x, weight, bias, _spec(kind, eps, offset, cast_order), dtype, kept_dtype)
+    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual) with a weight, a bias or both."""
+    y, x_hat, rstd = forward(x, weight, bias, _spec(kind, eps, offset, cast_order), dtype, kept_dtype, residual)
     if y is None:
         raise ValueError("memopt::ms_norm needs a weight or a bias; without them call memopt::ms_normalize.")
     return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
@@ -120,7 +139,7 @@ def ms_norm_backward(
 
 
 @ms_normalize.register_fake
-def _(x: Tensor, kind: str, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return _like(x, kind, dtype), _fake_rstd(x)
 
 
@@ -135,6 +154,7 @@ def _(
     cast_order: str,
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(x, kind, dtype), _like(x, kind, kept_dtype), _fake_rstd(x)
 
@@ -168,7 +188,7 @@ def _(
 
 
 def _keep_normalized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, ctx.kind, _, _ = inputs
+    x, ctx.kind, *_ = inputs
     x_hat, rstd = output
     ctx.x_dtype = x.dtype
     ctx.save_for_backward(x_hat, rstd)
@@ -176,12 +196,13 @@ def _keep_normalized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_normalized(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None]:
-    if dy is None:
-        return None, None, None, None
-    x_hat, rstd = ctx.saved_tensors
-    (dx,) = ms_norm_backward(dy, x_hat, rstd, None, ctx.kind, 0, [True, False, False], ctx.x_dtype)
-    return dx, None, None, None
+def _differentiate_normalized(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    needs = _needs(ctx, 5)
+    dx = None
+    if dy is not None:
+        x_hat, rstd = ctx.saved_tensors
+        (dx,) = ms_norm_backward(dy, x_hat, rstd, None, ctx.kind, 0, [True, False, False], ctx.x_dtype)
+    return of_both_terms(dx, needs[0], needs[4], (None, None, None))[: len(ctx.needs_input_grad)]
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -194,17 +215,32 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, 
 
 
 def _differentiate_norm(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    gradients: list[Tensor | None] = [None] * 9
-    needs = list(ctx.needs_input_grad[:3])
+    x_needs, weight_needs, bias_needs, residual_needs = (_needs(ctx, 10)[place] for place in (0, 1, 2, 9))
+    needs = [x_needs or residual_needs, weight_needs, bias_needs]
+    gradients: list[Tensor | None] = [None, None, None]
     if dy is not None:
         x_hat, rstd, weight = ctx.saved_tensors
         made = iter(ms_norm_backward(dy, x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
-        gradients[:3] = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
-    return tuple(gradients)
+        gradients = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
+    dx, *of_parameters = gradients
+    return of_both_terms(dx, x_needs, residual_needs, (*of_parameters, *(None,) * 6))[: len(ctx.needs_input_grad)]
+
+
+def _needs(ctx: Any, arguments: int) -> tuple[bool, ...]:
+    """Which of the operator's arguments need a gradient. Compilers leave those out that were left at their default."""
+    given: tuple[bool, ...] = ctx.needs_input_grad
+    return given + (False,) * (arguments - len(given))
 
 
 ms_normalize.register_autograd(_differentiate_normalized, setup_context=_keep_normalized)
 ms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+
+
+def of_both_terms(
+    dx: Tensor | None, x_needs: bool, residual_needs: bool, between: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a norm of x + residual: one tensor for both terms, as the addition itself gives."""
+    return dx if x_needs else None, *between, dx if residual_needs else None
 
 
 def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:

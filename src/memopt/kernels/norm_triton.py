@@ -17,7 +17,7 @@ from memopt.kernels.launch import launch_config
 from memopt.kernels.norm_backward_triton import launch_backward
 from memopt.kernels.norm_reference import NormSpec
 from memopt.kernels.rows import Rows, rows_of
-from memopt.kernels.tiles_triton import offsets, on_device_of, read, write
+from memopt.kernels.tiles_triton import in_rows, offsets, on_device_of, read, write
 
 __all__ = ["launch_affine", "launch_backward", "launch_forward"]
 
@@ -29,20 +29,24 @@ def launch_forward(
     spec: NormSpec,
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """y in `dtype`, x_hat in `kept_dtype` (both (..., hidden)) and rstd (fp32, (..., 1)).
 
-    Without weight and bias y is None: the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps,
+    With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
+    sum. Without weight and bias y is None: the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps,
     kind "layer" is contiguous.
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
-    8 in fp32; 4 more per row. Rows longer than the tile are read a second time, mostly from the cache.
+    8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
+    longer than the tile are read a second time, mostly from the cache.
     """
     has_affine = weight is not None or bias is not None
     x_hat = torch.empty_like(x, dtype=kept_dtype) if spec.kind == "rms" else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
-        contiguous_y, contiguous_x_hat, rstd = launch_forward(x.contiguous(), weight, bias, spec, dtype, kept_dtype)
+        packed = x.contiguous()
+        contiguous_y, contiguous_x_hat, rstd = launch_forward(packed, weight, bias, spec, dtype, kept_dtype, residual)
         x_hat.copy_(contiguous_x_hat)
         return (None if contiguous_y is None else _copy_like(x_hat, contiguous_y)), x_hat, rstd
     y = torch.empty_like(x_hat, dtype=dtype) if has_affine else None
@@ -51,19 +55,22 @@ def launch_forward(
         return y, x_hat, rstd
     hidden = x.size(-1)
     config = launch_config("norm_forward", hidden, x.dtype)
-    arguments = (x, _dense(weight), _dense(bias), y, x_hat, rstd, source.count, hidden, spec.eps)
-    strides = (*_arguments(source), *_arguments(target))
-    constants = _rounding(weight, bias, spec, x.dtype) | {"RMS": spec.kind == "rms", "OFFSET": spec.offset == 1}
+    residual = None if residual is None else in_rows(residual)
+    added = source if residual is None else rows_of(residual)
+    assert added is not None
+    arguments = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd, source.count, hidden, spec.eps)
+    strides = (*_arguments(source), *_arguments(added), *_arguments(target))
+    constants = _affine_options(weight, bias, spec, x.dtype) | {"RMS": spec.kind == "rms"}
     with on_device_of(x):
         if hidden <= config.block:
             forward_kernel[(triton.cdiv(source.count, config.rows),)](
                 *arguments, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
-                num_warps=config.num_warps, enable_fp_fusion=True,
+                num_warps=config.num_warps,
             )  # fmt: skip
         else:
             long_forward_kernel[(source.count,)](
                 *arguments, *strides, **constants, BLOCK=config.block,
-                num_warps=config.num_warps, enable_fp_fusion=True,
+                num_warps=config.num_warps,
             )  # fmt: skip
     return y, x_hat, rstd
 
@@ -86,17 +93,18 @@ def launch_affine(
     with on_device_of(x_hat):
         affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
             x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *_arguments(source), *_arguments(target),
-            **_rounding(weight, bias, spec, x_dtype), OFFSET=spec.offset == 1, ROWS=config.rows, BLOCK=config.block,
-            num_warps=config.num_warps, enable_fp_fusion=True,
+            **_affine_options(weight, bias, spec, x_dtype), ROWS=config.rows, BLOCK=config.block,
+            num_warps=config.num_warps,
         )  # fmt: skip
     return y
 
 
 @triton.jit(do_not_specialize=["count"])
 def forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
+    r_n1, r_n2, r_s0, r_s1, r_s2,
     y_n1, y_n2, y_s0, y_s1, y_s2,
     RMS: tl.constexpr, OFFSET: tl.constexpr,
     X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
@@ -106,7 +114,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (col < hidden)
-    x = read(x_ptr, offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False), inside, False)
+    place = offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False)
+    r_place = offsets(row, col, r_n1, r_n2, r_s0, r_s1, r_s2, False)
+    x = read_sum(x_ptr, residual_ptr, place, r_place, inside)
     if not RMS:
         x = tl.where(inside, x - (tl.sum(x, axis=1) / hidden)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)[:, None]
@@ -121,9 +131,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def long_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
+    r_n1, r_n2, r_s0, r_s1, r_s2,
     y_n1, y_n2, y_s0, y_s1, y_s2,
     RMS: tl.constexpr, OFFSET: tl.constexpr,
     X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
@@ -137,12 +148,14 @@ def long_forward_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     x_row = offsets(row, 0, x_n1, x_n2, x_s0, x_s1, x_s2, False)
+    r_row = offsets(row, 0, r_n1, r_n2, r_s0, r_s1, r_s2, False)
     y_row = offsets(row, 0, y_n1, y_n2, y_s0, y_s1, y_s2, False)
     lane_mean = tl.zeros([BLOCK], dtype=tl.float32)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, hidden, BLOCK):
-        inside = start + lane < hidden
-        x = read(x_ptr, x_row + start + lane, inside, False)
+        col = start + lane
+        inside = col < hidden
+        x = read_sum(x_ptr, residual_ptr, x_row + col, r_row + col, inside)
         if RMS:
             squares += x * x
         else:
@@ -159,7 +172,7 @@ def long_forward_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, hidden, BLOCK):
         col = start + lane
         inside = col < hidden
-        x_hat = (read(x_ptr, x_row + col, inside, False) - mean) * rstd
+        x_hat = (read_sum(x_ptr, residual_ptr, x_row + col, r_row + col, inside) - mean) * rstd
         write(x_hat_ptr, y_row + col, x_hat, inside, False)
         if y_ptr is not None:
             y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
@@ -186,6 +199,15 @@ def affine_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def read_sum(x_ptr, residual_ptr, x_offset, residual_offset, inside):  # type: ignore[no-untyped-def]
+    """x, or x + residual as PyTorch's addition rounds it."""
+    x = read(x_ptr, x_offset, inside, False)
+    if residual_ptr is not None:
+        x = (x + read(residual_ptr, residual_offset, inside, False)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
 def scaled_and_shifted(  # type: ignore[no-untyped-def]
     x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET: tl.constexpr,
     X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
@@ -205,16 +227,25 @@ def scaled_and_shifted(  # type: ignore[no-untyped-def]
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _rounding(weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype) -> dict[str, Any]:
-    """The dtypes of :func:`scaled_and_shifted`: those that `memopt.kernels.norm_reference.affine` goes through."""
-    if spec.cast == "after":
-        return dict.fromkeys(("X_HAT", "SCALE", "PRODUCT", "SUM"), tl.float32)
-    scale = x_dtype if weight is None else weight.dtype
-    product = torch.promote_types(scale, x_dtype)
-    total = product if bias is None else torch.promote_types(product, bias.dtype)
+def _affine_options(weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of :func:`scaled_and_shifted`, and the option of the launch that depends on them.
+
+    The dtypes are those that `memopt.kernels.norm_reference.affine` goes through.
+    """
+    x_hat = scale = product = total = torch.float32
+    if spec.cast == "before":
+        x_hat = x_dtype
+        scale = x_dtype if weight is None else weight.dtype
+        product = torch.promote_types(scale, x_dtype)
+        total = product if bias is None else torch.promote_types(product, bias.dtype)
     return {
-        name: _TL_DTYPES[dtype]
-        for name, dtype in zip(("X_HAT", "SCALE", "PRODUCT", "SUM"), (x_dtype, scale, product, total), strict=True)
+        "OFFSET": spec.offset == 1,
+        "X_HAT": _TL_DTYPES[x_hat],
+        "SCALE": _TL_DTYPES[scale],
+        "PRODUCT": _TL_DTYPES[product],
+        "SUM": _TL_DTYPES[total],
+        # The compiler knows that a 16-bit product and sum can be one operation. That would leave a rounding out.
+        "enable_fp_fusion": bias is None or product == torch.float32,
     }
 
 

@@ -13,6 +13,7 @@ from memopt.patches.gated_mlp import GatedMLPRewrite, patch_gated_mlp, unpatch_g
 from memopt.patches.linear import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
 from memopt.patches.norm import NormRewrite, patch_norm, unpatch_norm
 from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
+from memopt.patches.sum_norm import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.plan import Plan
 from memopt.recipe import Recipe
@@ -33,11 +34,13 @@ class Applied:
     scopes: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     """(module, reason) of planned rewrites that the module itself did not admit."""
+    sum_norms: tuple[str, ...] = ()
+    """Post-norm modules whose norm, itself one of `norms`, reads both terms of its input, where Triton runs."""
 
     @property
     def patched(self) -> int:
         """Number of modules that were changed."""
-        return sum(map(len, (self.norms, self.activations, self.linears, self.gated_mlps, self.scopes)))
+        return sum(map(len, (self.norms, self.activations, self.linears, self.gated_mlps, self.scopes, self.sum_norms)))
 
 
 def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Applied:
@@ -77,6 +80,14 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
                 gated_mlps.append(gated_mlp.name)
             except ValueError as reason:
                 refused.append((gated_mlp.name, str(reason)))
+    sum_norms: list[str] = []
+    for sum_norm in plan.sites.sum_norms:
+        if _child(sum_norm.name, sum_norm.norm) in norms:
+            try:
+                patch_sum_norm(modules[sum_norm.name], sum_norm, inside.get(sum_norm.name))
+                sum_norms.append(sum_norm.name)
+            except ValueError as reason:
+                refused.append((sum_norm.name, str(reason)))
     scopes: list[str] = []
     for name, families in inside.items():
         module = modules[name]
@@ -88,7 +99,14 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
         except ValueError as reason:
             refused.append((name, str(reason)))
     return Applied(
-        plan, tuple(norms), tuple(activations), tuple(linears), tuple(gated_mlps), tuple(scopes), tuple(refused)
+        plan,
+        tuple(norms),
+        tuple(activations),
+        tuple(linears),
+        tuple(gated_mlps),
+        tuple(scopes),
+        tuple(refused),
+        tuple(sum_norms),
     )
 
 
@@ -107,6 +125,7 @@ _UNDO: dict[type, Callable[[nn.Module], None]] = {
     ActivationRewrite: unpatch_activation,
     LinearRewrite: unpatch_linear,
     GatedMLPRewrite: unpatch_gated_mlp,
+    SumNormRewrite: unpatch_sum_norm,
     ScopeRewrite: unpatch_scope,
 }
 
@@ -171,6 +190,10 @@ def _innermost(name: str, scopes: Mapping[str, frozenset[str]]) -> frozenset[str
     """Families of the innermost of `scopes` that `name` is in, or is."""
     around = [scope for scope in scopes if _inside(name, [scope])]
     return scopes[max(around, key=len)] if around else frozenset()
+
+
+def _child(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _inside(name: str, blocks: Collection[str]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.gated import gated_product, gated_product_fused
 from memopt.kernels.linear import linear
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
 from memopt.saved.scope import RecomputeScope
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
@@ -63,7 +63,7 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
         h = _product(rewrite, children, given[0])
         if between is not None and not _is_off(between):
             h = between(h)
-        elif type(down) is nn.Linear and not _is_watched(down):  # calling it is F.linear of its weight and bias
+        elif type(down) is nn.Linear and not is_watched(down):  # calling it is F.linear of its weight and bias
             return linear(h, down.weight, down.bias)
         return down(h)
 
@@ -80,10 +80,4 @@ def _product(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x:
 def _is_off(module: nn.Module) -> bool:
     """Whether `module` is a dropout that passes its input on."""
     is_dropout = type(module) is nn.Dropout and (module.p == 0 or not module.training)
-    return is_dropout and not _is_watched(module)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks or another forward on `module` want it to be called."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
+    return is_dropout and not is_watched(module)

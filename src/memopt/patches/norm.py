@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, normalize
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward, swap_state
+from memopt.kernels.device import runs_triton
+from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.sites import NormSite
 
 
@@ -66,29 +67,52 @@ def unpatch_norm(module: nn.Module) -> None:
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=requires_grad))
 
 
+def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+    """``module(a + b)``, without the sum where `module` is patched and a kernel can read both of its terms."""
+    rewrite = swap_state(module) if is_swapped(module) else None
+    call = None
+    if isinstance(rewrite, NormRewrite) and _have_a_kernel(a, b) and not is_watched(module):
+        call = _call(rewrite, module, a, b)
+    if call is None:
+        y: Tensor = module(a + b)
+        return y
+    return ms_norm_of_sum(a, b, *call)
+
+
+def _have_a_kernel(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and runs_triton(a, b)
+
+
 def _forward(
     stock: Callable[..., Tensor], rewrite: NormRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
     given = (*args, *kwargs.values())
-    if steps_aside() or len(given) != 1:
-        return stock(module, *args, **kwargs)
-    x: Tensor = given[0]
+    call = _call(rewrite, module, *given) if len(given) == 1 and not steps_aside() else None
+    return stock(module, *args, **kwargs) if call is None else ms_norm(given[0], *call)
+
+
+_Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype]
+
+
+def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
+    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
+    x = terms[0]
     weight = getattr(module, rewrite.weight) if rewrite.weight is not None else None
     bias = getattr(module, rewrite.bias) if rewrite.bias is not None else None
-    if not (x.requires_grad or any(p is not None and p.requires_grad for p in (weight, bias))):
-        return stock(module, *args, **kwargs)
+    if not any(tensor is not None and tensor.requires_grad for tensor in (*terms, weight, bias)):
+        return None
     autocast = _autocast_dtype(x)
     # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
     if autocast is not None and rewrite.only_linears_read and not module._forward_hooks:
         dtype = autocast
     elif any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
         # What the stock module returns for mixed dtypes depends on its code and the device.
-        return stock(module, *args, **kwargs)
+        return None
     else:
         dtype = x.dtype
     if rewrite.frozen:
-        return ms_norm(x, None, None, rewrite.spec, dtype)
-    return ms_norm(x, weight, bias, rewrite.spec, dtype, autocast or dtype)
+        return None, None, rewrite.spec, dtype, dtype
+    return weight, bias, rewrite.spec, dtype, autocast or dtype
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

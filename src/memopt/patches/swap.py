@@ -66,6 +66,12 @@ def is_swapped(module: nn.Module) -> bool:
     return _STATE in vars(module) and hasattr(type(module), _ORIGINAL)
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks or another forward on `module` want it to be called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
+
+
 def swap_state(module: nn.Module) -> object:
     """The state that :func:`swap_forward` was given."""
     return vars(module)[_STATE]

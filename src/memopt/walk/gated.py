@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memopt.kernels.formulas import ACTIVATIONS
 from memopt.walk.elementwise import probe_activation
-from memopt.walk.isolate import with_stand_ins
-from memopt.walk.precision import Float64Mode
 from memopt.walk.sites import GatedForm, GatedMLPSite
+from memopt.walk.stand_ins import Marker, linear, run
 
 _HIDDEN, _INTERMEDIATE = 6, 10
 #: Pre-activations reach about this far, so that limits and clamps show.
@@ -51,10 +50,10 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
     generator = torch.Generator().manual_seed(0)
     gate, up, down = names
     width = _INTERMEDIATE if form == "separate" else 2 * _INTERMEDIATE
-    stand_ins: dict[str, nn.Module] = {name: _linear(_HIDDEN, width, generator) for name in dict.fromkeys((gate, up))}
-    stand_ins[down] = _linear(_INTERMEDIATE, _HIDDEN, generator)
+    stand_ins: dict[str, nn.Module] = {name: linear(_HIDDEN, width, generator) for name in dict.fromkeys((gate, up))}
+    stand_ins[down] = linear(_INTERMEDIATE, _HIDDEN, generator)
     if site.between is not None:
-        stand_ins[site.between] = _Marker()
+        stand_ins[site.between] = Marker()
     x = torch.randn(2, 5, _HIDDEN, generator=generator, dtype=torch.float64) * (_RANGE / _HIDDEN**0.5)
     if form == "separate":
         z, factor = stand_ins[gate](x), stand_ins[up](x)
@@ -65,30 +64,7 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
     if site.between is not None:
         h = stand_ins[site.between](h)
     expected = stand_ins[down](h)
-    outputs = [_run(module, stand_ins, x, training=training) for training in (False, True)]
-    return all(y is not None and torch.allclose(y, expected, rtol=1e-9, atol=1e-9) for y in outputs)
-
-
-class _Marker(nn.Module):
-    """Leaves a trace of having been applied, once."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 3 * x + 1
-
-
-def _linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
-    linear = nn.Linear(width_in, width_out, dtype=torch.float64, device="cpu")
-    for parameter in linear.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return linear
-
-
-def _run(module: nn.Module, stand_ins: dict[str, nn.Module], x: Tensor, *, training: bool) -> Tensor | None:
-    """The output of the forward of `module` with stand-ins for children; None where it fails or is no one tensor."""
-    alone = with_stand_ins(module, stand_ins, training=training)
-    try:
-        with torch.random.fork_rng(devices=[]), Float64Mode():
-            y = alone.forward(x.clone())
-    except Exception:  # any forward may refuse anything in its own way; refusing is the answer
-        return None
-    return y if isinstance(y, Tensor) and y.shape == x.shape else None
+    outputs = [run(module, stand_ins, lambda m: m.forward(x.clone()), training=training) for training in (False, True)]
+    return all(
+        y is not None and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-9, atol=1e-9) for y in outputs
+    )

@@ -31,6 +31,7 @@ from memopt.walk.probe import NormProbe, probe_activation, probe_norm
 from memopt.walk.proof import prove
 from memopt.walk.shadow import ShadowMode
 from memopt.walk.sites import NormSite, Sites
+from memopt.walk.sum_norm import sum_norm_sites
 from memopt.walk.verdict import Verdict, judge
 
 NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a checkpoint is written"
@@ -129,6 +130,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         model_type=str(getattr(config, "model_type", "")),
         norms=norms,
         gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
+        sum_norms=sum_norm_sites(model, norms),
         activations=activations,
         linears=linears,
         dropouts=labels.dropout_sites(),

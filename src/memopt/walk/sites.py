@@ -136,6 +136,22 @@ class GatedMLPSite:
 
 
 @dataclass(frozen=True)
+class SumNormSite:
+    """norm(between(dense(hidden)) + residual), which is all that its module's forward does."""
+
+    name: str
+    dense: str
+    between: str | None
+    """Child module (a dropout) that the output of dense passes."""
+    norm: str
+    """Names of children, as `dense` and `between` are. The norm has a :class:`NormSite` of its own."""
+    arguments: tuple[str, str]
+    """Names of the forward's two arguments, in order."""
+    residual: Literal[0, 1]
+    """Which of the arguments is added; the other one goes to dense."""
+
+
+@dataclass(frozen=True)
 class LinearSite:
     """A contraction of an activation with a parameter (nn.Linear, Conv1D, expert weights, ...)."""
 
@@ -174,6 +190,7 @@ class Sites:
     model_type: str
     norms: tuple[NormSite, ...] = ()
     gated_mlps: tuple[GatedMLPSite, ...] = ()
+    sum_norms: tuple[SumNormSite, ...] = ()
     activations: tuple[ActivationSite, ...] = ()
     linears: tuple[LinearSite, ...] = ()
     dropouts: tuple[DropoutSite, ...] = ()
