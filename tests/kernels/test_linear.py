@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.linear import can_be_made_again, linear, offer
+from memopt.kernels.linear import linear, offer, takes_offer, withdraw
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -64,8 +65,9 @@ def test_the_gradient_of_a_transposed_weight_has_the_layout_of_its_parameter():
 def test_the_input_is_not_kept():
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     kept = []
-    h = offered(z, [])
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        h = offered(z, [])
+        kept.clear()  # what the sine keeps
         linear(h, weight, None)
     assert [t.data_ptr() for t in kept] == [weight.data_ptr(), z.data_ptr()]
 
@@ -82,7 +84,7 @@ def test_without_an_offer_for_this_very_tensor_the_stock_linear_runs(change):
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     calls: list[int] = []
     changed = CHANGES[change](offered(z, calls))
-    assert not can_be_made_again(changed)
+    assert not takes_offer(changed, weight)
     ours, stock = linear(changed, weight, None), F.linear(CHANGES[change](torch.sin(z).clone()), weight)
     assert_same(gradients(ours, [z, weight]), gradients(stock, [z, weight]))
     assert not calls
@@ -94,7 +96,7 @@ def test_an_input_that_was_changed_since_is_not_read_again():
     source = z * parameter
     h = offered(source, [])
     source.detach().zero_()
-    assert not can_be_made_again(h)
+    assert not takes_offer(h, draw(4, 6))
 
 
 def test_a_frozen_weight_takes_the_stock_linear():
@@ -106,12 +108,60 @@ def test_a_frozen_weight_takes_the_stock_linear():
 
 
 def test_an_offer_goes_with_its_tensor():
-    z = draw(5, 6)
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
     h = offered(z, [])
-    assert can_be_made_again(h)
+    assert takes_offer(h, weight)
     del h
-    assert not can_be_made_again(torch.sin(z))
-    assert not can_be_made_again("not a tensor")
+    assert not takes_offer(torch.sin(z), weight)
+    assert not takes_offer("not a tensor", weight)
+
+
+def test_an_offer_is_taken_once_and_keeps_nothing_alive_afterwards():
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
+    h = offered(z, [])
+    linear(h, weight, None)
+    assert not takes_offer(h, weight)
+
+
+WANTED_ITSELF = {
+    "a hook": lambda h: h.register_hook(lambda gradient: gradient / 2),
+    "retain_grad": lambda h: h.retain_grad(),
+    "withdrawn": withdraw,
+}
+
+
+@pytest.mark.parametrize("wish", WANTED_ITSELF)
+def test_where_somebody_wants_the_tensor_itself_the_stock_linear_runs(wish):
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
+    results = []
+    for made in (offered(z, []), torch.sin(z)):
+        WANTED_ITSELF[wish](made)
+        results.append((*gradients(linear(made, weight, None), [z, weight]), made.grad_fn is None))
+    assert_same(results[0][:2], results[1][:2])
+
+
+class Sixteen(torch.nn.Parameter):
+    """A weight with its own idea of a linear."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return 16 * result if function is F.linear else result
+
+
+def test_a_weight_of_another_type_keeps_its_own_linear():
+    z = draw(5, 6)
+    weight = Sixteen(draw(4, 6, seed=1).detach())
+    ours, stock = linear(offered(z, []), weight, None), F.linear(torch.sin(z), weight)
+    assert torch.equal(ours, stock)
+    assert_same(torch.autograd.grad(ours.sum(), z), torch.autograd.grad(stock.sum(), z))
+
+
+def test_a_checkpoint_around_the_linear_alone_works():
+    z, weight = draw(5, 6), draw(4, 6, seed=1)
+    stock = gradients(F.linear(torch.sin(z), weight), [z, weight])
+    ours = gradients(checkpoint(linear, offered(z, []), weight, None, use_reentrant=False), [z, weight])
+    assert_same(ours, stock)
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)

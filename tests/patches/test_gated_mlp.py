@@ -123,3 +123,103 @@ def test_unpatching_gives_the_stock_forward_back():
 def test_a_recipe_that_keeps_activations_leaves_the_stock_operations():
     recipe = memopt.load_recipe("exact-unfolded", ["activations.method=none"])
     assert not rewritten(memopt.patch(tiny_model("llama"), recipe))
+
+
+def test_an_activation_that_is_replaced_later_is_the_one_that_runs():
+    model, stock = memopt.patch(tiny_model("llama")), tiny_model("llama")
+    for each in (model, stock):
+        for layer in each.model.layers:
+            layer.mlp.act_fn = nn.ReLU()
+    inputs = tiny_inputs("llama", 2, 16)
+    assert_close(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_changes_the_activations_output_is_honoured(when):
+    def halve(module, args, output):
+        return output / 2
+
+    results = []
+    for patched in (False, True):
+        model = tiny_model("llama")
+        if patched and when == "after":
+            memopt.patch(model)
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(halve)
+        if patched and when == "before":
+            memopt.patch(model)
+        results.append(loss_and_gradients(model, tiny_inputs("llama", 2, 16)))
+    assert_close(results[1], results[0])
+
+
+def test_global_hooks_see_every_module():
+    calls = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+    try:
+        counts = []
+        for model in (tiny_model("llama"), memopt.patch(tiny_model("llama"))):
+            calls.clear()
+            model(**tiny_inputs("llama", 2, 8)).loss.backward()
+            counts.append(sorted(calls))
+    finally:
+        handle.remove()
+    assert counts[0] == counts[1]
+
+
+def test_a_class_forward_that_is_replaced_later_is_the_one_that_runs(monkeypatch):
+    model, stock = memopt.patch(tiny_model("llama")), tiny_model("llama")
+    cls = type(stock.model.layers[0].mlp)
+    monkeypatch.setattr(cls, "forward", lambda self, x: 2 * self.down_proj(self.up_proj(x)))
+    inputs = tiny_inputs("llama", 2, 16)
+    assert_close(loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs))
+
+
+def test_a_down_that_is_kept_in_fp32_gets_the_stock_cast():
+    """transformers keeps T5's `wo` in fp32 where the rest is fp16."""
+    model, stock = tiny_model("t5", torch.bfloat16), tiny_model("t5", torch.bfloat16)
+    for each in (model, stock):
+        for name, module in each.named_modules():
+            if name.endswith("wo"):
+                module.float()
+    memopt.patch(model)
+    inputs = tiny_inputs("t5", 2, 16)
+    ours, theirs = loss_and_gradients(model, inputs), loss_and_gradients(stock, inputs)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        difference = (ours[name].float() - expected.float()).norm()
+        assert difference <= 0.05 * expected.float().norm() + 1e-6, name
+
+
+def test_a_checkpoint_around_a_part_of_a_block_works():
+    from torch.utils.checkpoint import checkpoint
+
+    results = []
+    for patched in (False, True):
+        model = tiny_model("bert")
+        if patched:
+            memopt.patch(model)
+        for layer in model.bert.encoder.layer:
+            inner = layer.intermediate.forward
+            layer.intermediate.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        results.append(loss_and_gradients(model, tiny_inputs("bert", 2, 16)))
+    assert_close(results[1], results[0])
+
+
+def test_batched_gradients_are_the_stock_ones():
+    results = []
+    for model in (tiny_model("phi3"), memopt.patch(tiny_model("phi3"))):
+        mlp = model.model.layers[0].mlp
+        torch.manual_seed(0)
+        x = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)
+        y = mlp(x)
+        directions = torch.eye(y.numel())[:4].view(4, *y.shape)
+        results.append(torch.autograd.grad(y, x, directions, is_grads_batched=True)[0])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_trace_records_the_stock_operations():
+    model = memopt.patch(tiny_model("llama"))
+    mlp = model.model.layers[0].mlp
+    traced = torch.jit.trace(mlp, torch.randn(1, 3, model.config.hidden_size))
+    assert "PythonOp" not in str(traced.graph)
+    assert "GatedProduct" not in str(traced.graph)

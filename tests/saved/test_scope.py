@@ -443,3 +443,22 @@ def test_the_freed_storage_of_a_parameter_is_not_read():
     weight.untyped_storage().resize_(0)
     bias.untyped_storage().resize_(0)
     assert same(list(stock), list(torch.autograd.grad(loss, [reader.weight, x])))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("producer", ["activation", "product"])
+def test_a_checkpoint_around_the_producer_alone_works(producer, use_reentrant):
+    torch.manual_seed(0)
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    modules, x = nn.ModuleList([up, down]), torch.randn(2, 3, 8, requires_grad=True)
+
+    def produce(z):
+        return F.gelu(z) if producer == "activation" else z * F.silu(z)
+
+    def forward():
+        return down(checkpoint(produce, up(x), use_reentrant=use_reentrant))
+
+    stock = gradients(modules, forward().square().sum(), x)
+    with RecomputeScope():
+        loss = forward().square().sum()
+    assert same(stock, gradients(modules, loss, x))

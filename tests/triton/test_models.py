@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
@@ -128,3 +130,50 @@ def test_under_autocast_too(name, launches):
     checks = list(compare_gradients(patched, stock, truth, torch.bfloat16, "fp64", stock_loss, patched_loss))
     assert all(check.status == "pass" for check in checks), checks
     assert launches["norm.forward"] > 0
+
+
+@pytest.mark.parametrize("tool", ["parametrize", "prune"])
+def test_a_bias_that_a_tool_computes_is_not_lost(tool):
+    results = []
+    for patched in (False, True):
+        model = tiny_model("bert").to(DEVICE)
+        if patched:
+            memopt.patch(model)
+        for layer in model.bert.encoder.layer:
+            dense = layer.output.dense
+            if tool == "prune":
+                prune.l1_unstructured(dense, "bias", amount=4)
+            else:
+                parametrize.register_parametrization(dense, "bias", nn.Softplus())
+        inputs = on_device(tiny_inputs("bert", 2, 16), torch.float32)
+        results.append(model(**inputs).loss)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_captured_activation_is_in_the_graph():
+    results = []
+    for patched in (False, True):
+        model = tiny_model("bert").to(DEVICE)
+        if patched:
+            memopt.patch(model)
+        captured = []
+        act = model.bert.encoder.layer[0].intermediate.intermediate_act_fn
+        act.register_forward_hook(lambda module, args, output, captured=captured: captured.append(output))
+        loss = model(**on_device(tiny_inputs("bert", 2, 16), torch.float32)).loss
+        results.append(torch.autograd.grad(loss, captured[0])[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-7)
+
+
+def test_batched_gradients_take_the_references():
+    results = []
+    for patched in (False, True):
+        model = tiny_model("bert").to(DEVICE)
+        if patched:
+            memopt.patch(model)
+        torch.manual_seed(0)
+        x = torch.randn(1, 3, model.config.hidden_size).to(DEVICE).requires_grad_()
+        y = model.bert.encoder.layer[0](x)
+        y = y[0] if isinstance(y, tuple) else y
+        directions = torch.eye(y.numel(), device=DEVICE)[:4].view(4, *y.shape)
+        results.append(torch.autograd.grad(y, x, directions, is_grads_batched=True)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)

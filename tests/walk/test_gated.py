@@ -138,3 +138,11 @@ def test_the_module_itself_is_not_run_and_not_changed():
     assert all(torch.equal(before[name], p) for name, p in mlp.named_parameters())
     assert isinstance(mlp.gate, nn.Linear)
     assert mlp.gate.weight.shape == (24, 16)
+
+
+def test_a_limit_that_only_holds_in_16_bits_is_refused():
+    def limited(m, x):
+        h = m.product(x)
+        return m.down(h.clamp(-10, 10) if h.dtype == torch.float16 else h)
+
+    assert with_form(changed(limited), SEPARATE).form is None

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DEVICE = "cpu" if INTERPRETED else "cuda"
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-#: Fake tensors, sharded tensors and tensors inside function transforms have no memory that a kernel could read.
+#: Fake and sharded tensors have no memory that a kernel could read. Nor have those inside function transforms, though
+#: their type is plain.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 
 
@@ -27,10 +28,19 @@ def runs_triton(*tensors: Tensor | None) -> bool:
     They take fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
     """
     return _triton_is_there() and all(
-        tensor.device.type == _DEVICE and tensor.dtype in _DTYPES and type(tensor) in _PLAIN_TYPES
+        tensor.device.type == _DEVICE
+        and tensor.dtype in _DTYPES
+        and type(tensor) in _PLAIN_TYPES
+        and not _is_transformed(tensor)
         for tensor in tensors
         if tensor is not None
     )
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    # The second one is what `autograd.grad(..., is_grads_batched=True)` hands to a backward.
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 @functools.cache

@@ -114,24 +114,20 @@ def _gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, remake: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dgate, dup (None where dgate holds both) and, with `remake`, h."""
-    both = out = None
-    if up is None:
-        both = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        out = _halves(both, None, gate_first)
-    gate, up = _halves(gate, up, gate_first)
-    if gate.dtype == up.dtype and runs_triton(dh, gate, up):
+    z, factor = _halves(gate, up, gate_first)
+    if z.dtype == factor.dtype and runs_triton(dh, z, factor):
         from memopt.kernels.gated_triton import launch_backward
 
-        dgate, dup, h = launch_backward(dh, gate, up, kind, remake, out)
-    else:
-        with autocast_as(None, gate):
-            activated = ACTIVATIONS[kind](gate)
-            dgate, dup = GRADIENTS[kind]((dh * up).to(gate.dtype), gate), (dh * activated).to(up.dtype)
-            h = activated * up if remake else None
-        if out is not None:
-            out[0].copy_(dgate)
-            out[1].copy_(dup)
-    return (dgate, dup, h) if both is None else (both, None, h)
+        if up is not None:
+            return launch_backward(dh, z, factor, kind, remake)
+        both = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        *_, h = launch_backward(dh, z, factor, kind, remake, _halves(both, None, gate_first))
+        return both, None, h
+    with autocast_as(None, z):
+        activated = ACTIVATIONS[kind](z)
+        dgate, dup = GRADIENTS[kind]((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
+        h = activated * factor if remake else None
+    return (dgate, dup, h) if up is not None else (torch.cat((dgate, dup) if gate_first else (dup, dgate), -1), None, h)
 
 
 def _halves(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:

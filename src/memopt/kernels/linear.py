@@ -9,7 +9,7 @@ A stock linear asks for h before dh is there, so making h again costs a pass of 
 which reads each input once: for f(z) it moves 4 instead of 5 tensors of the size of h, for f(gate) * up 6 instead of 8.
 
 An operator that can do so calls :func:`offer` with its output; :func:`linear` takes the offer up where it finds one.
-The offer is not part of h: it is lost where h is changed, viewed or copied, and then the stock linear runs.
+The offer is not part of h: it is lost where h is changed, viewed, copied or hooked, and then the stock linear runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt.kernels.autograd import autocast_as, autocast_dtype, refuse_double_backward
@@ -34,25 +35,43 @@ class _Offer:
     inputs: tuple[Tensor, ...]
     versions: tuple[int, ...]
     differentiate: Differentiate
+    hooks: object
+    """The saved-tensor hooks under which it was made."""
 
 
 #: h -> its offer, for as long as h lives.
 _offers = WeakTensorKeyDictionary()
+#: Weights of other types bring their own idea of a linear.
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 def offer(h: Tensor, inputs: tuple[Tensor, ...], differentiate: Differentiate) -> None:
     """Say that `h` is made from `inputs`, which are kept anyway, and that `differentiate` makes it again with their
     gradients."""
     if h.requires_grad:
-        _offers[h] = _Offer(inputs, _versions(inputs), differentiate)
+        _offers[h] = _Offer(inputs, _versions(inputs), differentiate, _saved_tensor_hooks())
 
 
-def can_be_made_again(x: object) -> bool:
-    """Whether there is an offer for this very tensor, and neither it nor what it is made from was changed since."""
-    if not isinstance(x, Tensor) or x._version != 0:
+def withdraw(h: Tensor) -> None:
+    """Take the offer for `h` back: somebody else may want h itself, with its place in the graph."""
+    _offers.pop(h, None)
+
+
+def takes_offer(h: object, weight: Tensor) -> bool:
+    """Whether :func:`linear` would make `h` again.
+
+    There is an offer for this very tensor, neither it nor what it is made from was changed or hooked since, the weight
+    is trained, and no cast stands between the two. Under other saved-tensor hooks than the offer's (checkpointing of
+    the linear alone) it is not taken: the second run would find none.
+    """
+    if not isinstance(h, Tensor) or torch.compiler.is_compiling() or not weight.requires_grad:
         return False
-    found: _Offer | None = _offers.get(x)
-    return found is not None and found.versions == _versions(found.inputs)
+    found: _Offer | None = _offers.get(h)
+    if found is None or h._version != 0 or h._backward_hooks or h.retains_grad:
+        return False
+    if type(weight) not in _PLAIN_TYPES or h.dtype != (autocast_dtype(h) or weight.dtype):
+        return False
+    return found.versions == _versions(found.inputs) and found.hooks == _saved_tensor_hooks()
 
 
 def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -66,12 +85,10 @@ def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         y: (..., out).
     """
-    if torch.compiler.is_compiling() or not weight.requires_grad or not can_be_made_again(h):
+    if not takes_offer(h, weight):
         return F.linear(h, weight, bias)
+    found: _Offer = _offers.pop(h)
     dtype = autocast_dtype(h)
-    if h.dtype != (dtype or weight.dtype):
-        return F.linear(h, weight, bias)
-    found: _Offer = _offers[h]
     if dtype is not None:
         # Ordinary casts, as autocast makes them, so that the gradients reach the parameters in their own dtype.
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -114,3 +131,8 @@ def _weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
+
+
+def _saved_tensor_hooks() -> object:
+    autograd: Any = torch._C._autograd  # the hook stack has no public reader
+    return autograd._top_saved_tensors_default_hooks(False)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from memopt.kernels.activation import recomputed_activation
 from memopt.kernels.device import runs_triton
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.kernels.linear import withdraw
+from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
 from memopt.walk.sites import ActivationSite
 
 
@@ -49,4 +50,7 @@ def _forward(
     z: Tensor = given[0]
     if rewrite.is_one_operation and not runs_triton(z):
         return stock(module, *args, **kwargs)
-    return recomputed_activation(z, functools.partial(stock, module), rewrite.kind)
+    h = recomputed_activation(z, functools.partial(stock, module), rewrite.kind)
+    if is_watched(module):
+        withdraw(h)
+    return h

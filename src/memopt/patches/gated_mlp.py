@@ -1,8 +1,8 @@
 """Gated MLP modules whose activation and product run as one operator that keeps gate and up only.
 
 The children stay: gate, up and a wrapped down are called as the stock forward calls them, so adapters, quantised
-linears and hooks on them work. Only a plain `nn.Linear` without hooks is taken into the operator, which then makes
-the product again and differentiates it in one pass.
+linears and hooks on them work. Only a plain `nn.Linear` without hooks is not called: it makes the product again and
+differentiates it in one pass. A watched or replaced activation has the stock forward run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memopt.kernels.autograd import autocast_dtype
 from memopt.kernels.gated import gated_product, gated_product_fused
 from memopt.kernels.linear import linear
 from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
@@ -29,6 +30,9 @@ class GatedMLPRewrite:
     gate: str
     up: str
     down: str
+    act: str | None
+    act_module: nn.Module | None
+    """The child that was there when the module was patched: the formula is its."""
     between: str | None
     families: frozenset[str]
     """Which rules hold inside, as in `memopt.patches.scope.ScopeRewrite`."""
@@ -43,8 +47,12 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, families: frozenset[s
     if site.form is None or site.children is None:
         raise ValueError("its forward does more than down(act(gate(x)) * up(x))")
     gate, up, down = site.children
-    rewrite = GatedMLPRewrite(site.activation, site.form, gate, up, down, site.between, families)
-    swap_forward(module, _forward, rewrite)
+    act_module = None if site.act is None else module._modules[site.act]
+    swap_forward(
+        module,
+        _forward,
+        GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, families),
+    )
 
 
 def unpatch_gated_mlp(module: nn.Module) -> None:
@@ -59,6 +67,8 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     children = module._modules
     down, between = children[rewrite.down], children[rewrite.between] if rewrite.between else None
     assert down is not None
+    if not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
+        return stock(module, *args, **kwargs)
     with RecomputeScope(rewrite.families):
         h = _product(rewrite, children, given[0])
         if between is not None and not _is_off(between):
@@ -75,6 +85,23 @@ def _product(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x:
     if rewrite.form == "separate":
         return gated_product(gate(x), up(x), rewrite.activation)
     return gated_product_fused(gate(x), rewrite.activation, rewrite.form == "gate_up")
+
+
+def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:
+    """Whether the activation is the one whose formula is known, and nobody wants it to be called."""
+    if rewrite.act is None:
+        return True
+    act = children.get(rewrite.act)
+    return act is not None and act is rewrite.act_module and not is_watched(act)
+
+
+def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
+    """Whether `down` holds its weight in another dtype than `x`: then the stock forward has a cast on the way (T5 in
+    fp16). Quantised weights are none that anything is cast to."""
+    weight = getattr(down, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or autocast_dtype(x) is not None:
+        return False
+    return weight.dtype != x.dtype
 
 
 def _is_off(module: nn.Module) -> bool:

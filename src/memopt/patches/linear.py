@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.linear import can_be_made_again, linear
-from memopt.patches.swap import is_swapped, restore_forward, steps_aside, swap_forward
+from memopt.kernels.linear import linear, takes_offer
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward
 from memopt.walk.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -25,6 +25,7 @@ class LinearRewrite:
 
     transposed: bool
     """Its weight is (in, out) instead of (out, in)."""
+    has_bias: bool
 
 
 def patch_linear(module: nn.Module) -> None:
@@ -35,7 +36,8 @@ def patch_linear(module: nn.Module) -> None:
     """
     if not (is_linear(module) or is_linear(module, transposed=True)):
         raise ValueError("it is not a linear of its own weight and bias")
-    swap_forward(module, _forward, LinearRewrite(transposed=not is_linear(module)))
+    has_bias = module._parameters.get("bias") is not None
+    swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias))
 
 
 def unpatch_linear(module: nn.Module) -> None:
@@ -83,8 +85,13 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
-    given = (*args, *kwargs.values())
-    weight = module._parameters.get("weight")
-    if steps_aside() or len(given) != 1 or weight is None or not can_be_made_again(given[0]):
+    given, parameters = (*args, *kwargs.values()), module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    # A tool that computes weight or bias from something else takes them out of the parameters.
+    as_patched = weight is not None and (bias is not None) == rewrite.has_bias and not is_watched(module)
+    if steps_aside() or len(given) != 1 or not as_patched:
         return stock(module, *args, **kwargs)
-    return linear(given[0], weight.t() if rewrite.transposed else weight, module._parameters.get("bias"))
+    assert weight is not None
+    if not takes_offer(given[0], weight):
+        return stock(module, *args, **kwargs)
+    return linear(given[0], weight.t() if rewrite.transposed else weight, bias)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.kernels.autograd import autocast_dtype
 from memopt.kernels.device import runs_triton
 from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
@@ -116,10 +117,7 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    return None if x.dtype == torch.float64 else autocast_dtype(x)
 
 
 def _local(parameter: str | None) -> str | None:

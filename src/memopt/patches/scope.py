@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward, wraps_any_forward
 from memopt.saved.scope import RecomputeScope
 
 
@@ -33,6 +33,7 @@ def unpatch_scope(module: nn.Module) -> None:
     restore_forward(module)
 
 
+@wraps_any_forward
 def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)

@@ -17,15 +17,19 @@ from torch import nn
 
 _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
+_WRAPS = "_memopt_wraps_any_forward"
 
 #: forward(original_forward, state, module, *args, **kwargs)
 Forward = Callable[..., Any]
 
-_classes: dict[tuple[type[nn.Module], Forward], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], Forward, Callable[..., Any]], type[nn.Module]] = {}
 
 
 def swap_forward(module: nn.Module, forward: Forward, state: object) -> None:
     """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on it.
+
+    Where the forward of the module's class is replaced later, the module runs that, unless `forward` is marked with
+    :func:`wraps_any_forward`: what was found out about the stock forward does not hold for another one.
 
     Raises:
         ValueError: the module is already swapped, or its forward was replaced on the instance.
@@ -42,6 +46,12 @@ def swap_forward(module: nn.Module, forward: Forward, state: object) -> None:
     module.__dict__[_STATE] = state
 
 
+def wraps_any_forward(forward: Forward) -> Forward:
+    """Mark a forward that calls the one it is given and relies on nothing about it."""
+    setattr(forward, _WRAPS, True)
+    return forward
+
+
 def restore_forward(module: nn.Module) -> None:
     """Undo :func:`swap_forward`. Where a tool has since put a class of its own on top, that class stays."""
     if _ORIGINAL in vars(type(module)):
@@ -52,13 +62,15 @@ def restore_forward(module: nn.Module) -> None:
 def steps_aside() -> bool:
     """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
 
-    The compiler's partitioner decides itself what to keep, and function transforms (`torch.func`) need stock
-    operations.
+    The compiler's partitioner decides itself what to keep; function transforms (`torch.func`), forward-mode derivatives
+    and traces need stock operations.
     """
     return (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -69,7 +81,8 @@ def is_swapped(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
+    hooked = any(hooks) or nn.modules.module._has_any_global_hook()
+    return hooked or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
 
 
 def swap_state(module: nn.Module) -> object:
@@ -84,15 +97,18 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
-    key = (cls, forward)
+    known = cls.forward
+    key = (cls, forward, known)
     if key not in _classes:
+        wraps_any = getattr(forward, _WRAPS, False)
 
         @functools.wraps(cls.forward)
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Looked up at every call: somebody may replace the class's forward later.
-            if _STATE not in vars(self):
-                return cls.forward(self, *args, **kwargs)
-            return forward(cls.forward, vars(self)[_STATE], self, *args, **kwargs)
+            stock = cls.forward
+            if _STATE not in vars(self) or not (stock is known or wraps_any):
+                return stock(self, *args, **kwargs)
+            return forward(stock, vars(self)[_STATE], self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
             # The class has no importable name of its own: pickles say how to make it again.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class RecomputeScope:
 class _Pack:
     """The pack hook of one scope."""
 
-    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "families", "outer")
+    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "_start", "families", "outer")
 
     def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.families, self.outer = families, outer
@@ -79,7 +80,8 @@ class _Pack:
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
         autograd: Any = torch._C._autograd
-        self._first_node: int = autograd._get_sequence_nr() if restricted else -1
+        self._start: int = autograd._get_sequence_nr()
+        self._first_node = self._start if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Handle | _Kept | _Forwarded:
         base = tensor._base
@@ -96,7 +98,20 @@ class _Pack:
         return _Kept(tensor)
 
     def _applies(self, rule: Rule, node: Node) -> bool:
-        return rule.family in self.families and node._sequence_nr() >= self._first_node and rule.keeps_enough(node)
+        number = node._sequence_nr()
+        if rule.family not in self.families or number < self._first_node or not rule.keeps_enough(node):
+            return False
+        # A node made inside this scope, but inside a foreign hook too (checkpointing of the node's module alone), has
+        # its tensors kept by that hook, which may give each back only once.
+        return number < self._start or _kept_by_a_scope(node)
+
+
+def _kept_by_a_scope(node: Node) -> bool:
+    """Whether the tensors that `node` saved passed through no hook but a scope's."""
+    saved = getattr(node, "_raw_saved_tensors", None) or [
+        getattr(node, name) for name in ("_raw_saved_self", "_raw_saved_other") if hasattr(node, name)
+    ]
+    return all(getattr(tensor, "unpack_hook", None) in (None, _unpack) for tensor in saved)
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
@@ -167,6 +182,12 @@ class _Forwarded:
         return tensor
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class _Remaking(threading.local):
     """Whether this thread is making a tensor again (and not running a node's backward)."""
 
@@ -224,7 +245,8 @@ class Handle:
         if value is None:
             _remaking.depth += 1
             try:
-                with torch.no_grad():
+                # Whether backward is run inside an autocast region must not matter.
+                with torch.no_grad(), _without_autocast(self._device):
                     value = self._rule.remake(self._node)
             finally:
                 _remaking.depth -= 1

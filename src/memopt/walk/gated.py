@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt.kernels.formulas import ACTIVATIONS
 from memopt.walk.elementwise import probe_activation
@@ -19,6 +19,9 @@ from memopt.walk.stand_ins import Marker, linear, run
 _HIDDEN, _INTERMEDIATE = 6, 10
 #: Pre-activations reach about this far, so that limits and clamps show.
 _RANGE = 30.0
+_FP64_TOLERANCE = 1e-10
+#: An activation composed of steps rounds after each: some tens of roundings, of the largest of ten terms.
+_FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
 
 
 def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
@@ -31,10 +34,12 @@ def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
     names = site.children
     if names is None or site.activation not in ACTIVATIONS or _has_tensors(module):
         return site
-    others = [name for name, child in module.named_children() if name not in names and probe_activation(child) is None]
-    if len(others) > 1 or len(list(module.children())) > len(set(names)) + len(others) + 1:
+    beside = {name: child for name, child in module._modules.items() if name not in names and child is not None}
+    acts = [name for name, child in beside.items() if probe_activation(child) is not None]
+    others = [name for name in beside if name not in acts]
+    if len(others) > 1 or len(acts) > 1:
         return site
-    candidate = replace(site, between=others[0] if others else None)
+    candidate = replace(site, act=acts[0] if acts else None, between=others[0] if others else None)
     forms: tuple[GatedForm, ...] = ("gate_up", "up_gate") if site.gate == site.up else ("separate",)
     return next((replace(candidate, form=form) for form in forms if _does(module, candidate, names, form)), site)
 
@@ -46,7 +51,10 @@ def _has_tensors(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], form: GatedForm) -> bool:
-    """Whether `module`, with stand-ins for its linears, computes what `form` says, in eval and in train mode."""
+    """Whether `module`, with stand-ins for its linears, computes what `form` says.
+
+    Compared in eval and in train mode in fp64, and in 16 bits, where a forward may cast or limit what it computes.
+    """
     generator = torch.Generator().manual_seed(0)
     gate, up, down = names
     width = _INTERMEDIATE if form == "separate" else 2 * _INTERMEDIATE
@@ -55,16 +63,26 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
     if site.between is not None:
         stand_ins[site.between] = Marker()
     x = torch.randn(2, 5, _HIDDEN, generator=generator, dtype=torch.float64) * (_RANGE / _HIDDEN**0.5)
-    if form == "separate":
-        z, factor = stand_ins[gate](x), stand_ins[up](x)
-    else:
-        halves = stand_ins[gate](x).chunk(2, dim=-1)
-        z, factor = halves if form == "gate_up" else halves[::-1]
-    h = ACTIVATIONS[site.activation](z) * factor
-    if site.between is not None:
-        h = stand_ins[site.between](h)
-    expected = stand_ins[down](h)
-    outputs = [run(module, stand_ins, lambda m: m.forward(x.clone()), training=training) for training in (False, True)]
-    return all(
-        y is not None and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-9, atol=1e-9) for y in outputs
-    )
+
+    def formula(x: Tensor) -> Tensor:
+        if form == "separate":
+            z, factor = stand_ins[gate](x), stand_ins[up](x)
+        else:
+            halves = stand_ins[gate](x).chunk(2, dim=-1)
+            z, factor = halves if form == "gate_up" else halves[::-1]
+        h = ACTIVATIONS[site.activation](z) * factor
+        y: Tensor = stand_ins[down](h if site.between is None else stand_ins[site.between](h))
+        return y
+
+    def agrees(x: Tensor, tolerance: float, *, training: bool) -> bool:
+        y = run(module, stand_ins, lambda m: m.forward(x.clone()), training=training, native=x.dtype != torch.float64)
+        expected = formula(x)
+        if y is None or y.shape != x.shape or y.dtype != expected.dtype:
+            return False
+        return bool(((y - expected).abs().max() <= tolerance * expected.abs().max()).item())
+
+    if not all(agrees(x, _FP64_TOLERANCE, training=training) for training in (False, True)):
+        return False
+    for child in stand_ins.values():
+        child.half()
+    return agrees(x.half(), _FP16_TOLERANCE, training=True)

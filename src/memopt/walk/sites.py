@@ -121,6 +121,8 @@ class GatedMLPSite:
     """Parameter names; gate == up when they are fused in one weight."""
     form: GatedForm | None = None
     """Set when the module's forward is down(act(gate(x)) * up(x)) and nothing else but `between`."""
+    act: str | None = None
+    """Child module that computes the activation; None when a function does."""
     between: str | None = None
     """Child module (a dropout) that the product passes on its way to down."""
 
