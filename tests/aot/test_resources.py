@@ -17,7 +17,7 @@ MAY_SPILL = {
     ("norm_backward", 4097): 160,
 }
 #: Kernels that store nothing but sums over rows: one row in some hundred, so its width does not matter.
-STORE_SUMS = {"long_sums_kernel"}
+STORE_SUMS = {"norm_long_sums_kernel"}
 
 Compiled = list[tuple[Case, Binary]]
 

@@ -409,19 +409,19 @@ def test_results_beyond_2_to_the_31_elements():
             assert torch.allclose(ours, theirs, rtol=2**-7)
             ours.zero_()
 
-    norm_triton.forward_kernel[(1,)](*forward, **rounding, ROWS=4, BLOCK=32)
+    norm_triton.norm_forward_kernel[(1,)](*forward, **rounding, ROWS=4, BLOCK=32)
     check_and_clear((y, expected[0]), (x_hat, expected[1]))
-    norm_triton.long_forward_kernel[(rows,)](*forward, **rounding, BLOCK=16)
+    norm_triton.norm_long_forward_kernel[(rows,)](*forward, **rounding, BLOCK=16)
     check_and_clear((y, expected[0]))
-    norm_triton.affine_kernel[(1, 1)](
+    norm_triton.norm_affine_kernel[(1, 1)](
         x_hat, weight, bias, y, rows, hidden, *spread, *spread, False, **rounding, ROWS=4, BLOCK=32
     )
     check_and_clear((y, launch_affine(expected[1], weight, bias, spec, x.dtype, x.dtype)))
-    norm_backward_triton.backward_kernel[(1,)](
+    norm_backward_triton.norm_backward_kernel[(1,)](
         *backward, None, None, rows, hidden, 1, *packed, *spread, False, False, ROWS=4, BLOCK=32
     )
     check_and_clear((dx, expected_dx))
-    norm_backward_triton.long_dx_kernel[(rows,)](*backward, hidden, *packed, *spread, False, False, BLOCK=16)
+    norm_backward_triton.norm_long_dx_kernel[(rows,)](*backward, hidden, *packed, *spread, False, False, BLOCK=16)
     check_and_clear((dx, expected_dx))
     assert not untouched.any()
 

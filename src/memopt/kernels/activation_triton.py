@@ -12,7 +12,7 @@ from memopt.kernels.tiles_triton import in_rows, offsets, on_device_of, read, ti
 
 
 @triton.jit(do_not_specialize=["count"])
-def forward_kernel(  # type: ignore[no-untyped-def]
+def activation_forward_kernel(  # type: ignore[no-untyped-def]
     z_ptr, h_ptr,
     count, hidden,
     z_n1, z_n2, z_s0, z_s1, z_s2,
@@ -26,7 +26,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def backward_kernel(  # type: ignore[no-untyped-def]
+def activation_backward_kernel(  # type: ignore[no-untyped-def]
     dh_ptr, z_ptr, dz_ptr, h_ptr,
     count, hidden,
     z_n1, z_n2, z_s0, z_s1, z_s2,
@@ -58,7 +58,7 @@ def launch_forward(z: Tensor, kind: str) -> Tensor:
     if tiles is None:
         return h.copy_(launch_forward(z.contiguous(), kind))
     with on_device_of(z):
-        forward_kernel[tiles.grid](
+        activation_forward_kernel[tiles.grid](
             z, h, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], KIND=kind, **tiles.meta
         )
     return h
@@ -82,7 +82,7 @@ def launch_backward(dh: Tensor, z: Tensor, kind: str, remake: bool = False) -> t
         packed_dz, packed_h = launch_backward(dh.contiguous(), z.contiguous(), kind, remake)
         return dz.copy_(packed_dz), None if h is None or packed_h is None else h.copy_(packed_h)
     with on_device_of(z):
-        backward_kernel[tiles.grid](
+        activation_backward_kernel[tiles.grid](
             dh, z, dz, dz if h is None else h, tiles.count, tiles.hidden,
             *tiles.rows[0], *tiles.rows[1], *tiles.rows[2], REMAKE=remake, KIND=kind, **tiles.meta,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from memopt.kernels.tiles_triton import in_rows, offsets, on_device_of, read, ti
 
 
 @triton.jit(do_not_specialize=["count"])
-def forward_kernel(  # type: ignore[no-untyped-def]
+def gated_forward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, h_ptr,
     count, hidden,
     gate_n1, gate_n2, gate_s0, gate_s1, gate_s2,
@@ -27,7 +27,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def backward_kernel(  # type: ignore[no-untyped-def]
+def gated_backward_kernel(  # type: ignore[no-untyped-def]
     dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr,
     count, hidden,
     dgate_stride, dup_stride,
@@ -64,7 +64,7 @@ def launch_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         tiles = tiling("gated_forward", gate, up, h)
     assert tiles is not None
     with on_device_of(gate):
-        forward_kernel[tiles.grid](
+        gated_forward_kernel[tiles.grid](
             gate, up, h, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], KIND=kind, **tiles.meta
         )
     return h
@@ -95,7 +95,7 @@ def launch_backward(
     assert tiles is not None, "out has rows that a kernel cannot describe"
     assert all(rows[:2] == (1, 1) for rows in tiles.rows[3:]), "out has rows that are not evenly spaced"
     with on_device_of(gate):
-        backward_kernel[tiles.grid](
+        gated_backward_kernel[tiles.grid](
             dh, gate, up, dgate, dup, dgate if h is None else h, tiles.count, tiles.hidden,
             tiles.rows[3][2], tiles.rows[4][2], *tiles.rows[0], *tiles.rows[1], *tiles.rows[2],
             REMAKE=remake, KIND=kind, **tiles.meta,

@@ -83,7 +83,7 @@ def _rows_at_once(
     steps = triton.cdiv(tiles, programs)
     programs = triton.cdiv(tiles, steps)
     dweight, dbias = (rstd.new_empty(programs, hidden) if need else None for need in needs[1:])
-    backward_kernel[(programs,)](
+    norm_backward_kernel[(programs,)](
         dy, x_hat, rstd, weight, dx, dweight, dbias, layout.count, hidden, steps,
         *_arguments(_rows(dy)), *_arguments(layout), RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
         ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
@@ -101,7 +101,7 @@ def _dx_of_long_rows(
     spec: NormSpec,
     config: LaunchConfig,
 ) -> None:
-    long_dx_kernel[(layout.count,)](
+    norm_long_dx_kernel[(layout.count,)](
         dy, x_hat, rstd, weight, dx, x_hat.size(-1), *_arguments(_rows(dy)), *_arguments(layout),
         RMS=spec.kind == "rms", OFFSET=spec.offset == 1, BLOCK=config.block,
         num_warps=config.num_warps, enable_fp_fusion=True,
@@ -121,7 +121,7 @@ def _sums_of_long_rows(
     steps = triton.cdiv(tiles, programs)
     programs = triton.cdiv(tiles, steps)
     dweight, dbias = (dy.new_empty((programs, hidden), dtype=torch.float32) if need else None for need in needs[1:])
-    long_sums_kernel[(programs, columns)](
+    norm_long_sums_kernel[(programs, columns)](
         dy, x_hat, dweight, dbias, layout.count, hidden, steps, *_arguments(_rows(dy)), *_arguments(layout),
         ROWS=rows, BLOCK=block, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _sums_of_long_rows(
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
-def backward_kernel(  # type: ignore[no-untyped-def]
+def norm_backward_kernel(  # type: ignore[no-untyped-def]
     dy_ptr, x_hat_ptr, rstd_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     count, hidden, steps,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
@@ -177,7 +177,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def long_dx_kernel(  # type: ignore[no-untyped-def]
+def norm_long_dx_kernel(  # type: ignore[no-untyped-def]
     dy_ptr, x_hat_ptr, rstd_ptr, weight_ptr, dx_ptr,
     hidden,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
@@ -210,7 +210,7 @@ def long_dx_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
-def long_sums_kernel(  # type: ignore[no-untyped-def]
+def norm_long_sums_kernel(  # type: ignore[no-untyped-def]
     dy_ptr, x_hat_ptr, dweight_ptr, dbias_ptr,
     count, hidden, steps,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,

@@ -63,12 +63,12 @@ def launch_forward(
     constants = _affine_options(weight, bias, spec, x.dtype) | {"RMS": spec.kind == "rms"}
     with on_device_of(x):
         if hidden <= config.block:
-            forward_kernel[(triton.cdiv(source.count, config.rows),)](
+            norm_forward_kernel[(triton.cdiv(source.count, config.rows),)](
                 *arguments, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
                 num_warps=config.num_warps,
             )  # fmt: skip
         else:
-            long_forward_kernel[(source.count,)](
+            norm_long_forward_kernel[(source.count,)](
                 *arguments, *strides, **constants, BLOCK=config.block,
                 num_warps=config.num_warps,
             )  # fmt: skip
@@ -91,7 +91,7 @@ def launch_affine(
     hidden = x_hat.size(-1)
     config = launch_config("norm_affine", hidden, x_hat.dtype)
     with on_device_of(x_hat):
-        affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
+        norm_affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
             x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *_arguments(source), *_arguments(target),
             **_affine_options(weight, bias, spec, x_dtype), ROWS=config.rows, BLOCK=config.block,
             num_warps=config.num_warps,
@@ -100,7 +100,7 @@ def launch_affine(
 
 
 @triton.jit(do_not_specialize=["count"])
-def forward_kernel(  # type: ignore[no-untyped-def]
+def norm_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
@@ -130,7 +130,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def long_forward_kernel(  # type: ignore[no-untyped-def]
+def norm_long_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
@@ -180,7 +180,7 @@ def long_forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def affine_kernel(  # type: ignore[no-untyped-def]
+def norm_affine_kernel(  # type: ignore[no-untyped-def]
     x_hat_ptr, weight_ptr, bias_ptr, y_ptr,
     count, hidden,
     x_n1, x_n2, x_s0, x_s1, x_s2,
