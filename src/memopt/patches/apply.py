@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -31,16 +32,20 @@ class Applied:
     """Those that make the output of the activation before them again, where Triton runs."""
     gated_mlps: tuple[str, ...]
     """Those whose activation and product run as one operator; in the others the scope recomputes the stock ones."""
+    sum_norms: tuple[str, ...]
+    """Post-norm modules whose norm, itself one of `norms`, reads both terms of its input, where Triton runs."""
     scopes: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     """(module, reason) of planned rewrites that the module itself did not admit."""
-    sum_norms: tuple[str, ...] = ()
-    """Post-norm modules whose norm, itself one of `norms`, reads both terms of its input, where Triton runs."""
 
     @property
     def patched(self) -> int:
         """Number of modules that were changed."""
-        return sum(map(len, (self.norms, self.activations, self.linears, self.gated_mlps, self.scopes, self.sum_norms)))
+        return sum(len(getattr(self, kind)) for kind in _KINDS)
+
+
+#: The fields of :class:`Applied` that name patched modules.
+_KINDS = ("norms", "activations", "linears", "gated_mlps", "sum_norms", "scopes")
 
 
 def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Applied:
@@ -52,62 +57,40 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
         folded: names of norms whose affine has already been folded away in the weights that `model` holds.
     """
     modules = dict(model.named_modules())
-    refused: list[tuple[str, str]] = []
-    norms: list[str] = []
-    for site in plan.norms("fold", "share"):
-        try:
-            patch_norm(modules[site.name], site, folded=site.name in folded)
-            norms.append(site.name)
-        except ValueError as reason:
-            refused.append((site.name, str(reason)))
-    activations: list[str] = []
-    linears: list[str] = []
-    for activation, linear in _activations(plan, modules):
-        try:
-            patch_activation(modules[activation.name], activation)
-            activations.append(activation.name)
-            if linear is not None:
-                patch_linear(modules[linear])
-                linears.append(linear)
-        except ValueError as reason:
-            refused.append((activation.name, str(reason)))
+    attempts = _Attempts()
     inside = _scopes(plan)
-    gated_mlps: list[str] = []
-    for gated_mlp in plan.gated_mlps():
-        if gated_mlp.form is not None:
-            try:
-                patch_gated_mlp(modules[gated_mlp.name], gated_mlp, _innermost(gated_mlp.name, inside))
-                gated_mlps.append(gated_mlp.name)
-            except ValueError as reason:
-                refused.append((gated_mlp.name, str(reason)))
-    sum_norms: list[str] = []
-    for sum_norm in plan.sites.sum_norms:
-        if _child(sum_norm.name, sum_norm.norm) in norms:
-            try:
-                patch_sum_norm(modules[sum_norm.name], sum_norm, inside.get(sum_norm.name))
-                sum_norms.append(sum_norm.name)
-            except ValueError as reason:
-                refused.append((sum_norm.name, str(reason)))
-    scopes: list[str] = []
+    for norm in plan.norms("fold", "share"):
+        attempts.run("norms", norm.name, patch_norm, modules[norm.name], norm, folded=norm.name in folded)
+    for activation, linear in _activations(plan, modules):
+        attempts.run("activations", activation.name, patch_activation, modules[activation.name], activation)
+        if linear is not None:
+            attempts.run("linears", linear, patch_linear, modules[linear])
+    for mlp in plan.gated_mlps():
+        if mlp.form is not None:
+            attempts.run("gated_mlps", mlp.name, patch_gated_mlp, modules[mlp.name], mlp, _innermost(mlp.name, inside))
+    for post in plan.sites.sum_norms:
+        if _child(post.name, post.norm) in attempts.done["norms"]:
+            attempts.run("sum_norms", post.name, patch_sum_norm, modules[post.name], post, inside.get(post.name))
     for name, families in inside.items():
-        module = modules[name]
-        if is_swapped(module):
-            continue
+        if not is_swapped(modules[name]):
+            attempts.run("scopes", name, patch_scope, modules[name], families)
+    done = {kind: tuple(names) for kind, names in attempts.done.items()}
+    return Applied(plan, refused=tuple(attempts.refused), **done)
+
+
+class _Attempts:
+    """What was patched, and what did not admit it."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        self.refused: list[tuple[str, str]] = []
+
+    def run(self, kind: str, name: str, patch: Callable[..., None], *arguments: Any, **options: Any) -> None:
         try:
-            patch_scope(module, families)
-            scopes.append(name)
+            patch(*arguments, **options)
+            self.done[kind].append(name)
         except ValueError as reason:
-            refused.append((name, str(reason)))
-    return Applied(
-        plan,
-        tuple(norms),
-        tuple(activations),
-        tuple(linears),
-        tuple(gated_mlps),
-        tuple(scopes),
-        tuple(refused),
-        tuple(sum_norms),
-    )
+            self.refused.append((name, str(reason)))
 
 
 def undo(model: nn.Module) -> int:
