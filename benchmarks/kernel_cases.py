@@ -236,7 +236,8 @@ def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: 
         z = inputs[0].detach()
         return {
             FORWARD: lambda: (kernels.launch_forward(z, kind),),
-            BACKWARD: lambda: (kernels.launch_backward(dh, z, kind),),
+            BACKWARD: lambda: kernels.launch_backward(dh, z, kind)[:1],
+            BACKWARD_REMAKE: lambda: kernels.launch_backward(dh, z, kind, remake=True),
         }
 
     def run_liger(z: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: 
 
     return Op(
         name,
-        {FORWARD: 2, BACKWARD: 3},
+        {FORWARD: 2, BACKWARD: 3, BACKWARD_REMAKE: 4},
         stock,
         lambda z: recomputed_activation(z, stock, kind),
         launchers,
