@@ -7,6 +7,7 @@ import gc
 import itertools
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,10 +299,8 @@ class Trainer:
     def _kept_bytes(self) -> int:
         """Bytes allocated after the forward beyond those before it."""
         if self._device == "cpu":
-            from memopt.report.account import account
-
             assert self._model is not None
-            return account(self._model, self._forward).saved
+            return saved_bytes(self._model, self._forward)
         self._step()
         self._clean()
         torch.cuda.synchronize()
@@ -327,3 +326,22 @@ class Trainer:
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes of the storages that autograd is handed to keep, weights excepted; for devices without an allocator."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    pack.memopt_observer = True  # type: ignore[attr-defined]  # it only counts, as a memory report does
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    kept = sum(int(storage.nbytes()) for storage in storages.values())
+    loss.backward()
+    return kept
