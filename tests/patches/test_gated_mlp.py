@@ -223,3 +223,16 @@ def test_a_trace_records_the_stock_operations():
     traced = torch.jit.trace(mlp, torch.randn(1, 3, model.config.hidden_size))
     assert "PythonOp" not in str(traced.graph)
     assert "GatedProduct" not in str(traced.graph)
+
+
+def test_forward_mode_derivatives_are_the_stock_ones():
+    import torch.autograd.forward_ad as forward_ad
+
+    results = []
+    for model in (tiny_model("llama"), memopt.patch(tiny_model("llama"))):
+        torch.manual_seed(0)
+        x, direction = torch.randn(2, 1, 3, model.config.hidden_size)
+        with forward_ad.dual_level():
+            y = model.model.layers[0].mlp(forward_ad.make_dual(x, direction))
+            results.append(forward_ad.unpack_dual(y).tangent)
+    torch.testing.assert_close(results[1], results[0])
