@@ -51,17 +51,20 @@ def build_meta(
     return model
 
 
-def build_twin(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def build_twin(
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64, depth: int | None = None
+) -> PreTrainedModel:
     """A small random model of the same make on CPU, in eval mode, that runs; the names of its layers are the real ones.
 
     Every parameter is random (:func:`_randomise`), so that a wrong rewrite shows in the outputs. The same seed
-    gives the same twin; torch's global generator is left as it was.
+    gives the same twin; torch's global generator is left as it was. `depth` is the number of its layers, by default as
+    many as show every kind of layer.
 
     Raises:
         ModelError: no shrunken form of the config builds.
     """
     first: PreTrainedModel | None = None
-    for small in shrunken(config):
+    for small in shrunken(config, depth=depth):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             twin = instantiate(small, device="cpu", dtype=torch.float32)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from memopt.errors import ModelError
 from memopt.walk.config import config_nodes, integer_field, integer_fields, is_integer, one_line
 from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink_depth import cut_depth
+from memopt.walk.shrink_depth import cut_depth, with_depth
 from memopt.walk.shrink_width import decide_widths, scale_widths
 
 MAX_PARAMETERS = 30_000_000
@@ -45,8 +45,12 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     return next(shrunken(config))
 
 
-def shrunken(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def shrunken(config: PreTrainedConfig, *, depth: int | None = None) -> Iterator[PreTrainedConfig]:
     """Every small config that builds, strongest recipe first.
+
+    Args:
+        config: what to shrink; it is not changed.
+        depth: number of layers, at most those of `config`; by default as many as show every kind of layer.
 
     Raises:
         ShrinkError: there is not even one.
@@ -55,7 +59,7 @@ def shrunken(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     found = False
     for recipe in _RECIPES:
         try:
-            small = _apply(config, recipe)
+            small = _apply(config, recipe, depth)
             parameters = _count_parameters(small)
         except Exception as error:  # A config class may object to a combination in any way it likes.
             failures.append(f"{recipe.name}: {one_line(error)}")
@@ -98,7 +102,7 @@ _IMAGE_TOKENS = re.compile(r"mm_tokens_per_image|image_(seq_length|token_num|tok
 _WINDOW = re.compile(r"sliding_window(_size)?|attention_chunk_size")
 
 
-def _apply(config: PreTrainedConfig, recipe: _Recipe) -> PreTrainedConfig:
+def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     nodes = list(config_nodes(small))
     if recipe.width:
@@ -108,11 +112,12 @@ def _apply(config: PreTrainedConfig, recipe: _Recipe) -> PreTrainedConfig:
         _cut_images(nodes)
     if recipe.vocabulary:
         _cut_vocabulary(nodes)
-    if not recipe.depth:
-        return small
-    for node in nodes:
-        _cut_windows(node)
-    return cut_depth(small)
+    if recipe.depth:
+        for node in nodes:
+            _cut_windows(node)
+    if depth is not None:
+        return with_depth(small, depth)
+    return cut_depth(small) if recipe.depth else small
 
 
 def _cut_widths(nodes: list[PreTrainedConfig], keep_head_dim: bool) -> None:

@@ -27,11 +27,12 @@ _LAYER_INDICES = re.compile(r".*(_layers|_indices|_indexes|_idx|_layer_ids)")
 
 def cut_depth(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of `config` with as few layers as show every kind; at least `MIN_DEPTH` where it has so many."""
-    probe = _with_depth(config, MAX_DEPTH)
-    return _with_depth(probe, _needed_depth(probe))
+    probe = with_depth(config, MAX_DEPTH)
+    return with_depth(probe, _needed_depth(probe))
 
 
-def _with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
+def with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
+    """A copy of `config` with at most `depth` layers in every stack, what counts or lists them included."""
     small = copy.deepcopy(config)
     for node in config_nodes(small):
         _cut_node(node, depth)
