@@ -39,16 +39,13 @@ from benchmarks.block_models import (
     Trainer,
 )
 from benchmarks.measure import (
-    DRY_RUN,
     EXIT_CANNOT_RUN,
-    EXIT_OK,
-    EXIT_SHORT,
     NO_GPU,
     Worker,
     document,
+    finish,
     serve,
     version,
-    write_json,
 )
 
 MODULE = "benchmarks.block"
@@ -97,20 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases=cases,
         cases_left_out=left_out,
     )
-    if arguments.json:
-        write_json(arguments.json, content)
-    if arguments.plot:
-        from benchmarks.plot import plot
-
-        plot(content, arguments.plot)
-    if arguments.dry_run:
-        print(DRY_RUN)
-        return EXIT_OK
-    short = [f"{case['name']}: {line}" for case in cases for line in shortfalls(case)]
-    short += [f"{name}: left out" for name in left_out]
-    for line in short:
-        print(f"falls short: {line}", file=sys.stderr)
-    return EXIT_SHORT if arguments.check and short else EXIT_OK
+    return finish(
+        arguments, content, lambda: [f"{case['name']}: {line}" for case in cases for line in shortfalls(case)]
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,10 +29,7 @@ from torch import Tensor
 from benchmarks.kernel_cases import BACKWARD, FORWARD, OPS, Op
 from benchmarks.kernel_tables import CHECKED, COPY, KERNEL, PROVIDERS, REQUIRED_SHARE, comparison, shortfalls, sweep
 from benchmarks.measure import (
-    DRY_RUN,
     EXIT_CANNOT_RUN,
-    EXIT_OK,
-    EXIT_SHORT,
     NO_GPU,
     Stopwatch,
     Timing,
@@ -40,10 +37,10 @@ from benchmarks.measure import (
     breaks_the_device,
     device_of,
     document,
+    finish,
     sentence,
     serve,
     version,
-    write_json,
 )
 
 MODULE = "benchmarks.kernels"
@@ -227,19 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes_left_out=left_out,
         required_share_of_copy=REQUIRED_SHARE,
     )
-    if arguments.json:
-        write_json(arguments.json, content)
-    if arguments.plot:
-        from benchmarks.plot import plot
-
-        plot(content, arguments.plot)
-    if arguments.dry_run:
-        print(DRY_RUN)
-        return EXIT_OK
-    short = shortfalls(rows)
-    for line in short:
-        print(f"falls short: {line}", file=sys.stderr)
-    return EXIT_SHORT if arguments.check and short else EXIT_OK
+    return finish(arguments, content, lambda: shortfalls(rows))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ Knows no kernel and no model.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -232,6 +233,23 @@ def document(arguments: Sequence[str], module: str, *, dry_run: bool, **content:
     """A result with all that is needed to read it later: command, device, driver, versions."""
     command = shlex.join(["python", "-m", module, *arguments])
     return {"command": command, "dry_run": dry_run, "device": _device(dry_run), "versions": _versions(), **content}
+
+
+def finish(arguments: argparse.Namespace, content: dict[str, Any], short: Callable[[], Sequence[str]]) -> int:
+    """Write what `--json` and `--plot` ask for, say what falls `short`; returns the exit code."""
+    if arguments.json:
+        write_json(arguments.json, content)
+    if arguments.plot:
+        from benchmarks.plot import plot
+
+        plot(content, arguments.plot)
+    if arguments.dry_run:
+        print(DRY_RUN)
+        return EXIT_OK
+    lines = short()
+    for line in lines:
+        print(f"falls short: {line}", file=sys.stderr)
+    return EXIT_SHORT if arguments.check and lines else EXIT_OK
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -104,21 +104,6 @@ def ms_norm(
     return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
 
 
-@torch.library.custom_op("memopt::ms_norm_affine", mutates_args=())
-def ms_norm_affine(
-    x_hat: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offset: int,
-    cast_order: str,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    """y from the kept x_hat, with its strides; not differentiable: it makes a value again inside backward."""
-    y = remade_output(x_hat, weight, bias, _spec("rms", 0.0, offset, cast_order), x_dtype, dtype)
-    return _promised(x_hat, "rms", y.clone() if y is x_hat else y)
-
-
 @torch.library.custom_op("memopt::ms_norm_backward", mutates_args=())
 def ms_norm_backward(
     dy: Tensor,
@@ -157,19 +142,6 @@ def _(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like(x, kind, dtype), _like(x, kind, kept_dtype), _fake_rstd(x)
-
-
-@ms_norm_affine.register_fake
-def _(
-    x_hat: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offset: int,
-    cast_order: str,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _like(x_hat, "rms", dtype)
 
 
 @ms_norm_backward.register_fake
