@@ -77,6 +77,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 ACTIVATIONS = [
     F.silu, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.mish, F.hardswish, lambda z: F.leaky_relu(z, 0.2),
     lambda z: F.elu(z, 1.3), F.selu, lambda z: F.softplus(z, 2.0, 5.0), F.relu6, F.hardsigmoid,
+    lambda z: F.celu(z, 1.2), F.logsigmoid, lambda z: z.clamp(-0.5, 0.7), lambda z: z.clamp(max=0.5),
 ]  # fmt: skip
 
 

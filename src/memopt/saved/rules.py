@@ -30,6 +30,8 @@ class Rule:
     """Whether this very node saved all that `remake` reads."""
     family: str
     """The group that a recipe switches: ``norm``, ``activation`` or ``gated_mlp``."""
+    of_casts_only: bool = False
+    """The node keeps its output itself: only what was cast from it need not be kept."""
 
 
 RULES: dict[str, Rule] = {}
@@ -107,6 +109,41 @@ def _hardsigmoid(node: Node) -> Tensor:
     return F.hardsigmoid(node._saved_self)
 
 
+@recomputable("CeluBackward0", "activation")
+def _celu(node: Node) -> Tensor:
+    return F.celu(node._saved_self, node._saved_alpha)
+
+
+@recomputable("LogSigmoidBackward0", "activation")
+def _log_sigmoid(node: Node) -> Tensor:
+    return F.logsigmoid(node._saved_self)
+
+
+@recomputable("ClampBackward1", "activation")
+def _clamp(node: Node) -> Tensor:
+    return torch.clamp(node._saved_self, node._saved_min, node._saved_max)
+
+
+@recomputable("GluBackward0", "activation")
+def _glu(node: Node) -> Tensor:
+    return F.glu(node._saved_self, _signed(node._saved_dim))
+
+
 @recomputable("PowBackward0", "activation")
 def _power(node: Node) -> Tensor:
     return torch.pow(node._saved_self, node._saved_exponent)
+
+
+def _signed(number: int) -> int:
+    """A saved dimension as it was given: nodes show negative ones as huge positive ones."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _kept_result(node: Node) -> Tensor:
+    result: Tensor = node._saved_result
+    return result
+
+
+#: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
+for _name in ("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0"):
+    RULES[_name] = Rule(_kept_result, lambda node: True, "activation", of_casts_only=True)

@@ -28,6 +28,8 @@ _METADATA_KEY = "memopt"
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _CAST_NODE = "ToCopyBackward0"
+#: Under these names nodes of PyTorch's own show the hooks of the tensors that the rules read.
+_RAW_SAVED = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result")
 ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 
 
@@ -91,7 +93,7 @@ class _Pack:
         if node is not None and tensor._version == 0 and _is_plain_view(tensor, base):
             source, casts = _below_casts(node)
             rule = RULES.get(source.name()) if source is not None else None
-            if rule is not None and self._applies(rule, source):
+            if rule is not None and (casts or not rule.of_casts_only) and self._applies(rule, source):
                 return Handle(source, rule, casts, tensor, base)
         if self._outer_pack is not None:
             return _Forwarded(self._outer_pack(tensor), self._outer_unpack)
@@ -109,7 +111,7 @@ class _Pack:
 def _kept_by_a_scope(node: Node) -> bool:
     """Whether the tensors that `node` saved passed through no hook but a scope's."""
     saved = getattr(node, "_raw_saved_tensors", None) or [
-        getattr(node, name) for name in ("_raw_saved_self", "_raw_saved_other") if hasattr(node, name)
+        getattr(node, name) for name in _RAW_SAVED if hasattr(node, name)
     ]
     return all(getattr(tensor, "unpack_hook", None) in (None, _unpack) for tensor in saved)
 

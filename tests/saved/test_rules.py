@@ -1,0 +1,67 @@
+"""What single operations keep inside a scope, beside the activations of test_scope."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.saved import RecomputeScope
+
+
+def kept_shapes(run) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of every storage that `run` keeps inside a scope, leaves not counted."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor.detach()
+
+    pack.memopt_observer = True  # type: ignore[attr-defined]
+    with saved_tensors_hooks(pack, lambda t: t), RecomputeScope():
+        run()
+    return sorted(((tuple(t.shape), t.dtype) for t in kept.values()), key=str)
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 0])
+def test_a_glu_is_made_again(dim):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def run() -> Tensor:
+        z = x @ w
+        half = F.glu(z, dim)
+        return (half @ torch.ones(half.shape[-1], 3, requires_grad=True)).square().sum()
+
+    stock = torch.autograd.grad(run(), (x, w))
+    with RecomputeScope():
+        loss = run()
+    assert all(map(torch.equal, stock, torch.autograd.grad(loss, (x, w))))
+    halved = tuple(n // 2 if i == dim % 3 else n for i, n in enumerate((4, 6, 8)))
+    assert (halved, torch.float32) not in kept_shapes(run)
+
+
+@pytest.mark.parametrize("operation", [lambda z: z.softmax(-1), torch.sigmoid, torch.tanh, torch.relu, torch.exp])
+def test_of_a_kept_result_and_its_cast_only_the_result_is_kept(operation):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, requires_grad=True)
+    w = torch.randn(8, 5, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> Tensor:
+        return (operation(x * 2).to(torch.bfloat16) @ w).float().square().sum()
+
+    stock = torch.autograd.grad(run(), (x, w))
+    with RecomputeScope():
+        loss = run()
+    assert all(map(torch.equal, stock, torch.autograd.grad(loss, (x, w))))
+    assert [kept for kept in kept_shapes(run) if kept[0] == (4, 8)] == [((4, 8), torch.float32)]
+
+
+def test_a_kept_result_read_without_a_cast_is_kept_once():
+    x = torch.randn(4, 8, requires_grad=True)
+    w = torch.randn(8, 5, requires_grad=True)
+    kept = kept_shapes(lambda: (x * 2).softmax(-1) @ w)
+    assert kept == [((4, 8), torch.float32)]
