@@ -13,7 +13,8 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels gpu-check gpu-bench lint format clean distclean
+.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels coverage zoo-latest zoo-oldest gpu-check \
+  gpu-bench lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,6 +93,26 @@ test-all: $(STAMP) ## run every test that needs no GPU
 test-kernels: $(STAMP) ## run the tests of the kernels only: operators, compiled binaries, interpreted kernels
 	@$(COMPILED) tests/kernels tests/aot
 	@$(INTERPRETED)
+
+coverage: $(STAMP) ## examine every model type of transformers into docs/coverage.json and .md (over an hour)
+	@$(BIN)/python -m benchmarks.coverage
+
+# The same on another transformers, in an environment of its own that is brought up to date at every run.
+zoo-latest: ZOO_TRANSFORMERS = --upgrade transformers
+zoo-latest: zoo-in-latest ## examine every model type of the newest transformers; exit 1 where one is wrong or less holds
+zoo-oldest: ZOO_TRANSFORMERS = transformers==$(OLDEST_TRANSFORMERS)
+zoo-oldest: zoo-in-oldest ## the same on the oldest transformers that memopt supports
+OLDEST_TRANSFORMERS = $(shell sed -nE 's/.*"transformers>=([0-9.]+)".*/\1/p' pyproject.toml)
+
+zoo-in-%: ZOO = build/zoo-$*
+zoo-in-%: $(STAMP)
+	@mkdir -p build
+	@test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)
+	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@grep -E '^(torch|triton|numpy)==' constraints.txt > $(ZOO)/constraints.txt
+	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check -c $(ZOO)/constraints.txt $(ZOO_TRANSFORMERS) -e '.[dev]'
+	@$(ZOO)/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
+	@$(ZOO)/bin/python -m benchmarks.coverage --no-memory --out $(ZOO).json --against docs/coverage.json
 
 # With MEMOPT_PYTHON nothing is installed: that interpreter must have torch, transformers and pytest.
 GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)

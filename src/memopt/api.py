@@ -15,12 +15,16 @@ from memopt.errors import ModelError, NegativeVerdict, RecipeError
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.plan import Plan, make_plan
 from memopt.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.walk.sites import Sites
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def patch(
-    model: M, recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE, *, inputs: Mapping[str, Any] | None = None
+    model: M,
+    recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
+    *,
+    inputs: Mapping[str, Any] | str | Path | None = None,
 ) -> M:
     """Patch a model in memory so that training it keeps fewer bytes; returns the same object.
 
@@ -30,10 +34,12 @@ def patch(
     Args:
         model: any torch module; a Hugging Face model needs nothing else.
         recipe: name of a shipped recipe, a YAML file, or a Recipe, with ``norms.fold: never``.
-        inputs: keyword arguments for one forward on the CPU, for models whose inputs cannot be guessed.
+        inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
+            for models whose inputs cannot be guessed.
 
     Raises:
         NegativeVerdict: the model is already patched, or nothing in it can be.
+        InputsError: the file of inputs cannot be read.
         RecipeError: the recipe is unknown, or folds weights.
     """
     if is_patched(model):
@@ -58,42 +64,55 @@ def plan_for(
     model: nn.Module | str | Path,
     recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
     *,
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `recipe` would do to a model in memory, a local folder or a hub id; nothing is changed."""
+    """What `recipe` would do to a model in memory, a local folder or a hub id; nothing is changed.
+
+    `inputs` are those of `patch`.
+    """
+    from memopt.walk.batch import given_batch
     from memopt.walk.build import load_config
-    from memopt.walk.observe import walk_config, walk_model
+    from memopt.walk.observe import walk_config
 
     rules = load_recipe(recipe)
+    batch = given_batch(inputs)
     if isinstance(model, nn.Module):
-        return make_plan(walk_model(model, inputs), rules)
+        return make_plan(_walk(model, batch), rules)
     config = load_config(model, trust_remote_code=trust_remote_code)
-    return make_plan(walk_config(config, trust_remote_code=trust_remote_code), rules)
+    return make_plan(walk_config(config, inputs=batch, trust_remote_code=trust_remote_code), rules)
 
 
-def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, **kwargs: Any) -> nn.Module:
+def load(
+    directory: str | Path,
+    *,
+    model_class: type[nn.Module] | None = None,
+    inputs: Mapping[str, Any] | str | Path | None = None,
+    **kwargs: Any,
+) -> nn.Module:
     """Load a folder that `memopt patch` wrote, patched and ready to train.
 
     Args:
         directory: the folder.
         model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
             the checkpoint names.
+        inputs: as in `patch`; by default in the form that memopt.json remembers, else guessed.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
 
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
+    from memopt.walk.batch import given_batch
     from memopt.walk.build import load_config
     from memopt.walk.build import model_class as natural_class
-    from memopt.walk.observe import walk_model
 
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(
             f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"
         )
-    recipe, folded = _what_was_done(directory)
+    recipe, folded, remembered = _what_was_done(directory)
+    batch = given_batch(inputs)
     trust_remote_code = bool(kwargs.get("trust_remote_code", False))
     cls: Any = model_class
     if cls is None:
@@ -102,12 +121,27 @@ def load(directory: str | Path, *, model_class: type[nn.Module] | None = None, *
     unfolded = load_recipe(recipe, ["norms.fold=never"])
     modules = (name for name, _ in model.named_modules())
     names = {name for name in modules if folded is None or _same_norm(name, folded)}
-    _applied_or_raise(apply(model, make_plan(walk_model(model), unfolded), folded=names))
+    sites = _walk(model, remembered if batch is None else batch)
+    if batch is None and not sites.ran:  # another head may not take what was remembered
+        sites = _walk(model, None)
+    _applied_or_raise(apply(model, make_plan(sites, unfolded), folded=names))
     return model
 
 
-def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None]:
-    """Recipe of a patched folder and the norms that were folded; None where only their number is known.
+def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
+    """`walk_model`; inputs that do not fit as they are may do in the model's dtype."""
+    from memopt.walk.batch import placed
+    from memopt.walk.observe import walk_model
+
+    sites = walk_model(model, inputs)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if inputs is None or sites.ran or dtype is None:
+        return sites
+    return walk_model(model, placed(inputs, None, dtype))
+
+
+def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None, Mapping[str, Any] | None]:
+    """Recipe of a patched folder, the norms that were folded (None where only their number is known), and its inputs.
 
     `save_pretrained` after training keeps the key in config.json and not memopt.json. Then every norm that holds an
     identity affine is taken for a folded one.
@@ -118,11 +152,11 @@ def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None
     if not (directory / MANIFEST).is_file():
         try:
             key = json.loads((directory / "config.json").read_text(encoding="utf-8"))[CONFIG_KEY]
-            return str(key["recipe"]), (None if key["folded_norms"] else frozenset())
+            return str(key["recipe"]), (None if key["folded_norms"] else frozenset()), None
         except (OSError, ValueError, KeyError, TypeError):
             pass
     manifest = read_manifest(directory)
-    return manifest.recipe, manifest.folded_norms()
+    return manifest.recipe, manifest.folded_norms(), manifest.batch()
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
@@ -148,7 +182,7 @@ def _applied_or_raise(applied: Applied) -> None:
     for name, reason in applied.refused:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
     sites = applied.plan.sites
-    if not any(outcome == "ok" for _, outcome in sites.traces):
+    if not sites.ran:
         # Norms are patched all the same; blocks are guessed from the module tree.
         warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
     if not applied.patched:

@@ -33,6 +33,10 @@ class ModelError(MemoptError):
     """The model cannot be found, read, built or run."""
 
 
+class InputsError(MemoptError):
+    """A batch for the model cannot be read or does not fit it, or is missing and cannot be made."""
+
+
 class LaunchTableError(MemoptError):
     """A table of launch configurations cannot be read, or something in it does not fit."""
 

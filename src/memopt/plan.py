@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from memopt.recipe import Recipe
+from memopt.recipe import Recipe, matches
 from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
 
 SiteKind = Literal["norm", "gated_mlp", "activation", "linear", "dropout", "loss"]
 Action = Literal["fold", "share", "recompute", "keep"]
+#: The setting that folds norms which have cautions.
+CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
+_REWRITABLE: frozenset[SiteKind] = frozenset({"norm", "activation", "gated_mlp"})
 #: Activations whose derivative PyTorch computes from their output.
 _KEEP_THEIR_OUTPUT = frozenset({"relu", "tanh", "sigmoid"})
 
@@ -47,10 +50,33 @@ class Plan:
     def refusals(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if not entry.rewritten)
 
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing is rewritten, where that is so: a few reasons, as one phrase."""
+        reasons = sorted({e.reason for e in self.refusals if e.kind in _REWRITABLE})
+        return "; ".join(reasons[:3]) or "it has no norm, activation or gated MLP"
+
+    @property
+    def idle_notes(self) -> tuple[str, ...]:
+        """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
+        names = {entry.site for entry in self.entries if entry.kind in _REWRITABLE}
+        patterns = [("targets", each) for each in self.recipe.targets] + [
+            ("ignore", each) for each in self.recipe.ignore
+        ]
+        return tuple(
+            f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no norm, activation or gated MLP of this model."
+            for key, pattern in patterns
+            if names and not any(matches(name, pattern) for name in names)
+        )
+
     def norms(self, *actions: Action) -> tuple[NormSite, ...]:
         """Norm sites whose action is one of `actions`."""
         chosen = {e.site for e in self.entries if e.kind == "norm" and e.action in actions}
         return tuple(norm for norm in self.sites.norms if norm.name in chosen)
+
+    def changed_outputs(self) -> tuple[str, ...]:
+        """Fields of the model's output that the folds of the plan change, as the recipe allows."""
+        return tuple(dict.fromkeys(output for norm in self.norms("fold") for output in norm.changed_outputs))
 
     def gated_mlps(self) -> tuple[GatedMLPSite, ...]:
         """Gated MLP sites of which no more than gate and up are kept."""
@@ -106,14 +132,19 @@ def _decide_norm(norm: NormSite, recipe: Recipe) -> tuple[Action, str]:
         return "keep", "the recipe leaves norms alone"
     if not recipe.selects(norm.name):
         return "keep", "excluded by the recipe's targets or ignore"
+    # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is made again.
+    action: Action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:
         return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
     if recipe.norms.fold == "never":
-        return "share", "the recipe keeps the affine"
-    if norm.foldable:
+        return action, "the recipe keeps the affine"
+    cautions = "; ".join(norm.cautions)
+    if norm.foldable or (norm.foldable_with_cautions and recipe.norms.hidden_states == "change"):
         readers = ", ".join(sorted({consumer.parameter for consumer in norm.consumers}))
-        return "fold", f"into {readers}"
-    return "share", "not folded: " + "; ".join(norm.fold_obstacles)
+        return "fold", f"into {readers}" + (f"; changes a hidden state: {cautions}" if cautions else "")
+    if norm.foldable_with_cautions:
+        return action, f"not folded: {cautions}; `--set {CHANGE_HIDDEN_STATES}` folds it"
+    return action, "not folded: " + "; ".join((*norm.fold_obstacles, *norm.cautions))
 
 
 def _plan_gated_mlps(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
@@ -141,7 +172,7 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
         elif site.kind in _KEEP_THEIR_OUTPUT and site.operations == 1:
             reason = f"{site.kind} already keeps its output only, which the next linear shares"
             yield Entry("activation", site.name, "keep", reason)
-        elif site.is_module and site.operations > 1:
+        elif site.is_module and (site.operations > 1 or site.parameters):
             yield Entry(
                 "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
             )

@@ -30,6 +30,8 @@ class NormRules(_Strict):
     """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
     fold: Literal["auto", "never"] = "auto"
     """``auto``: fold the affine into the next linears wherever that is proved."""
+    hidden_states: Literal["keep", "change"] = "keep"
+    """``change``: fold also where that changes a hidden state that the model or one inside it returns, no logits."""
 
 
 class RecomputeRules(_Strict):
@@ -54,10 +56,15 @@ class Recipe(_Strict):
     def selects(self, name: str) -> bool:
         """Whether the module `name` may be rewritten."""
 
-        def matches(patterns: Iterable[str]) -> bool:
-            return any(fnmatchcase(name, p) or name.endswith("." + p) or name == p for p in patterns)
+        def any_matches(patterns: Iterable[str]) -> bool:
+            return any(matches(name, pattern) for pattern in patterns)
 
-        return matches(self.targets) and not matches(self.ignore)
+        return any_matches(self.targets) and not any_matches(self.ignore)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of ``targets`` or ``ignore`` names the module `name`."""
+    return fnmatchcase(name, pattern) or name.endswith("." + pattern) or name == pattern
 
 
 def shipped() -> dict[str, Path]:

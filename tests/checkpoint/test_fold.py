@@ -90,6 +90,14 @@ def test_a_tensor_that_shares_its_memory_is_not_folded() -> None:
     assert "one tensor with model.embed.weight" in reason(folds)
 
 
+def test_a_key_that_needs_no_bias_takes_the_scale_alone() -> None:
+    beta = "model.layers.0.norm.bias"
+    consumer = Consumer(Q, "q", axis=1, needs_bias=False)
+    norm = rms_norm(0, bias=beta, consumers=(consumer,))
+    folds = FoldPlan.from_plan(plan_of([norm]), infos(**{beta: info(beta, HIDDEN)}))
+    assert set(folds.operations()) == {"model.layers.0.norm.weight", beta, Q}
+
+
 @pytest.mark.parametrize("change", [{"bias": None}, {"accepts_bias": False}])
 def test_a_norm_bias_without_a_place_to_go_is_not_folded(change: dict[str, object]) -> None:
     own, other = "model.layers.0.norm.bias", "model.layers.0.q.bias"

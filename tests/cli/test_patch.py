@@ -171,9 +171,9 @@ def test_a_bad_output_is_one_line(memopt: Memopt, llama: Path, out: str) -> None
 def test_what_other_code_prints_does_not_reach_stdout(
     memopt: Memopt, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noisy(*arguments: object) -> Plan:
+    def noisy(*arguments: object) -> tuple[Plan, None]:
         print("hello from remote code")
-        return plan_of([rms_norm(0)])
+        return plan_of([rms_norm(0)]), None
 
     monkeypatch.setattr(command, "_plan", noisy)
     run = memopt("patch", llama, "--dry-run", "--json")

@@ -15,7 +15,8 @@ import memopt
 from memopt.kernels import activation_triton, gated_triton, norm_triton
 from memopt.patches import sum_norm
 from memopt.verify.gradient import compare_gradients
-from memopt.verify.models import cast_inputs, precise
+from memopt.verify.models import cast_inputs
+from memopt.walk.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
 from tests.triton.conftest import DEVICE
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt.errors import ModelError
 from memopt.walk.build import build_meta, build_twin
-from memopt.walk.inputs import dummy_inputs, runnable_calls, training_targets
+from memopt.walk.inputs import Call, dummy_inputs, runnable_calls, training_targets
 from tests.walk.configs import FAMILIES, MASKED, make_config, tiny_llama, twin, twin_calls
 
 WITH_LABELS = [name for name in FAMILIES if name != "clip_vision"]
@@ -124,9 +124,9 @@ def test_an_adapted_model_runs_like_its_base() -> None:
 def test_a_caller_may_run_the_forwards_itself() -> None:
     seen: list[str] = []
 
-    def run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+    def run(model: nn.Module, call: Call) -> Any:
         seen.append("train" if model.training else "eval")
-        return model(**kwargs)
+        return call.run(model)
 
     runnable_calls(twin("bert"), variants=("plain",), run=run)
     assert seen == ["eval", "train"]
@@ -150,6 +150,20 @@ def test_trying_a_call_leaves_the_model_as_it_was() -> None:
     model = _Writes().eval()
     assert [call.label for call in runnable_calls(model, {"x": torch.ones(3, 2)})] == ["inputs"]
     assert (model.window, model.mean.tolist(), model.training) == (7, [0.0, 0.0], False)
+
+
+class _InsistsOnFloat32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x.float())
+        return y.float().masked_fill(y > 0, torch.finfo(x.dtype).min)
+
+
+def test_a_model_of_doubles_runs_in_doubles_where_its_code_insists_on_less() -> None:
+    assert runnable_calls(_InsistsOnFloat32().double(), {"x": torch.ones(3, 2, dtype=torch.float64)})
 
 
 class _NeedsTypesToTrain(nn.Module):

@@ -115,11 +115,8 @@ def test_scale_and_shift_are_told_apart_by_what_they_do() -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (AlmostRMS(), "neither an RMS nor a layer normalisation"),
-        (GatedRMS(), "takes a second tensor"),
         (Scale(), "normalises nothing"),
-        (nn.BatchNorm2d(WIDTH), "dimension 1"),
-        (nn.GroupNorm(3, WIDTH), "dimension 1"),
+        (nn.BatchNorm2d(WIDTH), "normalises over the batch"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -185,9 +182,70 @@ def test_activations_are_told_by_value(name: str, kind: str, operations: int) ->
         nn.Flatten(),
         nn.Linear(4, 4),
         nn.AdaptiveAvgPool1d(1),
-        nn.PReLU(),
     ],
     ids=lambda module: type(module).__name__,
 )
 def test_other_modules_are_no_activations(module: nn.Module) -> None:
     assert probe_activation(module) is None
+
+
+class OptionalGate(HandWrittenRMS):
+    """A norm whose gate may be left out."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * F.silu(gate))
+
+
+class NoisyGroupNorm(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + torch.rand(()) if self.training else 1.0)
+
+
+def test_a_gated_norm_is_known_by_its_affine() -> None:
+    probe = probe_norm(GatedRMS(offset=1))
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.weight, probe.bias, probe.offset, probe.hidden_size) == ("gated", "alpha", None, 1, WIDTH)
+
+
+def test_a_norm_with_a_formula_of_its_own_is_known_by_its_affine() -> None:
+    probe = probe_norm(AlmostRMS())
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.weight, probe.bias, probe.offset) == ("other", "weight", None, 0)
+
+
+def test_a_gate_that_may_be_left_out_is_seen() -> None:
+    probe = probe_norm(OptionalGate())
+    assert isinstance(probe, NormProbe)
+    assert probe.kind == "rms"
+    assert probe.with_gate is not None
+    assert probe.with_gate.kind == "gated"
+
+
+def test_a_norm_with_channels_in_dimension_1_is_known_by_its_affine() -> None:
+    probe = probe_norm(nn.GroupNorm(3, WIDTH))
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.weight, probe.bias) == ("channels", "weight", "bias")
+
+
+def test_a_norm_that_cannot_be_run_again_is_left() -> None:
+    assert "cannot be run again" in str(probe_norm(NoisyGroupNorm(3, WIDTH)))
+
+
+class ScaledTanh(nn.Module):
+    """An activation with a scalar of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("beta", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.alpha) + self.beta * x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_activation_may_have_scalars(device: str) -> None:
+    probe = probe_activation(ScaledTanh().to(device))
+    assert probe is not None
+    assert (probe.kind, probe.replays, probe.parameters) == ("other", True, True)
+    assert probe.operations > 1

@@ -122,3 +122,26 @@ def test_coordinates_without_a_channel_are_left() -> None:
     weight, values = torch.ones(1, 2), torch.tensor([5.0, 7.0])
     assert fold_weight(weight, values, consumer).tolist() == [[7, 1]]
     assert fold_bias(torch.zeros(1), weight, values, consumer).tolist() == [7]
+
+
+class _TwoOutputs(nn.Module):
+    """Logits from the last norm, and the norm's output beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.norm(x)
+        return {"logits": self.head(y), "hidden_states": y}
+
+
+def test_an_output_that_a_caution_names_is_not_compared_and_proves_nothing(calls: list[Call]) -> None:
+    torch.manual_seed(0)
+    model = _TwoOutputs().double().eval()
+    model.norm.weight.data = torch.rand_like(model.norm.weight) + 0.5
+    site = norm_sites(model, calls)["norm"]
+    assert (site.foldable, site.foldable_with_cautions, site.changed_outputs) == (False, True, ("hidden_states",))
+    assert set(prove(model, [site], calls).refused) == {"norm"}
+    assert prove(model, [site], calls, ignoring=["hidden_states"]).proved == ("norm",)
+    assert prove(model, [site], calls, ignoring=["hidden_states", "logits"]).unseen == ("norm",)

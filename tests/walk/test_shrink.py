@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import transformers
@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 
 from memopt.walk.build import build_meta
 from memopt.walk.config import config_nodes
-from memopt.walk.shrink import MAX_PARAMETERS, VOCABULARY, ShrinkError, shrink, shrunken
+from memopt.walk.shrink import LARGE_PARAMETERS, MAX_PARAMETERS, VOCABULARY, ShrinkError, _cut_experts, shrink, shrunken
+from memopt.walk.shrink_rotary import fit_sections
+from memopt.walk.shrink_width import decide_widths, scale_widths
 from tests.walk.configs import FAMILIES, llama_70b, make_config, tiny_llama, twin
 
 
@@ -110,6 +112,84 @@ def test_rotary_sections_follow_the_head_size() -> None:
     small = shrink(make_config("qwen2_vl")).text_config
     head_dim = small.hidden_size // small.num_attention_heads
     assert sum(small.rope_parameters["mrope_section"]) == head_dim // 2
+
+
+def test_rotary_sections_that_the_class_gives_follow_the_head_size() -> None:
+    small = shrink(transformers.Glm4vTextConfig())
+    head_dim = small.hidden_size // small.num_attention_heads
+    assert sum(small.rope_parameters["mrope_section"]) == head_dim // 2
+
+
+@pytest.mark.parametrize(("total", "expected"), [(32, [8, 12, 12]), (16, [4, 6, 6]), (11, [3, 4, 4])])
+def test_sections_keep_their_proportions(total: int, expected: list[int]) -> None:
+    assert fit_sections([8, 12, 12], total) == expected
+
+
+def test_the_rotary_part_of_a_head_follows_the_head_size() -> None:
+    small = shrink(transformers.DeepseekV2Config())
+    assert small.head_dim == small.qk_rope_head_dim < 64
+    assert small.qk_head_dim == small.qk_nope_head_dim + small.qk_rope_head_dim
+
+
+def test_heads_of_a_state_space_make_up_its_inner_width() -> None:
+    small = shrink(transformers.FalconH1Config())
+    assert small.mamba_d_ssm == small.mamba_n_heads * small.mamba_d_head < 1024
+    small = shrink(transformers.Zamba2Config())
+    assert small.n_mamba_heads * small.mamba_headdim == small.mamba_expand * small.hidden_size
+
+
+def test_heads_of_linear_attention_are_as_few_as_the_others() -> None:
+    node = PreTrainedConfig(hidden_size=512, num_attention_heads=16, linear_num_heads=16)
+    scale_widths(node, decide_widths(node, {}, keep_head_dim=False))
+    assert node.linear_num_heads == node.num_attention_heads == 4
+
+
+def test_a_number_of_experts_a_token_that_is_left_open_is_given() -> None:
+    assert shrink(transformers.DeepseekV2Config(num_experts_per_tok=None)).num_experts_per_tok == 2
+
+
+class _RenamedGroups(PreTrainedConfig):
+    attribute_map: ClassVar[dict[str, str]] = {"n_group": "num_expert_group"}
+
+
+def test_groups_of_experts_are_few_whatever_they_are_called() -> None:
+    node = _RenamedGroups(num_experts=64, num_expert_group=8)
+    _cut_experts(node)
+    assert (node.num_experts, node.num_expert_group) == (8, 2)
+
+
+def test_a_backbone_gives_as_many_outputs_of_fewer_layers() -> None:
+    small = shrink(transformers.Dinov2Config(out_indices=[3, 6, 9, 12]))
+    assert small.num_hidden_layers == 4
+    assert small.out_indices == [1, 2, 3, 4]
+    assert small.out_features == ["stage1", "stage2", "stage3", "stage4"]
+    assert len(small.stage_names) == 5
+
+
+def test_key_value_heads_of_every_layer_follow_the_heads() -> None:
+    node = PreTrainedConfig(hidden_size=512, num_attention_heads=16, num_key_value_heads_per_layer=[16, 8, 1])
+    scale_widths(node, decide_widths(node, {}, keep_head_dim=False))
+    assert node.num_key_value_heads_per_layer == [4, 2, 1]
+
+
+def test_a_prompt_encoder_follows_the_image_and_the_width() -> None:
+    small = shrink(transformers.SamConfig())
+    prompt, vision = small.prompt_encoder_config, small.vision_config
+    assert prompt.image_embedding_size == prompt.image_size // prompt.patch_size == 16
+    assert 2 * vision.num_pos_feats == vision.output_channels == prompt.hidden_size
+
+
+def test_channels_end_in_the_width_of_the_tower_behind_them() -> None:
+    links = {1024: 128}
+    node = PreTrainedConfig(hidden_size=768, num_attention_heads=12, downsample_channels=[512, 1024])
+    scale_widths(node, decide_widths(node, links, keep_head_dim=False))
+    assert node.downsample_channels == [512, 128]
+
+
+def test_forms_that_are_not_quite_small_come_last() -> None:
+    config = make_config("bert", hidden_size=512, num_attention_heads=8, intermediate_size=2048, vocab_size=16000)
+    sizes = [sum(p.numel() for p in build_meta(small).parameters()) for small in shrunken(config)]
+    assert max(sizes[:-1]) < MAX_PARAMETERS < sizes[-1] < LARGE_PARAMETERS
 
 
 def test_rotary_factors_have_one_entry_a_frequency() -> None:

@@ -8,7 +8,7 @@ import torch
 from memopt.walk.build import clone_to_meta
 from memopt.walk.inputs import Call
 from memopt.walk.observe import find_sites
-from memopt.walk.proof import TOLERANCE, fold_error
+from memopt.walk.proof import TOLERANCE, fold_error, prove
 from memopt.walk.sites import NormSite, Sites
 from tests.walk import toys
 
@@ -52,6 +52,27 @@ def test_a_refused_fold_would_have_changed_an_output(toy: type[toys.Toy]) -> Non
     assert fold_error(model, [norm], [Call("x", {"x": x})]) > 1e-3
 
 
+def test_keys_without_a_bias_may_do_without() -> None:
+    model, x = toys.build(toys.Keys)
+    norm = norm_site(find_sites(model, {"x": x}))
+    assert {c.parameter: c.needs_bias for c in norm.consumers if c.bias is None} == {"key.weight": False}
+    assert prove(model, [norm], [Call("x", {"x": x})]).proved == ("norm",)
+
+
+def test_whether_a_bias_may_be_left_out_is_for_the_proof_to_say() -> None:
+    model, x = toys.build(toys.BiaslessBesideBias)
+    norm = norm_site(find_sites(model, {"x": x}))
+    assert norm.fold_obstacles == ()
+    assert set(prove(model, [norm], [Call("x", {"x": x})]).refused) == {"norm"}
+
+
+def test_a_bias_is_not_left_out_of_what_no_output_depends_on() -> None:
+    model, x = toys.build(toys.DeadKeys)
+    norm = norm_site(find_sites(model, {"x": x}))
+    proof = prove(model, [norm], [Call("x", {"x": x})])
+    assert (proof.proved, proof.unseen) == ((), ("norm",))
+
+
 def test_observation_leaves_the_model_as_it_was() -> None:
     model, x = toys.build(toys.DropoutBetween)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -88,3 +109,13 @@ def test_linears_that_read_the_norms_own_storage_are_told() -> None:
     assert all(consumer.same_storage for consumer in norm_site(sites).consumers)
     shared = {linear.parameter: linear.input_shared_with for linear in sites.linears}
     assert shared == {"linear.weight": ("other.weight",), "other.weight": ("linear.weight",)}
+
+
+def test_a_model_of_several_text_models_is_as_wide_as_its_norms() -> None:
+    class Ambiguous:
+        def get_text_config(self) -> None:
+            raise ValueError("multiple valid text configs")
+
+    model, x = toys.build(toys.Residual)
+    model.config = Ambiguous()  # type: ignore[assignment]
+    assert find_sites(model, {"x": x}).hidden_size == toys.WIDTH

@@ -53,6 +53,37 @@ class Residual(Toy):
         return y + self.linear(y)
 
 
+class Keys(Toy):
+    """Attention whose keys have no bias: what a norm's bias adds to all of them changes no softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query, key, value = (f(y).unsqueeze(1) for f in (self.query, self.key, self.linear))
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class BiaslessBesideBias(Keys):
+    """The same linears, used in another way: here the bias is missed. Only the proof can tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.query(y) * torch.tanh(self.key(y)) + self.linear(y)
+
+
+class DeadKeys(Keys):
+    """What the biasless linear makes is not used: that the bias is missing proves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        self.key(y)
+        return self.query(y) + self.linear(y)
+
+
 class Returned(Toy):
     def forward(self, x: Tensor) -> Any:
         y = self.norm(x)
@@ -384,6 +415,7 @@ VERDICTS: dict[type[Toy], str | None] = {
     GatedWithoutBias: None,
     MeanPooled: None,
     MaxPooled: "branch or comparison",
+    Keys: None,
     NoBiasSlot: "the norm has a bias and linear.weight has none",
     RoundedWeight: "matrix product",
     KeptForNextCall: "residual add",

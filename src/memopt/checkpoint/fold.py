@@ -245,6 +245,8 @@ def _consumer_obstacle(
         return f"{consumer.parameter} has another shape in the files"
     if norm.bias is None:
         return None
+    if consumer.bias is None and consumer.accepts_bias and not consumer.needs_bias:
+        return None
     if consumer.bias is None or not consumer.accepts_bias:
         return f"{consumer.parameter} cannot take the norm's bias"
     reduced = (*shape[: consumer.axis], *shape[consumer.axis + 1 :])

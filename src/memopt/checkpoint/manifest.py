@@ -67,6 +67,16 @@ class EntryRecord:
 
 
 @dataclass(frozen=True)
+class InputsRecord:
+    """The batch that the walk was driven with, where its inputs were not guessed. No values, only their form."""
+
+    file: str | None
+    """Name of the file that the user gave; None for a batch that the model's own processor made."""
+    arguments: dict[str, Any]
+    """Form of each argument, as `memopt.walk.batch.describe` tells it."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     schema_version: int
     memopt_version: str
@@ -77,10 +87,19 @@ class Manifest:
     files: dict[str, FileRecord]
     """Every other file of the folder."""
     notes: tuple[str, ...] = ()
+    inputs: InputsRecord | None = None
+    changed_outputs: tuple[str, ...] = ()
+    """Fields of the model's output, beside what it is for, that the recipe let folds change."""
 
     def folded_norms(self) -> frozenset[str]:
         """Module names of the norms whose affine went into the next linears."""
         return frozenset(record.fold.norm for record in self.folds)
+
+    def batch(self) -> dict[str, Any] | None:
+        """The batch of `inputs` on the meta device: its shapes drive the walk again."""
+        from memopt.walk.batch import remade
+
+        return None if self.inputs is None else remade(self.inputs.arguments)
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}

@@ -26,6 +26,7 @@ from memopt.checkpoint.manifest import (
     EntryRecord,
     FileRecord,
     FoldRecord,
+    InputsRecord,
     Manifest,
     SourceRecord,
     add_config_key,
@@ -59,6 +60,7 @@ def write_checkpoint(
     out: Path,
     *,
     force: bool = False,
+    inputs: InputsRecord | None = None,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> WriteResult:
@@ -66,6 +68,7 @@ def write_checkpoint(
 
     Args:
         force: replace a non-empty `out`.
+        inputs: the batch that drove the walk, for the record.
         progress: called with (bytes done, bytes to do); digests count as bytes too.
         note: called with each sentence that a user should read.
 
@@ -108,6 +111,8 @@ def write_checkpoint(
             folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
             files=files,
             notes=tuple(notes),
+            inputs=inputs,
+            changed_outputs=plan.changed_outputs(),
         )
         _write(stage / MANIFEST, manifest.to_json().encode())
     changed = folds.operations()

@@ -1,7 +1,7 @@
 """What every command shares: streams, the JSON document, progress, and how an error becomes an exit code.
 
-stdout carries the result and nothing else; notes, progress and errors go to stderr. Only the standard library is
-imported at the top, so that `memopt --help` stays fast.
+stdout carries the result and nothing else; notes, progress and errors go to stderr. Only the standard library and typer
+are imported at the top, so that `memopt --help` stays fast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 import memopt
 from memopt.errors import MemoptError
@@ -20,6 +23,15 @@ from memopt.errors import MemoptError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+InputsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="FILE",
+        help="A batch (.pt or .safetensors: arguments of the model's forward), where inputs cannot be guessed.",
+        show_default=False,
+    ),
+]
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141

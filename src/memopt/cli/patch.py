@@ -13,10 +13,12 @@ import typer
 from memopt.cli import common
 
 if TYPE_CHECKING:
+    from memopt.checkpoint.manifest import InputsRecord
     from memopt.checkpoint.source import CheckpointSource
     from memopt.checkpoint.writer import WriteResult
     from memopt.plan import Plan
     from memopt.recipe import Recipe
+    from memopt.walk.batch import Batch
 
 _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
@@ -34,6 +36,7 @@ def patch(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.", show_default=False),
     ] = None,
+    inputs: common.InputsOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that memopt wrote before.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)] = None,
@@ -54,18 +57,19 @@ def patch(
 
     rules = load_recipe(recipe, settings or ())
     target = out or Path(f"{_model_name(model)}-memopt")
+    batch = _read(inputs)
     source = _open(model, revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
     if not dry_run:
         _check_target(source, target, force)
     common.note(f"Read {common.plural(len(source.tensors), 'tensor')} of {model}; observing its data flow")
-    with common.only_results_on_stdout():
-        plan = _plan(source, rules, trust_remote_code)
     notes: list[str] = []
+    with common.only_results_on_stdout():
+        plan, driven = _plan(source, rules, trust_remote_code, batch, notes.append)
     if dry_run:
         plan = _check_files(source, plan, notes.append)
         result = None
     else:
-        result = _write(source, plan, target, force, notes.append)
+        result = _write(source, plan, target, force, _record(inputs, driven), notes.append)
         plan = result.plan
     if json_output:
         common.print_json(_document(source, plan, target, result, notes))
@@ -97,22 +101,46 @@ def _check_target(source: CheckpointSource, out: Path, force: bool) -> None:
     check_space(check_target(out, source.root, force=force), source.space_needed)
 
 
-def _plan(source: CheckpointSource, recipe: Recipe, trust_remote_code: bool) -> Plan:
+def _read(inputs: Path | None) -> Batch | None:
+    from memopt.walk.batch import given_batch
+
+    return given_batch(inputs)
+
+
+def _plan(
+    source: CheckpointSource,
+    recipe: Recipe,
+    trust_remote_code: bool,
+    batch: Batch | None,
+    remember: Callable[[str], None],
+) -> tuple[Plan, Batch | None]:
+    """The plan, and the batch that drove the walk: the user's, one of the model's processor, or None."""
     from memopt.errors import NegativeVerdict
     from memopt.plan import make_plan
+    from memopt.walk.batch import PASS_INPUTS, in_words
     from memopt.walk.config import load_config
-    from memopt.walk.observe import walk_config
+    from memopt.walk.processed import walk_folder
 
     config = load_config(source.root, trust_remote_code=trust_remote_code)
-    sites = walk_config(config, trust_remote_code=trust_remote_code)
+    sites, driven = walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
     plan = make_plan(sites, recipe)
-    for text in sites.notes:
-        common.note(f"note: {text}")
+    for text in (*sites.notes, *plan.idle_notes):
+        _tell(text, remember)
+    if driven is not None and batch is None:
+        _tell(f"the model's processor made the inputs: {in_words(driven)}", remember)
+    if not sites.ran:
+        _tell(PASS_INPUTS, remember)
     if not plan.rewrites:
-        reasons = sorted({entry.reason for entry in plan.refusals if entry.kind in ("norm", "activation", "gated_mlp")})
-        why = "; ".join(reasons[:3]) or "it has no norm, activation or gated MLP"
-        raise NegativeVerdict(f"Nothing in '{source.model}' is rewritten by recipe '{recipe.name}': {why}.")
-    return plan
+        message = f"Nothing in '{source.model}' is rewritten by recipe '{recipe.name}': {plan.why_nothing}."
+        raise NegativeVerdict(message, None if sites.ran else PASS_INPUTS)
+    return plan, driven
+
+
+def _record(inputs: Path | None, driven: Batch | None) -> InputsRecord | None:
+    from memopt.checkpoint.manifest import InputsRecord
+    from memopt.walk.batch import describe
+
+    return None if driven is None else InputsRecord(None if inputs is None else inputs.name, describe(driven))
 
 
 def _check_files(source: CheckpointSource, plan: Plan, remember: Callable[[str], None]) -> Plan:
@@ -129,13 +157,18 @@ def _check_files(source: CheckpointSource, plan: Plan, remember: Callable[[str],
 
 
 def _write(
-    source: CheckpointSource, plan: Plan, out: Path, force: bool, remember: Callable[[str], None]
+    source: CheckpointSource,
+    plan: Plan,
+    out: Path,
+    force: bool,
+    inputs: InputsRecord | None,
+    remember: Callable[[str], None],
 ) -> WriteResult:
     from memopt.checkpoint.writer import write_checkpoint
 
     with common.progress("Writing") as progress:
         return write_checkpoint(
-            source, plan, out, force=force, progress=progress, note=lambda text: _tell(text, remember)
+            source, plan, out, force=force, inputs=inputs, progress=progress, note=lambda text: _tell(text, remember)
         )
 
 

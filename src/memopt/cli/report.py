@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from memopt.cli import common
+from memopt.errors import UsageError
 from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
 
 
@@ -28,7 +29,8 @@ def report(
             show_default=False,
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
+    inputs: common.InputsOption = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows in a batch, else 1.", show_default=False)] = None,
     seq: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens in a row, else what the config allows up to 2048.", show_default=False),
@@ -56,6 +58,11 @@ def report(
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 4096 --train lora
     """
+    if inputs is not None and (given := [n for n, v in (("--batch", batch), ("--seq", seq)) if v is not None]):
+        raise UsageError(
+            f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
+            f"Leave out {' and '.join(given)}, or --inputs.",
+        )
     with common.only_results_on_stdout():
         from memopt.report.build import compare_training
         from memopt.report.json import comparison_dict
@@ -65,7 +72,7 @@ def report(
         comparison = compare_training(
             model,
             Training(
-                batch=batch,
+                batch=batch or 1,
                 precision=precision,
                 train=train,
                 lora_rank=lora_rank,
@@ -74,6 +81,8 @@ def report(
             ),
             seq=seq,
             recipe=recipe,
+            inputs=inputs,
+            any_size=batch is None and seq is None,
             revision=revision,
             trust_remote_code=trust_remote_code,
         )

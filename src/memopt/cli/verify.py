@@ -37,6 +37,7 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
     ] = False,
+    inputs: common.InputsOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Prove that DIR holds the same model as the one it was made from.
@@ -50,7 +51,12 @@ def verify(
     levels = LEVELS if level is LevelChoice.all else (LEVELS[[*LEVELS].index(level.value)],)
     with common.only_results_on_stdout():
         verdict = run_levels(
-            directory, against=against, levels=levels, trust_remote_code=trust_remote_code, progress=_tell
+            directory,
+            against=against,
+            levels=levels,
+            trust_remote_code=trust_remote_code,
+            inputs=inputs,
+            progress=_tell,
         )
     code = verdict.exit_code(allow_skips=allow_skips)
     if json_output:

@@ -13,6 +13,7 @@ from memopt.patches.activation import ActivationRewrite, patch_activation, unpat
 from memopt.patches.gated_mlp import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp
 from memopt.patches.linear import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
 from memopt.patches.norm import NormRewrite, patch_norm, unpatch_norm
+from memopt.patches.replay import ReplayRewrite, patch_replay, unpatch_replay
 from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
 from memopt.patches.sum_norm import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
 from memopt.patches.swap import is_swapped, swap_state
@@ -59,10 +60,14 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
     modules = dict(model.named_modules())
     attempts = _Attempts()
     inside = _scopes(plan)
-    for norm in plan.norms("fold", "share"):
-        attempts.run("norms", norm.name, patch_norm, modules[norm.name], norm, folded=norm.name in folded)
+    for norm in plan.norms("fold", "share", "recompute"):
+        patch = patch_norm if norm.has_formula else patch_replay
+        attempts.run("norms", norm.name, patch, modules[norm.name], norm, folded=norm.name in folded)
     for activation, linear in _activations(plan, modules):
-        attempts.run("activations", activation.name, patch_activation, modules[activation.name], activation)
+        if activation.parameters:
+            attempts.run("activations", activation.name, patch_replay, modules[activation.name])
+        else:
+            attempts.run("activations", activation.name, patch_activation, modules[activation.name], activation)
         if linear is not None:
             attempts.run("linears", linear, patch_linear, modules[linear])
     for mlp in plan.gated_mlps():
@@ -109,6 +114,7 @@ _UNDO: dict[type, Callable[[nn.Module], None]] = {
     LinearRewrite: unpatch_linear,
     GatedMLPRewrite: unpatch_gated_mlp,
     SumNormRewrite: unpatch_sum_norm,
+    ReplayRewrite: unpatch_replay,
     ScopeRewrite: unpatch_scope,
 }
 
@@ -131,7 +137,7 @@ def _activations(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple
         linear = module_of.get(site.next_linear) if is_known and site.next_linear is not None else None
         if linear is not None and not (linear in modules and trains_as_linear(modules[linear])):
             linear = None
-        if site.operations > 1 or linear is not None:
+        if site.operations > 1 or site.parameters or linear is not None:
             yield site, linear
 
 
@@ -153,7 +159,7 @@ def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
     sites, families = plan.sites, _families(plan.recipe)
     rewritten = {entry.site for entry in plan.rewrites}
     scopes = {block: families for block in sites.blocks if any(_inside(name, [block]) for name in rewritten)}
-    readers = [consumer.module for norm in plan.norms("fold", "share") for consumer in norm.consumers]
+    readers = [consumer.module for norm in plan.norms("fold", "share", "recompute") for consumer in norm.consumers]
     gated = [site.name for site in sites.gated_mlps if site.name in rewritten]
     scopes |= {name: families for name in (*readers, *gated) if name and not _inside(name, sites.blocks)}
     modules_of = {linear.parameter: linear.module for linear in sites.linears}

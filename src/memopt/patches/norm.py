@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.autograd import autocast_dtype
 from memopt.kernels.device import runs_triton
 from memopt.kernels.norm import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.sites import NormSite
 
@@ -29,8 +30,7 @@ class NormRewrite:
     bias: str | None
     only_linears_read: bool
     """All readers are linears, so under autocast the output may be emitted in the dtype they would cast it to."""
-    frozen: tuple[tuple[str, bool], ...] = ()
-    """(name, requires_grad) of identity parameters that became buffers."""
+    frozen: Frozen = ()
 
 
 def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
@@ -39,22 +39,17 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     Raises:
         ValueError: the module cannot be swapped or is not the norm that `site` describes.
     """
-    weight, bias = _local(site.weight), _local(site.bias)
+    weight, bias = local_name(site.weight), local_name(site.bias)
+    if site.kind != "rms" and site.kind != "layer":
+        raise ValueError(f"there is no formula for a norm of kind '{site.kind}'")
     spec = NormSpec(kind=site.kind, eps=site.eps, offset=site.offset, cast=site.cast)
     tensors = [getattr(module, name) for name in (weight, bias) if name is not None]
     if any(tensor.shape != (site.hidden_size,) for tensor in tensors):
         raise ValueError(f"its parameters do not have {site.hidden_size} elements")
     _prove(module, spec, weight, bias, site.hidden_size)
-    frozen: tuple[tuple[str, bool], ...] = ()
-    if folded and _is_identity(module, spec, weight, bias):
-        names = [name for name in (weight, bias) if name is not None]
-        frozen = tuple((name, getattr(module, name).requires_grad) for name in names)
     only_linears = bool(site.consumers) and not site.reaches
-    swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
-    for name, _ in frozen:
-        tensor = getattr(module, name).detach()
-        delattr(module, name)
-        module.register_buffer(name, tensor, persistent=True)
+    with freezing(module, site if folded else None) as frozen:
+        swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
 
 
 def unpatch_norm(module: nn.Module) -> None:
@@ -62,10 +57,7 @@ def unpatch_norm(module: nn.Module) -> None:
     rewrite = swap_state(module)
     assert isinstance(rewrite, NormRewrite)
     restore_forward(module)
-    for name, requires_grad in rewrite.frozen:
-        tensor = getattr(module, name)
-        delattr(module, name)
-        module.register_parameter(name, nn.Parameter(tensor, requires_grad=requires_grad))
+    thaw(module, rewrite.frozen)
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
@@ -118,16 +110,6 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else autocast_dtype(x)
-
-
-def _local(parameter: str | None) -> str | None:
-    return None if parameter is None else parameter.rpartition(".")[2]
-
-
-def _is_identity(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | None) -> bool:
-    if weight is not None and not bool((getattr(module, weight) == 1 - spec.offset).all()):
-        return False
-    return bias is None or not bool(getattr(module, bias).any())
 
 
 @torch.no_grad()

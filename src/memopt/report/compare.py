@@ -5,8 +5,9 @@ Blocks that keep the same before and the same after are one *kind*; a model has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memopt.report.account import Account, Kept, Part
 from memopt.report.causes import CAUSES
@@ -64,6 +65,8 @@ class Comparison:
     before: Account
     after: Account
     notes: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] | None = None
+    """Form of the batch that was given (`memopt.walk.batch.describe`); None for one that was made."""
 
     @property
     def change(self) -> float:

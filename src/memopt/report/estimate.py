@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
@@ -25,11 +26,13 @@ from memopt.recipe import Recipe
 from memopt.report.account import Account, account
 from memopt.report.adapters import add_adapters
 from memopt.report.emulate import CudaChoices, unpadded_masks
+from memopt.report.fake_reads import FakeReads
 from memopt.report.training import Precision, Training
 from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
+from memopt.walk.batch import PASS_INPUTS, Batch
 from memopt.walk.build import build_meta
 from memopt.walk.config import config_nodes, one_line
-from memopt.walk.inputs import dummy_inputs, training_targets
+from memopt.walk.inputs import Call, dummy_inputs, training_targets
 from memopt.walk.sites import NormSite, Sites
 
 #: Precision -> (dtype of the weights, dtype of autocast or None).
@@ -49,6 +52,7 @@ def trace_account(
     sites: Sites,
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
+    inputs: Batch | None = None,
 ) -> Account:
     """What one forward of the model of `config` keeps for backward, stock or patched.
 
@@ -58,13 +62,14 @@ def trace_account(
         sites: what the walk found in this model (`memopt.walk.observe.walk_config`).
         recipe: patch with it first; None for the stock model.
         folded: norms whose affine the checkpoint has folded away.
+        inputs: a batch of the size asked for in `training`; by default one is made.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
     with warnings.catch_warnings(), _quiet_traces():
         warnings.simplefilter("ignore")  # What libraries tell their callers is no news to who asked for a report.
-        return _trace(config, training, sites, recipe, folded)
+        return _trace(config, training, sites, recipe, folded, inputs)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -85,7 +90,12 @@ def _quiet_traces() -> Iterator[None]:
 
 
 def _trace(
-    config: PreTrainedConfig, training: Training, sites: Sites, recipe: Recipe | None, folded: Collection[str]
+    config: PreTrainedConfig,
+    training: Training,
+    sites: Sites,
+    recipe: Recipe | None,
+    folded: Collection[str],
+    batch: Batch | None,
 ) -> Account:
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
@@ -110,19 +120,21 @@ def _trace(
             return trained(**inputs)
 
     try:
-        with fake, unpadded_masks():
-            inputs = _inputs(model, training)
+        # Inputs that are made have no values that a forward could read.
+        with fake, unpadded_masks(), contextlib.nullcontext() if batch is None else FakeReads():
+            inputs = _inputs(model, training, batch)
             if "labels" not in inputs:
                 notes.append("Loss: none, because the model takes no labels; what it returns is taken as it is.")
             return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(error.message, error.hint if batch is not None else PASS_INPUTS) from error
     except Exception as error:
         limit = max_positions(config)
         too_long = training.seq is not None and limit is not None and training.seq > limit
+        hint = None if batch is not None else PASS_INPUTS
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
-            f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else None,
+            f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else hint,
         ) from error
 
 
@@ -204,14 +216,27 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
                     table[name] = fake(value)
 
 
-def _inputs(model: PreTrainedModel, training: Training) -> dict[str, Any]:
+def _inputs(model: PreTrainedModel, training: Training, batch: Batch | None) -> dict[str, Any]:
     """Keyword arguments of one training forward in the asked size; labels where the model takes them."""
-    small = dummy_inputs(model, dtype=_DTYPES[training.precision][0])
-    inputs = {name: _grown(value, training) if isinstance(value, Tensor) else value for name, value in small.items()}
+    dtype = _DTYPES[training.precision][0]
+    if batch is None:
+        small = dummy_inputs(model, dtype=dtype)
+        inputs = {n: _grown(value, training) if isinstance(value, Tensor) else value for n, value in small.items()}
+    else:
+        inputs = {name: tree_map(lambda leaf: _traced(leaf, dtype), value) for name, value in batch.items()}
     if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
         # With a mask at hand transformers does not look for packed sequences, which it would have to read.
         inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    return {**inputs, **training_targets(model, inputs, run=_run_without_values)}
+    targets = {} if "labels" in inputs else training_targets(model, inputs, run=_run_without_values)
+    return {**targets, **inputs}
+
+
+def _traced(leaf: Any, dtype: torch.dtype) -> Any:
+    """A tensor to trace with: whole numbers, which a forward may read, keep their values where they have some."""
+    if not isinstance(leaf, Tensor) or not (leaf.is_meta or leaf.is_floating_point()):
+        return leaf
+    values = torch.zeros(leaf.shape, dtype=dtype)  # fake, and so are the whole numbers that are made of them
+    return values if leaf.is_floating_point() else values.to(leaf.dtype)
 
 
 def _grown(tensor: Tensor, training: Training) -> Tensor:
@@ -223,9 +248,9 @@ def _grown(tensor: Tensor, training: Training) -> Tensor:
     return torch.zeros(shape, dtype=tensor.dtype)
 
 
-def _run_without_values(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+def _run_without_values(model: nn.Module, call: Call) -> Any:
     """The outputs that tell which labels fit; whether the loss is finite cannot be asked of a fake tensor."""
     with CudaChoices():
-        output = model(**kwargs)
+        output = call.run(model)
     loss = getattr(output, "loss", None)
     return SimpleNamespace(logits=getattr(output, "logits", None), loss=None if loss is None else loss.to("meta"))

@@ -15,6 +15,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
         "model": {"id": comparison.model, "class": comparison.model_class},
         "recipe": comparison.recipe,
         "training": dataclasses.asdict(comparison.training) | {"lora_targets": list(comparison.training.lora_targets)},
+        "inputs": comparison.inputs,
         "unit_bytes": comparison.before.unit,
         "before": _account(comparison.before),
         "after": _account(comparison.after),

@@ -22,10 +22,11 @@ from memopt.verify.models import (
     free_memory,
     load_patched,
     load_stock,
-    precise,
     stored_dtype,
 )
 from memopt.verify.verdict import Check, ratio_status
+from memopt.walk.batch import Batch
+from memopt.walk.precision import precise
 
 #: (fewest elements, largest ratio). Few elements make a noisy ratio; PyTorch's benchmarks allow 10 for small tensors.
 _EACH_RATIO = ((500, 2.0), (16, 3.0), (0, 10.0))
@@ -36,19 +37,19 @@ _ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 Gradients = dict[str, Tensor]
 
 
-def verify_gradient(folder: Path, *, trust_remote_code: bool = False) -> list[Check]:
+def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
     """Compare the gradient of every parameter that both models train."""
     stock = load_stock(folder, trust_remote_code=trust_remote_code)
     dtype = stored_dtype(stock)
     reference = choose_reference(sum(p.numel() for p in stock.parameters()), dtype, copies=4)
     if reference is None:
         return [_skip("no more precise run than the model's own fits into memory")]
-    probes = probe_inputs(stock, folder)
+    probes = probe_inputs(stock, folder, inputs, trust_remote_code=trust_remote_code)
     stock_loss, stock_gradients = _gradients(stock, probes, dtype)
     del stock
     free_memory()
     patched_loss, patched_gradients = _gradients(
-        load_patched(folder, trust_remote_code=trust_remote_code), probes, dtype
+        load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs), probes, dtype
     )
     free_memory()
     truth_model = load_stock(folder, dtype=reference.dtype, trust_remote_code=trust_remote_code)

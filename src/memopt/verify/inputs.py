@@ -1,6 +1,6 @@
-"""Inputs for a verification: real text where the checkpoint has a tokenizer, synthetic inputs otherwise.
+"""Inputs for a verification: the user's batch, else text where the checkpoint has a tokenizer, else synthetic ones.
 
-Outlier channels and trained norms show on text that the model knows, so text comes first.
+Outlier channels and trained norms show on text that the model knows, so text comes before synthetic inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.walk.inputs import dummy_inputs, training_targets
+from memopt.checkpoint.manifest import is_patched, read_manifest
+from memopt.errors import InputsError
+from memopt.verify.models import cast_inputs, stored_dtype
+from memopt.walk.batch import PASS_INPUTS, Batch, check_names, does_not_run, rows_of, tokens_of
+from memopt.walk.config import one_line
+from memopt.walk.inputs import runnable_calls, training_targets
+from memopt.walk.preserve import preserved
+from memopt.walk.processed import processed_batches
 
 BATCH, TOKENS = 2, 128
 
@@ -48,40 +55,59 @@ _TEXTS = (
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model*", "spiece.*")
 
 
+class NoInputs(InputsError):
+    """A model cannot be run: it runs with no inputs that are made here, and none were given."""
+
+
 @dataclass(frozen=True)
 class Probes:
     """What both models are run with."""
 
     batches: tuple[dict[str, Any], ...]
-    """Keyword arguments of the forward, without labels."""
+    """Keyword arguments of the forward, without labels unless the user gave them."""
     targets: tuple[dict[str, Any], ...]
-    """The labels for each batch; empty where the model has no loss."""
+    """The labels to add to each batch; empty where it has its own, or the model has no loss."""
     source: str
     """What they are, in words."""
+    guessed: bool = True
+    """From the config and the forward's signature, not a user's or a processor's batch."""
 
     @property
     def rows(self) -> int:
         """Rows of the first batch."""
-        return int(next(iter(self.batches[0].values())).shape[0])
+        return rows_of(self.batches[0])
 
     @property
     def tokens_per_row(self) -> int | None:
         """Tokens in each row of the first batch; None where the model reads no tokens."""
-        ids = self.batches[0].get("input_ids")
-        return None if ids is None else int(ids.shape[1])
+        return tokens_of(self.batches[0])
 
 
-def probe_inputs(model: nn.Module, folder: Path) -> Probes:
-    """Two batches for `model`, the same for every call with models of the same make.
+def probe_inputs(
+    model: nn.Module, folder: Path, inputs: Batch | None = None, *, trust_remote_code: bool = False
+) -> Probes:
+    """Two batches for `model` (or `inputs` alone), the same for every call with models of the same make.
 
     Raises:
-        ModelError: nothing is known of what the forward takes.
+        InputsError: the model does not run with `inputs`.
+        NoInputs: none were given and none can be made that it runs with.
     """
-    batches = [dummy_inputs(model, seed=seed) for seed in (0, 1)]
+    if inputs is not None:
+        check_names(model, inputs)
+        probes = _driven(model, inputs, "the batch that was given")
+        if isinstance(probes, str):
+            raise does_not_run(model, probes)
+        return probes
+    found = [runnable_calls(model, variants=("plain",), seed=seed) for seed in (0, 1)]
+    if not all(found):
+        errors = [error for calls in found for _, error in calls.errors]
+        return _processed(model, folder, errors, trust_remote_code)
+    batches = [calls[0].kwargs for calls in found]
     # Asked of the small inputs: finding out which labels fit takes forwards.
     targets = [training_targets(model, batch) for batch in batches]
     source = "synthetic"
-    if "input_ids" in batches[0]:
+    # Another call than the main one has placeholders among its ids.
+    if "input_ids" in batches[0] and found[0][0].label == "plain":
         rows = _token_rows(folder, _limit(model), _vocabulary(model))
         if rows is not None:
             texts = rows.split(BATCH)
@@ -89,6 +115,35 @@ def probe_inputs(model: nn.Module, folder: Path) -> Probes:
             batches = [{**batch, **_with_tokens(batch, ids)} for batch, ids in zip(batches, texts, strict=True)]
             source = f"text, {len(rows)} x {rows.shape[1]} tokens"
     return Probes(tuple(batches), tuple(targets), source)
+
+
+def _processed(model: nn.Module, folder: Path, errors: list[str], trust_remote_code: bool) -> Probes:
+    for batch in processed_batches(model, folder, trust_remote_code=trust_remote_code):
+        probes = _driven(model, batch, "made by the model's processor")
+        if isinstance(probes, Probes):
+            return probes
+    record = read_manifest(folder).inputs if is_patched(folder) else None
+    if record is not None and record.file is not None:
+        raise NoInputs(
+            f"{type(model).__name__} runs with no inputs that are made here; this checkpoint was patched with --inputs "
+            f"{record.file}.",
+            f"Pass --inputs {record.file}.",
+        )
+    why = f" ({errors[0]})" if errors else ""
+    raise NoInputs(f"{type(model).__name__} runs with no inputs that are made here{why}.", PASS_INPUTS)
+
+
+def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:
+    """`batch`, with labels if it brings no loss of its own; or the error that the model stops with."""
+    cast = cast_inputs(batch, stored_dtype(model))
+    try:
+        with preserved(model), torch.no_grad():
+            output = model(**cast)
+    except Exception as error:  # Any failure means that these inputs do not fit.
+        return f"{type(error).__name__}: {one_line(error)}"
+    has_loss = isinstance(output, dict) and output.get("loss") is not None
+    targets = {} if has_loss else training_targets(model, cast)
+    return Probes((dict(batch),), (targets,), source, guessed=False)
 
 
 def _text_labels(batch: dict[str, Any], targets: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from memopt.verify.gradient import training_loss
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import cast_inputs, free_memory, load_patched, load_stock, stored_dtype
 from memopt.verify.verdict import Check, ratio_status
+from memopt.walk.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
 
@@ -33,18 +34,20 @@ _PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
 
 
-def verify_memory(folder: Path, *, trust_remote_code: bool = False) -> list[Check]:
+def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
     """Measure one forward of both models on real tensors (eval mode, so no dropout masks) and compare."""
     manifest = read_manifest(folder)
     stock_model = load_stock(folder, trust_remote_code=trust_remote_code)
-    probes = probe_inputs(stock_model, folder)
-    sites = walk_model(stock_model)
+    probes = probe_inputs(stock_model, folder, inputs, trust_remote_code=trust_remote_code)
+    # The user's batch and a processor's are what the model is driven with; others are guessed again, in all variants.
+    driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(stock_model))
+    sites = walk_model(stock_model, driven)
     stock, _ = _measure(stock_model, probes, sites)
     config: Any = stock_model.config
     precision = _PRECISIONS.get(stored_dtype(stock_model))
     del stock_model
     free_memory()
-    model = load_patched(folder, trust_remote_code=trust_remote_code)
+    model = load_patched(folder, trust_remote_code=trust_remote_code, inputs=driven)
     patched, live = _measure(model, probes, sites)
     del model
     free_memory()
@@ -54,7 +57,9 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False) -> list[Chec
     recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
-        predicted = trace_account(config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms())
+        predicted = trace_account(
+            config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms(), inputs=driven
+        )
     except ModelError as error:
         return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]

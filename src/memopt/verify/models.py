@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
+from memopt.walk.batch import Batch, placed
 from memopt.walk.build import load_config, model_class
-from memopt.walk.precision import Float64Mode, default_float64
 
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
@@ -33,17 +33,21 @@ class Pair:
     """The model it was made from: local folder or hub id."""
     revision: str | None = None
     trust_remote_code: bool = False
+    inputs: Batch | None = None
+    """What to run them with, where the user said so."""
 
 
-def find_pair(folder: Path, against: str | None, *, trust_remote_code: bool = False) -> Pair | None:
+def find_pair(
+    folder: Path, against: str | None, *, trust_remote_code: bool = False, inputs: Batch | None = None
+) -> Pair | None:
     """The patched folder and its original: `against`, or what the manifest names; None if that is gone."""
     if against is not None:
-        return Pair(folder, against, trust_remote_code=trust_remote_code)
+        return Pair(folder, against, None, trust_remote_code, inputs)
     source = read_manifest(folder).source
     if source.commit is not None:
-        return Pair(folder, source.model, source.commit, trust_remote_code)
+        return Pair(folder, source.model, source.commit, trust_remote_code, inputs)
     if Path(source.path).is_dir():
-        return Pair(folder, source.path, trust_remote_code=trust_remote_code)
+        return Pair(folder, source.path, None, trust_remote_code, inputs)
     return None
 
 
@@ -66,10 +70,10 @@ def load_stock(
     return nn.Module.double(model) if dtype == torch.float64 else model
 
 
-def load_patched(folder: Path, *, trust_remote_code: bool = False) -> nn.Module:
-    """Patched model in its stored dtype, eval mode, on the CPU."""
+def load_patched(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> nn.Module:
+    """Patched model in its stored dtype, eval mode, on the CPU; `inputs` drive the walk."""
     with quiet():
-        return load(folder, trust_remote_code=trust_remote_code, dtype="auto").eval()
+        return load(folder, inputs=inputs, trust_remote_code=trust_remote_code, dtype="auto").eval()
 
 
 @contextlib.contextmanager
@@ -114,22 +118,9 @@ def choose_reference(parameters: int, stored: torch.dtype, *, copies: int) -> Re
     return None
 
 
-@contextlib.contextmanager
-def precise(dtype: torch.dtype) -> Iterator[None]:
-    """Inside it a model of doubles really computes in doubles, upcasts "to float32" included."""
-    if dtype != torch.float64:
-        yield
-        return
-    with default_float64(), Float64Mode():
-        yield
-
-
-def cast_inputs(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Floating-point tensors of `inputs` in `dtype`."""
-    return {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in inputs.items()
-    }
+def cast_inputs(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
+    """`inputs` on the CPU, their floating-point tensors in `dtype`."""
+    return placed(inputs, "cpu", dtype)
 
 
 def floating_outputs(output: Any) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.verify.verdict import LEVELS, Check, Level, Verdict
+from memopt.walk.batch import Batch, given_batch
 
 
 def verify(
@@ -16,6 +17,7 @@ def verify(
     against: str | None = None,
     levels: Iterable[Level] = LEVELS,
     trust_remote_code: bool = False,
+    inputs: Batch | str | Path | None = None,
     progress: Callable[[Level, list[Check]], None] | None = None,
 ) -> Verdict:
     """Prove that a folder written by `memopt patch` holds the same model as the one it was made from.
@@ -25,10 +27,12 @@ def verify(
         against: the original model, if it is not where the manifest says; folder or hub id.
         levels: which of ``weights``, ``forward``, ``gradient``, ``memory`` to run.
         trust_remote_code: run the Python files that come with the model.
+        inputs: keyword arguments of the forward to run both models with, or a file of them; by default they are made.
         progress: called with each level and its checks when it is done.
 
     Raises:
         ModelError: the folder is not there or is not a patched checkpoint.
+        InputsError: the batch cannot be read, or does not fit the model.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -40,24 +44,26 @@ def verify(
         load_config(against, trust_remote_code=trust_remote_code)
         if is_patched(Path(against)):
             raise ModelError(f"'{against}' is itself patched.", "Give the model that it was made from.")
+    batch = given_batch(inputs)
     wanted = set(levels)
     checks: list[Check] = []
     for level in (level for level in LEVELS if level in wanted):
-        done = _run(level, folder, against, trust_remote_code)
+        done = _run(level, folder, against, trust_remote_code, batch)
         checks += done
         if progress is not None:
             progress(level, done)
     return Verdict.of(checks)
 
 
-def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool) -> list[Check]:
+def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
     if level == "weights":
         from memopt.verify.weights import verify_weights
 
         return verify_weights(folder, against)
+    from memopt.verify.inputs import NoInputs
     from memopt.verify.models import find_pair
 
-    pair = find_pair(folder, against, trust_remote_code=trust_remote_code)
+    pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
     if pair is None and level == "forward":
         return [_no_original(level)]
     try:
@@ -69,10 +75,12 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
         if level == "gradient":
             from memopt.verify.gradient import verify_gradient
 
-            return verify_gradient(folder, trust_remote_code=trust_remote_code)
+            return verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
         from memopt.verify.memory import verify_memory
 
-        return verify_memory(folder, trust_remote_code=trust_remote_code)
+        return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+    except NoInputs as error:
+        return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
     except (NegativeVerdict, ModelError) as error:
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
 

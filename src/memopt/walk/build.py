@@ -14,13 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.errors import ModelError
+from memopt.errors import InputsError, ModelError
+from memopt.walk.batch import Batch, placed
 from memopt.walk.config import load_config, model_class
+from memopt.walk.fit import fitting
 from memopt.walk.inputs import runnable_calls
 from memopt.walk.instantiate import instantiate
 from memopt.walk.shrink import shrunken
 
-__all__ = ["build_meta", "build_twin", "clone_to_meta", "load_config", "model_class"]
+__all__ = ["build_driven_twin", "build_meta", "build_twin", "clone_to_meta", "load_config", "model_class"]
 
 #: Standard deviation from which a weight matrix is left as it was initialised, and to which smaller ones are raised:
 #: with the usual 0.02 a wrong fold could drown in the residual stream.
@@ -64,18 +66,42 @@ def build_twin(
         ModelError: no shrunken form of the config builds.
     """
     first: PreTrainedModel | None = None
-    for small in shrunken(config, depth=depth):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            twin = instantiate(small, device="cpu", dtype=torch.float32)
-            _randomise(twin, torch.Generator().manual_seed(seed))
-        nn.Module.to(twin, dtype).eval()
+    for twin in _twins(shrunken(config, depth=depth), seed, dtype):
         if runnable_calls(twin, variants=("plain",)):
             return twin
         first = first or twin
     if first is None:
         raise ModelError(f"No shrunken form of model type '{config.model_type}' can be built.")
     return first
+
+
+def build_driven_twin(
+    config: PreTrainedConfig, inputs: Batch, *, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A twin (`build_twin`) that runs with `inputs`, a batch for `config`, and the batch, made to fit it.
+
+    Raises:
+        InputsError: none runs; says what each failed on.
+        ModelError: no shrunken form of the config builds.
+    """
+    errors: list[str] = []
+    for twin in _twins(shrunken(config, sizes=False), seed, dtype):
+        for batch in fitting(inputs, config, twin.config):
+            own = placed(batch, "cpu", dtype)
+            calls = runnable_calls(twin, own)
+            if calls:
+                return twin, own
+            errors += [error for _, error in calls.errors]
+    raise InputsError(f"No small twin runs with these inputs ({'; '.join(dict.fromkeys(errors))}).")
+
+
+def _twins(configs: Iterator[PreTrainedConfig], seed: int, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
+    for small in configs:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            twin = instantiate(small, device="cpu", dtype=torch.float32)
+            _randomise(twin, torch.Generator().manual_seed(seed))
+        yield nn.Module.to(twin, dtype).eval()
 
 
 def clone_to_meta(model: nn.Module) -> nn.Module:

@@ -276,7 +276,7 @@ def _unmapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel
     found = [
         value
         for value in vars(_modeling_module(config)).values()
-        if _runs(value, config) and value.config_class is type(config) and value.forward is not PreTrainedModel.forward
+        if _runs(value, config) and value.config_class is type(config)
     ]
     yield from sorted(found, key=lambda value: (len(value.__name__), value.__name__))
 
@@ -291,6 +291,8 @@ def _modeling_module(config: PreTrainedConfig) -> Any:
 
 def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrainedModel]]:
     if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
+        return False
+    if candidate.forward is PreTrainedModel.forward:  # made of parts that are called one by one
         return False
     expected = getattr(candidate, "config_class", None)
     return not inspect.isclass(expected) or isinstance(config, expected)

@@ -30,14 +30,14 @@ class ActivationProbe:
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool
     """Running it again gives the same values, in train mode too, and leaves its input alone."""
+    parameters: bool = False
+    """It has scalar parameters of its own."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
-    """The nonlinearity that `module` computes; None when it has parameters or children or is not elementwise."""
-    if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
+    """The nonlinearity that `module` computes; None when it has children, large parameters or is not elementwise."""
+    if next(module.children(), None) is not None or any(parameter.numel() > 1 for parameter in module.parameters()):
         return None
-    if any(buffer.is_meta for buffer in module.buffers()):
-        return None  # a buffer without values may be part of the formula
     if cache is None:
         return _probe(module)
     key = ("activation", signature(module))
@@ -61,18 +61,22 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
         return None
     if _is_affine(x.flatten(), y.flatten()):
         return None  # identity, a scale, a dropout that is off
-    kind = next((k for k, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) < _AGREES), "other")
-    return ActivationProbe(kind, _count_operations(copy, x), _replays(copy, x, y))
+    # Scalars and buffers have other values in the model, or will have, than here.
+    has_parameters = next(module.parameters(), None) is not None
+    fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
+    known = (k for k, f in ACTIVATIONS.items() if fixed and float((f(x) - y).abs().max()) < _AGREES)
+    return ActivationProbe(next(known, "other"), _count_operations(copy, x), replays(copy, x), has_parameters)
 
 
-def _replays(copy: Isolated, x: Tensor, y: Tensor) -> bool:
+def replays(copy: Isolated, *inputs: Tensor) -> bool:
     """Whether a second forward in backward would compute what the first one did. Leaves `copy` in train mode."""
+    y = copy.run(inputs[0], None, *inputs[1:])
     copy.module.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _RandomMode() as mode:
-        given = x.clone()
-        outputs = [copy.module.forward(given) for _ in range(2)]
-    unchanged = torch.equal(given, x) and all(torch.equal(output, y) for output in outputs)
-    return unchanged and not mode.random
+        given = [tensor.clone() for tensor in inputs]
+        outputs = [copy.module.forward(*given) for _ in range(2)]
+    unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
+    return unchanged and all(torch.equal(output, y) for output in outputs) and not mode.random
 
 
 def _is_affine(x: Tensor, y: Tensor) -> bool:
@@ -107,7 +111,10 @@ class _CountMode(TorchDispatchMode):
 
 
 def _count_operations(copy: Isolated, x: Tensor) -> int:
-    x = x.float()  # in double a cast to fp32 and back would show as work
-    with torch.no_grad(), _CountMode() as mode:
-        copy.module.forward(x)
+    module = copy.module.float()  # in double a cast to fp32 and back would show as work
+    try:
+        with torch.no_grad(), _CountMode() as mode:
+            module.forward(x.float())
+    finally:
+        module.double()
     return int(mode.count)

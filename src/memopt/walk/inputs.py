@@ -2,39 +2,61 @@
 
 `dummy_inputs` gives the likeliest call, `runnable_calls` the ones that were tried and ran, `training_targets` the
 labels that make a model return a loss. What arguments look like is `memopt.walk.arguments` and, for labels,
-`memopt.walk.targets`.
+`memopt.walk.targets`; calls of what the model's own forward leaves out are `memopt.walk.parts`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from memopt.errors import ModelError
 from memopt.walk.arguments import candidates, forward_parameters, has_config, inner_model
 from memopt.walk.config import one_line
+from memopt.walk.meta_reads import MetaReads
+from memopt.walk.precision import precise
 from memopt.walk.preserve import preserved
 from memopt.walk.targets import target_candidates
 
 Variant = Literal["plain", "padded", "odd"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
-#: How a forward is run; a walk passes its own, to observe it.
-Runner = Callable[[nn.Module, dict[str, Any]], Any]
-
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call a model's forward."""
+    """One way to call a model: its forward, or that of a part, or a method of either."""
 
     label: str
     kwargs: dict[str, Any]
+    part: str = ""
+    """Name of the submodule that is called; the model itself by default."""
+    method: str = ""
+    """Name of the method that is called; the module, hooks and all, by default."""
+
+    @property
+    def target(self) -> str:
+        """Dotted name of what is called, empty for the model itself."""
+        return ".".join(filter(None, (self.part, self.method)))
+
+    def run(self, model: nn.Module) -> Any:
+        """What the call returns; arguments are passed as they are, not copied."""
+        module = model.get_submodule(self.part)
+        return getattr(module, self.method)(**self.kwargs) if self.method else module(**self.kwargs)
+
+    def copied(self) -> Call:
+        """The same call with arguments of its own: a forward may write into them."""
+        own = {n: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for n, v in self.kwargs.items()}
+        return replace(self, kwargs=own)
+
+
+#: How a call is run; a walk passes its own, to observe it.
+Runner = Callable[[nn.Module, Call], Any]
 
 
 class Calls(list[Call]):
@@ -86,27 +108,38 @@ def runnable_calls(
     and torch's global CPU generator.
     """
     if inputs is not None:
-        tried = [("inputs", "inputs", dict(inputs))]
+        tried = [("inputs", Call("inputs", form)) for form in _forms(dict(inputs), _place(model)[0])]
     elif has_config(model):
-        tried = list(_tried(model, variants, seed))
+        tried = list(proposed(model, variants, seed))
     else:
         return Calls(errors=[("inputs", f"{type(model).__name__} has no transformers config: pass inputs")])
+    return first_to_run(model, tried, run)
+
+
+def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runner | None = None) -> Calls:
+    """For each label the first of its calls that runs in both modes, or else in the mode that the model is in.
+
+    `tried` has (name to report, call) pairs; calls of one label stand for the same thing.
+    """
+    by_label: dict[str, list[tuple[str, Call]]] = {}
+    for name, call in tried:
+        by_label.setdefault(call.label, []).append((name, call))
     calls: list[Call] = []
-    errors: list[tuple[str, str]] = []
-    for label in dict.fromkeys(label for label, _, _ in tried):
+    errors: dict[tuple[str, str], None] = {}
+    for candidates_of_label in by_label.values():
         fallback: Call | None = None
-        for _, name, kwargs in (entry for entry in tried if entry[0] == label):
-            here, there = _attempt(model, kwargs, run)
+        for name, call in candidates_of_label:
+            here, there = _attempt(model, call, run)
             if here is None and there is None:
-                calls.append(Call(label, kwargs))
+                calls.append(call)
                 break
-            errors.append((name, here or f"in the other mode: {there}"))
+            errors.setdefault((name, here or f"in the other mode: {there}"))
             if here is None and fallback is None:
-                fallback = Call(label, kwargs)
+                fallback = call
         else:
             if fallback is not None:
                 calls.append(fallback)
-    return Calls(calls, errors)
+    return Calls(calls, [*errors])
 
 
 def training_targets(
@@ -119,7 +152,7 @@ def training_targets(
     config = getattr(inner_model(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
     try:
-        logits = getattr(_run_once(model, inputs, run), "logits", None)
+        logits = getattr(run_once(model, Call("", dict(inputs)), run), "logits", None)
         for targets in target_candidates(forward_parameters(model), logits, inputs, seed):
             if _gives_loss(model, {**inputs, **targets}, run):
                 return targets
@@ -132,20 +165,40 @@ def training_targets(
     return {}
 
 
-def _tried(model: nn.Module, variants: Sequence[Variant], seed: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(label, name, kwargs) of what to try; a variant that changes nothing for this model is left out."""
-    device, dtype = _place(model)
+def proposed(
+    model: nn.Module, variants: Sequence[Variant], seed: int, *, part: str = "", method: str = ""
+) -> Iterator[tuple[str, Call]]:
+    """(name, call) of what to try, the likeliest first; a variant that changes nothing for this model is left out.
+
+    With `part` or `method`, `model` is still the whole model, and the calls are of that part and method.
+    """
+    module = model.get_submodule(part)
+    device, dtype = _place(module)
+    target = Call("", {}, part, method).target
+    prefix = f"{target}: " if target else ""
     plain: dict[str, dict[str, Any]] = {}
     for variant in variants:
-        for name, kwargs in candidates(model, variant, seed):
+        for name, kwargs in candidates(module, variant, seed, method):
             modality = name.partition(":")[0]
             if variant == "plain":
                 plain[name] = kwargs
             elif name in plain and _same_shapes(plain[name], kwargs):
                 continue
-            label = variant if modality == "main" else f"{variant} {modality}"
+            label = prefix + (variant if modality == "main" else f"{variant} {modality}")
             detail = name.partition(":")[2]
-            yield label, f"{label} ({detail})" if detail else label, _moved(kwargs, device, dtype)
+            for form in _forms(kwargs, device, dtype):
+                yield f"{label} ({detail})" if detail else label, Call(label, form, part, method)
+
+
+def _forms(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[dict[str, Any]]:
+    """`kwargs` on `device`; on meta then with whole numbers left on the CPU: some forwards read sizes, ids or masks."""
+    yield _moved(kwargs, device, dtype)
+    if device.type == "meta" and (numbers := {name: value for name, value in kwargs.items() if _counts(value)}):
+        yield {**_moved(kwargs, device, dtype), **numbers}
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.is_meta or value.is_floating_point() or value.is_complex())
 
 
 def _same_shapes(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -163,54 +216,47 @@ def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return device, next(floating, torch.float32)
 
 
-def _moved(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _moved(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
-    return {name: move(value) for name, value in kwargs.items()}
+    return {name: tree_map(move, value) for name, value in kwargs.items()}
 
 
-def _attempt(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> tuple[str | None, str | None]:
+def _attempt(model: nn.Module, call: Call, run: Runner | None) -> tuple[str | None, str | None]:
     """Error in the mode the model is in, and in the other one; None for none."""
-    here = _error_of(model, kwargs, run, model.training)
-    return (here, None) if here is not None else (None, _error_of(model, kwargs, run, not model.training))
+    here = _error_of(model, call, run, model.training)
+    return (here, None) if here is not None else (None, _error_of(model, call, run, not model.training))
 
 
-def _error_of(model: nn.Module, kwargs: dict[str, Any], run: Runner | None, training: bool) -> str | None:
+def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) -> str | None:
     try:
-        _run_once(model, kwargs, run, training)
+        run_once(model, call, run, training)
     except Exception as error:  # Any failure means that these inputs do not fit.
         return f"{type(error).__name__}: {one_line(error)}"
     return None
 
 
-def _run_once(model: nn.Module, kwargs: Mapping[str, Any], run: Runner | None, training: bool | None = None) -> Any:
-    own = {
-        name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in kwargs.items()
-    }
-    with preserved(model), torch.no_grad(), _MetaReads():
+def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: bool | None = None) -> Any:
+    """Output of `call` without gradients, in the given mode; the model is left as it was.
+
+    A model of doubles is run in doubles throughout, as every comparison does (`memopt.walk.precision.precise`).
+    """
+    own = call.copied()
+    with preserved(model), torch.no_grad(), MetaReads():
         if training is not None and training != model.training:
             model.train(training)
-        return run(model, own) if run else model(**own)
-
-
-class _MetaReads(TorchDispatchMode):
-    """Answers branches on values that meta tensors lack ("is all of the mask set?") with a plausible yes, or 1."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True if args[0].dtype == torch.bool else 1
-        return func(*args, **(kwargs or {}))
+        if run is not None:
+            return run(model, own)
+        with precise(_place(model)[1]):
+            return own.run(model)
 
 
 def _gives_loss(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> bool:
     try:
-        loss = getattr(_run_once(model, kwargs, run), "loss", None)
+        loss = getattr(run_once(model, Call("", kwargs), run), "loss", None)
     except Exception:
         return False
     return isinstance(loss, torch.Tensor) and loss.numel() == 1 and (loss.is_meta or bool(loss.isfinite()))

@@ -74,7 +74,8 @@ class Labels:
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
         self._dropouts: dict[str, DropoutSite] = {}
-        self._head: tuple[str, int] | None = None
+        self._head: tuple[bool, int, str] | None = None
+        """(whether the model itself returns them, number, weight) of the logits."""
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -85,9 +86,7 @@ class Labels:
         """The activation module `name` ran."""
         if not self.training:
             probe = self.activations_by_module[name]
-            self._activated(
-                name, ActivationSite(name, probe.kind, True, probe.operations, probe.replays), source, output
-            )
+            self._activated(name, _site(name, probe), source, output)
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
         """`source` was contracted with the parameter `weight`."""
@@ -121,8 +120,11 @@ class Labels:
         elif here not in self.activations_by_module and call.outputs and call.tensors:
             self._see(name, call, here, parameters)
 
-    def outputs(self, output: Any) -> None:
-        """A forward returned `output`: find the linear that made the logits of every token."""
+    def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
+        """A call returned `output`: find the linear that made the logits of every token.
+
+        The logits of a part that was called on its own (`of_the_model` is False) count where the model has none.
+        """
         if self.training or not isinstance(output, Mapping):
             return
         for key, tensor in output.items():
@@ -131,8 +133,9 @@ class Labels:
             origin = self._origin(tensor)
             if origin is not None and origin.kind == "activation":  # a soft cap
                 origin = self._activations[origin.name].reads
-            if origin is not None and origin.kind == "linear" and tensor.shape[-1] > (self._head or ("", 0))[1]:
-                self._head = (origin.name, tensor.shape[-1])
+            if origin is not None and origin.kind == "linear":
+                found = (of_the_model, tensor.shape[-1], origin.name)
+                self._head = found if self._head is None or found[:2] > self._head[:2] else self._head
 
     def forget(self) -> None:
         """Let go of the tensors of past forwards."""
@@ -250,11 +253,7 @@ class Labels:
         inside = {g.activation: g.site.name for g in self._gated.values()}
         seen = [replace(a.site, gated_mlp=inside.get(key)) for key, a in self._activations.items()]
         ran = {site.name for site in seen if site.is_module}
-        idle = (
-            ActivationSite(name, probe.kind, True, probe.operations, probe.replays)
-            for name, probe in self.activations_by_module.items()
-            if name not in ran
-        )
+        idle = (_site(name, probe) for name, probe in self.activations_by_module.items() if name not in ran)
         return (*seen, *idle)
 
     def gated_sites(self) -> tuple[GatedMLPSite, ...]:
@@ -277,9 +276,13 @@ class Labels:
     def loss_head(self, parameters: ParameterTable) -> LossHead | None:
         if self._head is None:
             return None
-        weight, vocab_size = self._head
+        _, vocab_size, weight = self._head
         names = parameters.names[id(parameters.by_name[weight])]
         return LossHead(weight, vocab_size, next((n for n in names if n != weight), None))
+
+
+def _site(name: str, probe: ActivationProbe) -> ActivationSite:
+    return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters)
 
 
 def _drop_probability(call: OpCall) -> float | None:

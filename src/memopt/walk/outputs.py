@@ -30,6 +30,23 @@ def output_tensors(output: Any, key: str = "output", depth: int = _DEPTH) -> Ite
             yield from output_tensors(value, key, depth - 1)
 
 
+def auxiliary_fields(output: Any) -> frozenset[str]:
+    """Fields of a model's output that come beside what the model is for, by the names that all models share.
+
+    Hidden states and the outputs of inner models beside logits, and an encoder's beside the decoder's. What a base
+    model returns is what it is for.
+    """
+    if not isinstance(output, Mapping):
+        return frozenset()
+    has_logits = any("logits" in str(field) for field in output)
+    return frozenset(
+        str(field)
+        for field, value in output.items()
+        if (has_logits and ("hidden_state" in str(field) or isinstance(value, Mapping)))
+        or ("last_hidden_state" in output and str(field).startswith("encoder_"))
+    )
+
+
 @contextlib.contextmanager
 def watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
     """`numpy()`, `tolist()` and `__array__` read values without the dispatcher; report them while inside."""

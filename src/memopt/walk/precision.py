@@ -46,6 +46,16 @@ class Float64Mode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
+def precise(dtype: torch.dtype) -> Iterator[None]:
+    """Inside it a model of doubles (`dtype`) really computes in doubles, upcasts "to float32" included."""
+    if dtype != torch.float64:
+        yield
+        return
+    with default_float64(), Float64Mode():
+        yield
+
+
+@contextlib.contextmanager
 def default_float64() -> Iterator[None]:
     """New tensors without a dtype are doubles."""
     before = torch.get_default_dtype()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.elementwise import ActivationProbe, probe_activation
+from memopt.walk.elementwise import ActivationProbe, probe_activation, replays
 from memopt.walk.isolate import Isolated, isolate, signature
 from memopt.walk.sites import CastOrder, NormKind
 
@@ -30,12 +30,17 @@ _TINY = 1e-18
 _ANY_WIDTH = 24
 
 
+#: (scale, shift, offset)
+_Affine = tuple[str, str | None, Literal[0, 1]]
 _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 
 
 @dataclass(frozen=True)
 class NormProbe:
-    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor."""
+    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor.
+
+    In the kinds without a formula, x_hat is whatever else the module computes of its one or two tensors.
+    """
 
     kind: NormKind
     hidden_size: int | None
@@ -46,6 +51,8 @@ class NormProbe:
     bias: str | None
     offset: Literal[0, 1]
     cast: CastOrder
+    with_gate: NormProbe | None = None
+    """What the module is when it is called with a second tensor, which it may leave out."""
 
 
 def probe_norm(module: nn.Module, name: str = "", cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
@@ -140,14 +147,17 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return "it scales and shifts its input and normalises nothing"
     fitted = _fit(normalise, width, copy.floats)
     if fitted is None:
-        return "it is neither an RMS nor a layer normalisation of the last dimension"
+        return _without_formula("other", copy, width, found, x)
     cast = _cast_order(copy, weight, bias, offset, *fitted)
-    return NormProbe(fitted[0], width, fitted[1], weight, bias, offset, cast)
+    gated = _gated(copy, slots, width)
+    return NormProbe(
+        fitted[0], width, fitted[1], weight, bias, offset, cast, gated if isinstance(gated, NormProbe) else None
+    )
 
 
 def _affine_structure(
     copy: Isolated, slots: tuple[str, ...], x: Tensor, *, last: bool, extra: tuple[Tensor, ...] = ()
-) -> tuple[str, str | None, Literal[0, 1]] | None:
+) -> _Affine | None:
     """(scale, shift, offset) if y = (offset + scale) * u(x) + shift with u free of both, for two random draws."""
     width = copy.parameter(slots[0]).numel()
 
@@ -177,16 +187,37 @@ def _affine_structure(
     return None
 
 
-def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> str | None:
-    """The reason for a module whose parameters act per channel, but not as a norm over the last dimension does."""
-    x = _tokens(width)
-    if copy.tries(x, x) == x.shape and _affine_structure(copy, slots, x, last=True, extra=(_rows(*x.shape),)):
-        return "it takes a second tensor (a gated norm)"
+def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
+    """A module whose parameters act per channel, but not as a norm of one tensor over the last dimension does."""
+    if (gated := _gated(copy, slots, width)) is not None:
+        return gated
     for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
         x = _rows(*shape)
-        if copy.tries(x) == x.shape and _affine_structure(copy, slots, x, last=False):
-            return "its channels are in dimension 1, it does not normalise the last dimension"
+        if copy.tries(x) == x.shape and (found := _affine_structure(copy, slots, x, last=False)):
+            if any(True for _ in copy.module.buffers()):
+                return "it normalises over the batch, and keeps statistics of it"
+            return _without_formula("channels", copy, width, found, x)
     return None
+
+
+def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
+    x = _tokens(width)
+    gate = _rows(*x.shape)
+    if copy.tries(x, gate) != x.shape:
+        return None
+    return _without_formula("gated", copy, width, _affine_structure(copy, slots, x, last=True, extra=(gate,)), x, gate)
+
+
+def _without_formula(
+    kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
+) -> NormProbe | str | None:
+    """A norm of which only the affine is known; it has to be one that can be run again."""
+    if found is None:
+        return None
+    if not replays(copy, *inputs):
+        return "random or different in train mode: it cannot be run again"
+    weight, bias, offset = found
+    return NormProbe(kind, width, 0.0, weight, bias, offset, "after")
 
 
 def _fit(

@@ -7,9 +7,8 @@ was decided in `memopt.walk.verdict`; a legal fold that fails here is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,26 +37,28 @@ class Proof:
     """Norms that no output depends on: nothing is proved about them."""
 
 
-def prove(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) -> Proof:
+def prove(
+    model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call], *, ignoring: Collection[str] = ()
+) -> Proof:
     """Fold `norms` in `model` (fp64, eval), compare all outputs of two runs of every call, undo.
 
-    When they differ, each fold is tried alone and the wrong ones are refused; what then still differs together is
-    refused altogether.
+    `ignoring` names fields of the model's own output that the folds may change. When others differ, each fold is tried
+    alone and the wrong ones are refused; what then still differs together is refused altogether.
     """
     if not norms:
         return Proof(0.0, (), {})
-    before = _run(model, calls)
-    visible = _visible(model, norms, calls, before)
+    before = _run(model, calls, ignoring=ignoring)
+    visible = _visible(model, norms, calls, before, ignoring)
     unseen = tuple(norm.name for norm in norms if norm not in visible)
     accepted, refused = visible, {}
-    error = fold_error(model, accepted, calls, before)
+    error = fold_error(model, accepted, calls, before, ignoring)
     if error > TOLERANCE:
         for norm in accepted:
-            alone = fold_error(model, [norm], calls, before)
+            alone = fold_error(model, [norm], calls, before, ignoring)
             if alone > TOLERANCE:
                 refused[norm.name] = f"the fold changes an output by {alone:.1e}"
         accepted = [norm for norm in accepted if norm.name not in refused]
-        error = fold_error(model, accepted, calls, before)
+        error = fold_error(model, accepted, calls, before, ignoring)
     if error > TOLERANCE:
         refused |= {norm.name: f"the folds together change an output by {error:.1e}" for norm in accepted}
         accepted, error = [], 0.0
@@ -65,12 +66,16 @@ def prove(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) ->
 
 
 def fold_error(
-    model: nn.Module, norms: Iterable[NormSite], calls: Sequence[Call], before: list[_Outputs] | None = None
+    model: nn.Module,
+    norms: Iterable[NormSite],
+    calls: Sequence[Call],
+    before: list[_Outputs] | None = None,
+    ignoring: Collection[str] = (),
 ) -> float:
     """Largest relative difference of any floating output when `norms` are folded; the model is left as it was."""
-    expected = before if before is not None else _run(model, calls)
+    expected = before if before is not None else _run(model, calls, ignoring=ignoring)
     with folded(model, norms):
-        return _difference(expected, _run(model, calls))
+        return _difference(expected, _run(model, calls, ignoring=ignoring))
 
 
 @contextlib.contextmanager
@@ -137,59 +142,86 @@ def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def _visible(
-    model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call], before: list[_Outputs]
+    model: nn.Module,
+    norms: Sequence[NormSite],
+    calls: Sequence[Call],
+    before: list[_Outputs],
+    ignoring: Collection[str],
 ) -> list[NormSite]:
     """Norms that some output depends on; about the others a proof would be empty.
 
     By the gradient of all outputs, and where that says nothing by the negative control: the norm reset without
     compensation must change an output.
     """
-    sensitive = _sensitive(model, norms, calls)
-    return [norm for norm in norms if norm in sensitive or _shows_when_reset(model, norm, calls, before)]
+    sensitive = _sensitive(model, norms, calls, ignoring)
+    return [
+        norm
+        for norm in norms
+        if norm in sensitive or (not _without_bias(norm) and _shows_when_reset(model, norm, calls, before, ignoring))
+    ]
 
 
-def _sensitive(model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call]) -> list[NormSite]:
+def _without_bias(norm: NormSite) -> list[str]:
+    """Weights that take the norm's scale and not its bias, which they may do where no output notices.
+
+    That proves something only if the outputs notice the weights themselves.
+    """
+    return [consumer.parameter for consumer in norm.consumers if norm.bias and not consumer.needs_bias]
+
+
+def _sensitive(
+    model: nn.Module, norms: Sequence[NormSite], calls: Sequence[Call], ignoring: Collection[str]
+) -> list[NormSite]:
     """Norms whose weight has a gradient from a random combination of the outputs of some call."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = [parameters[norm.weight] for norm in norms if norm.weight is not None]
-    trainable = {id(weight) for weight in weights if weight.requires_grad}
-    size = [0.0] * len(norms)
+    needed = [[parameters[name] for name in (norm.weight, *_without_bias(norm)) if name] for norm in norms]
+    weights = list({id(weight): weight for each in needed for weight in each}.values())
+    if not all(weight.requires_grad for weight in weights):
+        return []
+    size = {id(weight): 0.0 for weight in weights}
     for call in calls:
-        if all(value > _VISIBLE for value in size):
+        if all(value > _VISIBLE for value in size.values()):
             break
         try:
             with torch.enable_grad(), _reproducible():
-                outputs = [tensor for _, tensor in output_tensors(model(**_cloned(call)))]
+                outputs = [tensor for _, tensor in _outputs_of(model, call, ignoring)]
                 floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
                 loss = sum((torch.nan_to_num(t, 0.0, 0.0, 0.0) * torch.randn_like(t)).sum() for t in floating)
-                if not isinstance(loss, Tensor) or len(trainable) < len(weights):
+                if not isinstance(loss, Tensor):
                     return []
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         except (RuntimeError, NotImplementedError):  # some forward cannot be differentiated
             return []
-        for i, gradient in enumerate(gradients):
+        for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                size[i] = max(size[i], float(gradient.abs().max()))
-    return [norm for norm, value in zip(norms, size, strict=True) if value > _VISIBLE]
+                size[id(weight)] = max(size[id(weight)], float(gradient.abs().max()))
+    return [norm for norm, each in zip(norms, needed, strict=True) if all(size[id(w)] > _VISIBLE for w in each)]
 
 
-def _shows_when_reset(model: nn.Module, norm: NormSite, calls: Sequence[Call], before: list[_Outputs]) -> bool:
+def _shows_when_reset(
+    model: nn.Module, norm: NormSite, calls: Sequence[Call], before: list[_Outputs], ignoring: Collection[str]
+) -> bool:
     with _restored(model) as parameters:
         _neutralise(parameters, norm)
-        after = (_run(model, [call], repeats=1) for call in calls)
+        after = (_run(model, [call], repeats=1, ignoring=ignoring) for call in calls)
         firsts = before[:: len(before) // len(calls)]
         return any(_difference([one], other) > _VISIBLE for one, other in zip(firsts, after, strict=True))
 
 
-def _run(model: nn.Module, calls: Sequence[Call], repeats: int = 2) -> list[_Outputs]:
+def _run(model: nn.Module, calls: Sequence[Call], repeats: int = 2, ignoring: Collection[str] = ()) -> list[_Outputs]:
     """Outputs of every call, by default twice in a row: a module may keep a tensor for its next call."""
     results = []
     with torch.no_grad():
         for call in (call for call in calls for _ in range(repeats)):
             with _reproducible():
-                output = model(**_cloned(call))
-            results.append([(key, tensor.clone()) for key, tensor in output_tensors(output)])
+                results.append([(key, tensor.clone()) for key, tensor in _outputs_of(model, call, ignoring)])
     return results
+
+
+def _outputs_of(model: nn.Module, call: Call, ignoring: Collection[str]) -> _Outputs:
+    """Outputs of one call, less the fields of the model's own output that may change."""
+    output = output_tensors(call.copied().run(model))
+    return [(key, tensor) for key, tensor in output if call.target or key not in ignoring]
 
 
 @contextlib.contextmanager
@@ -197,10 +229,6 @@ def _reproducible() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), default_float64(), Float64Mode():
         torch.manual_seed(0)
         yield
-
-
-def _cloned(call: Call) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in call.kwargs.items()}
 
 
 def _difference(expected: list[_Outputs], actual: list[_Outputs]) -> float:

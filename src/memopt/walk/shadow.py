@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.walk.contractions import Contraction, read, recognise
+from memopt.walk.inputs import Call
 from memopt.walk.labels import Labels
 from memopt.walk.ops import MOVEMENT, NO_USE
-from memopt.walk.outputs import output_tensors, watched_reads
+from memopt.walk.outputs import auxiliary_fields, output_tensors, watched_reads
 from memopt.walk.parameters import ParameterTable, ParameterView, storage_key
 from memopt.walk.precision import widen
 from memopt.walk.probe import NormProbe
@@ -44,6 +45,7 @@ class ShadowMode(TorchDispatchMode):
         self._modules = dict(model.named_modules())
         self._shadows: dict[int, tuple[Tensor, Shadow]] = {}
         self._stack: list[str] = []
+        self._call: Call | None = None
         self._paused = False
         self._next_id = 0
         self._bases: list[int] = []
@@ -52,21 +54,22 @@ class ShadowMode(TorchDispatchMode):
 
     # -- what a call brings -------------------------------------------------------------------------------------
 
-    def run(self, model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward of the watched model under observation; whatever it raises passes through."""
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """Run a call of the watched model under observation; whatever it raises passes through."""
         self._stack.clear()
+        self._call = call
         if self.labels is not None:
             self.labels.training = model.training
         try:
             with self:
-                output = model(**kwargs)
+                output = call.run(model)
             with self.unobserved():
                 self._flush()
-                self._outputs(output, "")
+                self._outputs(output, call.target, () if call.target else auxiliary_fields(output))
                 if self.labels is not None:
-                    self.labels.outputs(output)
+                    self.labels.outputs(output, of_the_model=not call.target)
         finally:
-            self._pending = None
+            self._pending = self._call = None
         return output
 
     def forget(self) -> None:
@@ -78,11 +81,11 @@ class ShadowMode(TorchDispatchMode):
         if self.labels is not None:
             self.labels.forget()
 
-    def _outputs(self, output: Any, module: str) -> None:
+    def _outputs(self, output: Any, module: str, auxiliary: Collection[str]) -> None:
         for key, tensor in output_tensors(output):
             shadow = self._shadow(tensor)
             if shadow is not None:
-                self._escape(shadow, "model output", key, module)
+                self._escape(shadow, "model output", key, module, key in auxiliary)
 
     # -- module hooks -------------------------------------------------------------------------------------------
 
@@ -112,28 +115,38 @@ class ShadowMode(TorchDispatchMode):
                 handle.remove()
 
     def _enter(self, name: str) -> None:
+        if self._call is None:
+            return  # somebody tries a call that is not observed
         self._stack.append(name)
         self.visited.setdefault(name)
 
     def _leave(self, name: str, output: Any) -> None:
+        if self._call is None:
+            return
         while self._stack and self._stack.pop() != name:
             pass
         # What an inner model returns is promised to whoever asks that model, whatever this one makes of it.
-        if name and isinstance(output, Mapping) and "last_hidden_state" in output:
+        if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:
             with self.unobserved():
-                self._outputs(output, name)
+                self._outputs(output, name, auxiliary=output)
 
     def _activated(self, name: str, args: tuple[Any, ...], output: Any) -> None:
-        if self.labels is not None and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+        if self._call is None or self.labels is None:
+            return
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             self.labels.activation(name, args[0], output)
 
     def _tag(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._call is None:
+            return
         record = self.norms[name]
         with self.unobserved():
             inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.is_floating_point()]
+            if len(inputs) == 2 and not record.calls and record.probe.with_gate is not None:
+                record.probe = record.probe.with_gate
             record.calls += 1
             record.rejected = record.rejected or _disagreement(record.probe, inputs, output)
-            if record.rejected:
+            if record.rejected or record.probe.kind == "channels":
                 return
             width = output.shape[-1]
             if record.base < 0:
@@ -304,9 +317,9 @@ class ShadowMode(TorchDispatchMode):
             if inside or bool(((ids >= first) & (ids <= last)).any()):
                 yield record
 
-    def _escape(self, shadow: Shadow, what: str, operation: str, module: str) -> None:
+    def _escape(self, shadow: Shadow, what: str, operation: str, module: str, auxiliary: bool = False) -> None:
         for record in self.owners(shadow.ids):
-            record.reaches.setdefault(Reach(what, operation, module))
+            record.reaches.setdefault(Reach(what, operation, module, auxiliary))
 
     def _python_read(self, tensor: Tensor, operation: str) -> None:
         shadow = self._shadow(tensor)
@@ -316,10 +329,12 @@ class ShadowMode(TorchDispatchMode):
 
 def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | None:
     """Why a call is not the norm that the probe saw."""
-    if len(inputs) != 1:
-        return "it takes a second tensor (a gated norm)" if len(inputs) > 1 else "it is called without a tensor"
+    if len(inputs) != (2 if probe.kind == "gated" else 1):
+        return f"it is called with {len(inputs)} tensors"
     if not isinstance(output, Tensor) or output.shape != inputs[0].shape:
         return "its output is not one tensor in the shape of its input"
+    if probe.kind == "channels":
+        return None
     if probe.hidden_size is not None and output.shape[-1] != probe.hidden_size:
         return "its channels are not in the last dimension"
     return None

@@ -16,18 +16,31 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
-from memopt.walk.config import config_nodes, integer_field, integer_fields, is_integer, one_line
+from memopt.walk.config import (
+    config_nodes,
+    integer_field,
+    integer_fields,
+    is_integer,
+    model_class,
+    one_line,
+    standard_name,
+)
 from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink_depth import cut_depth, with_depth
+from memopt.walk.shrink_depth import MAX_DEPTH, cut_depth, with_depth
+from memopt.walk.shrink_rest import cut_rest
+from memopt.walk.shrink_rotary import fit_rotary
 from memopt.walk.shrink_width import decide_widths, scale_widths
 
 MAX_PARAMETERS = 30_000_000
+LARGE_PARAMETERS = 60_000_000
+"""For forms that are used where no smaller one runs."""
 TINY_PARAMETERS = 2_000_000
 VOCABULARY = 512
 EXPERTS = 8
 WINDOW = 8
 AUDIO_POSITIONS = 64
 PATCHES_PER_SIDE = 16
+IMAGE_SIDE = 128
 
 
 class ShrinkError(ModelError):
@@ -45,31 +58,42 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     return next(shrunken(config))
 
 
-def shrunken(config: PreTrainedConfig, *, depth: int | None = None) -> Iterator[PreTrainedConfig]:
-    """Every small config that builds, strongest recipe first.
+def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
+    """Every small config that builds, strongest recipe first; last those above `MAX_PARAMETERS`, if not far above.
 
     Args:
         config: what to shrink; it is not changed.
         depth: number of layers, at most those of `config`; by default as many as show every kind of layer.
+        sizes: also shrink what inputs are measured in, the sides of images and the length of sounds.
 
     Raises:
+        ModelError: transformers has no model class for this config.
         ShrinkError: there is not even one.
     """
+    model_class(config)
     failures: list[str] = []
-    found = False
+    found = ordinary = False
+    large: list[PreTrainedConfig] = []
     for recipe in _RECIPES:
+        if ordinary and recipe.last_resort:
+            break
         try:
-            small = _apply(config, recipe, depth)
-            parameters = _count_parameters(small)
+            small = _apply(config, recipe, depth, sizes)
+            model = instantiate(small, device="meta")
         except Exception as error:  # A config class may object to a combination in any way it likes.
             failures.append(f"{recipe.name}: {one_line(error)}")
             continue
+        fit_rotary(small, model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         if parameters > recipe.max_parameters:
+            if parameters <= LARGE_PARAMETERS and recipe.max_parameters == MAX_PARAMETERS:
+                large.append(small)
             failures.append(f"{recipe.name}: still {parameters / 1e6:.0f} M parameters")
             continue
-        found = True
+        found, ordinary = True, ordinary or not recipe.last_resort
         yield small
-    if not found:
+    yield from large
+    if not found and not large:
         raise ShrinkError(
             f"Model type '{config.model_type}' has no small form that builds ({'; '.join(failures)}).",
             "Without one no rewrite of this model can be proved.",
@@ -84,6 +108,11 @@ class _Recipe:
     keep_head_dim: bool = False
     vocabulary: bool = True
     max_parameters: int = MAX_PARAMETERS
+    last_resort: bool = False
+    """Only for configs of which no recipe before gave a small form."""
+    rest: bool = False
+    layers: int | None = None
+    """Number of layers, where it is not as many as show every kind."""
 
 
 _RECIPES = (
@@ -93,39 +122,53 @@ _RECIPES = (
     _Recipe("depth", width=False),
     _Recipe("heads", depth=False, keep_head_dim=True),
     _Recipe("unchanged", depth=False, width=False, vocabulary=False),
+    _Recipe("every size", rest=True, last_resort=True),
+    _Recipe("every size but the head size", keep_head_dim=True, rest=True, last_resort=True),
+    _Recipe("heads and head size, more layers", layers=MAX_DEPTH, last_resort=True),
 )
 
 _EXPERTS = re.compile(r"(num_|n_|moe_num_)(local_|routed_)?experts")
 _TOP_K = re.compile(r".*(experts_per_tok(en)?|top_?k|top_?k_experts|moe_k)")
-_TOKEN_ID = re.compile(r".*(_token|_token_ids?|_token_index|_ids?)")
+TOKEN_ID = re.compile(r".*(_token|_token_ids?|_token_index|_ids?)")
 _IMAGE_TOKENS = re.compile(r"mm_tokens_per_image|image_(seq_length|token_num|tokens)|num_image_tokens")
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _WINDOW = re.compile(r"sliding_window(_size)?|attention_chunk_size")
 
 
-def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None) -> PreTrainedConfig:
+def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     nodes = list(config_nodes(small))
+    _name_placeholders(small)
     if recipe.width:
-        _cut_widths(nodes, recipe.keep_head_dim)
+        before = [dict(vars(node)) for node in nodes]
+        links = _cut_widths(nodes, recipe.keep_head_dim)
+        if recipe.rest:
+            cut_rest(nodes, before, links)
         for node in nodes:
             _cut_experts(node)
-        _cut_images(nodes)
+        if sizes:
+            _cut_images(nodes)
+            _cut_unpatched_images(nodes)
     if recipe.vocabulary:
         _cut_vocabulary(nodes)
     if recipe.depth:
         for node in nodes:
             _cut_windows(node)
-    if depth is not None:
-        return with_depth(small, depth)
+            if sizes:
+                _cut_sounds(node)
+    if chosen := depth or recipe.layers:
+        return with_depth(small, chosen)
     return cut_depth(small) if recipe.depth else small
 
 
-def _cut_widths(nodes: list[PreTrainedConfig], keep_head_dim: bool) -> None:
+def _cut_widths(nodes: list[PreTrainedConfig], keep_head_dim: bool) -> dict[int, int]:
+    """Old widths and what they became, for all nodes."""
     links: dict[int, int] = {}
     # Two passes: a projection into another config's width can only follow once every width is decided.
     widths = [decide_widths(node, links, keep_head_dim=keep_head_dim) for node in nodes]
     for node, width in zip(nodes, widths, strict=True):
         scale_widths(node, width)
+    return links
 
 
 def _cut_experts(node: PreTrainedConfig) -> None:
@@ -135,12 +178,24 @@ def _cut_experts(node: PreTrainedConfig) -> None:
     for name, _ in fields:
         setattr(node, name, EXPERTS)
     for name, value in integer_fields(node):
-        if name == "n_group":
+        if name == standard_name(node, "n_group"):
             setattr(node, name, min(value, 2))
-        elif name == "topk_group":
+        elif name == standard_name(node, "topk_group"):
             setattr(node, name, 1)
         elif _TOP_K.fullmatch(name) and value > 2:
             setattr(node, name, 2)
+    per_token = standard_name(node, "num_experts_per_tok")
+    if vars(node).get(per_token, 0) is None:
+        setattr(node, per_token, 2)
+
+
+def _name_placeholders(config: PreTrainedConfig) -> None:
+    """A token that text has in the place of an image, and that the config leaves open, gets an id: the last ones."""
+    sizes = [size for node in config_nodes(config) if (size := integer_field(node, "vocab_size"))]
+    names = [name for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name) and value is None]
+    for token, name in enumerate(names, start=1):
+        if sizes and min(sizes) > token:
+            setattr(config, name, min(sizes) - token)
 
 
 def _cut_vocabulary(nodes: list[PreTrainedConfig]) -> None:
@@ -157,7 +212,7 @@ def _move_token_ids(nodes: list[PreTrainedConfig]) -> None:
         (node, name, value)
         for node in nodes
         for name, value in vars(node).items()
-        if _TOKEN_ID.fullmatch(name) and not name.startswith("_")
+        if TOKEN_ID.fullmatch(name) and not name.startswith("_")
     ]
     kept = {token for _, _, value in fields for token in _tokens(value) if token < VOCABULARY}
     free = (token for token in range(VOCABULARY - 1, 3, -1) if token not in kept)
@@ -180,8 +235,32 @@ def _cut_windows(node: PreTrainedConfig) -> None:
     for name, value in integer_fields(node):
         if _WINDOW.fullmatch(name) and value > WINDOW:
             setattr(node, name, WINDOW)
-        elif name == "max_source_positions" and value > AUDIO_POSITIONS and integer_field(node, "num_mel_bins"):
+
+
+def _cut_sounds(node: PreTrainedConfig) -> None:
+    for name, value in integer_fields(node):
+        if name == "max_source_positions" and value > AUDIO_POSITIONS and integer_field(node, "num_mel_bins"):
             setattr(node, name, AUDIO_POSITIONS)
+
+
+def _counts_image_features(nodes: list[PreTrainedConfig]) -> bool:
+    return any(_IMAGE_TOKENS.fullmatch(name) for node in nodes for name, _ in integer_fields(node))
+
+
+def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
+    """Images of convolutional networks, which have no patches and take any size."""
+    owners = [node for node in nodes if "image_size" in vars(node)]
+    if len(owners) != 1 or any(name.startswith(("patch", "tubelet")) for name in vars(owners[0])):
+        return
+    size = owners[0].image_size
+    sides = list(size) if isinstance(size, list | tuple) else [size]
+    if not all(is_integer(side) for side in sides):
+        return
+    factor = 1
+    while all(side % (2 * factor) == 0 and side // (2 * factor) >= IMAGE_SIDE for side in sides):
+        factor *= 2
+    small = [side // factor for side in sides]
+    owners[0].image_size = type(size)(small) if isinstance(size, list | tuple) else small[0]
 
 
 def _cut_images(nodes: list[PreTrainedConfig]) -> None:
@@ -194,13 +273,13 @@ def _cut_images(nodes: list[PreTrainedConfig]) -> None:
         while size % (2 * factor * patch) == 0 and size // (2 * factor * patch) >= PATCHES_PER_SIDE:
             factor *= 2
         if factor == 1:
+            if size // patch >= 2 * PATCHES_PER_SIDE and not _counts_image_features(nodes):
+                node.image_size = PATCHES_PER_SIDE * patch
             continue
         node.image_size = size // factor
+        if vars(node).get("image_embedding_size") == size // patch:
+            node.image_embedding_size = size // factor // patch
         for other in nodes:
             for name, value in integer_fields(other):
                 if _IMAGE_TOKENS.fullmatch(name) and value % factor**2 == 0:
                     setattr(other, name, value // factor**2)
-
-
-def _count_parameters(config: PreTrainedConfig) -> int:
-    return sum(parameter.numel() for parameter in instantiate(config, device="meta").parameters())

@@ -52,10 +52,28 @@ def _cut_node(node: PreTrainedConfig, depth: int) -> None:
             continue
         if name == "depths" and isinstance(value, list | tuple):
             setattr(node, name, type(value)(min(item, MIN_DEPTH) for item in value))
+        elif name == "stage_names" and isinstance(value, list) and len(value) == longest + 1 > depth + 1:
+            _cut_stages(node, value[: depth + 1])
         elif longest > depth and not (is_integer(value) and value in lengths):
             new = _cut_layer_field(name, value, longest, depth)
             if new is not value:
                 setattr(node, name, new)
+
+
+def _cut_stages(node: PreTrainedConfig, names: list[str]) -> None:
+    """Keep the first stages of a backbone, `names`, and as many outputs as it gave: its readers count them."""
+    count = len(vars(node)["stage_names"])
+    old = [index % count for index in _output_stages(node)]
+    new = [min(index, len(names) - left) for index, left in zip(old, range(len(old), 0, -1), strict=True)]
+    node.stage_names = names
+    if new and new[0] >= 0:
+        node._out_indices, node._out_features = new, [names[index] for index in new]
+
+
+def _output_stages(node: PreTrainedConfig) -> list[int]:
+    """Indices of the layers whose outputs a backbone gives."""
+    indices = vars(node).get("_out_indices")
+    return list(indices) if isinstance(indices, list | tuple) else []
 
 
 def _cut_layer_field(name: str, value: Any, longest: int, depth: int) -> Any:
@@ -80,7 +98,7 @@ def _needed_depth(config: PreTrainedConfig) -> int:
         model = instantiate(config, device="meta")
     except ModelError:
         return MIN_DEPTH
-    needed = MIN_DEPTH
+    needed = max(MIN_DEPTH, *(len(_output_stages(node)) for node in config_nodes(config)))
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             kinds = [_kind(layer) for layer in module]

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-NormKind = Literal["rms", "layer"]
+#: ``rms`` and ``layer`` have a formula of ours. ``gated`` normalises one tensor and gates it with another, ``channels``
+#: scales dimension 1, ``other`` does something else with one tensor: of those only the scale and shift are known.
+NormKind = Literal["rms", "layer", "gated", "channels", "other"]
 #: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
 #: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
 CastOrder = Literal["before", "after"]
@@ -39,6 +41,8 @@ class Consumer:
     """Constant by which the norm's output is multiplied before the contraction."""
     accepts_bias: bool = True
     """Whether a norm bias may be folded through (no padding, mask or dropout in between)."""
+    needs_bias: bool = True
+    """False where a norm bias may be left out of this product, which has no bias: no output notices (keys)."""
     same_storage: bool = True
     """Whether the contraction reads the norm's output itself (a view of it), not a copy."""
 
@@ -51,6 +55,8 @@ class Reach:
     """The kind of obstacle in words: ``"residual add"``, ``"attention"``, ``"model output"``, ..."""
     operation: str
     module: str
+    auxiliary: bool = False
+    """True for an output beside what the model is for: an inner model's, or a hidden state beside logits."""
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -76,14 +82,33 @@ class NormSite:
     """What else the output reaches; a fold needs this to be empty."""
     fold_obstacles: tuple[str, ...] = ()
     """Why the affine cannot be folded into the consumers, in plain words; empty when it can."""
+    cautions: tuple[str, ...] = ()
+    """What else a fold would change, though not the function of the model: hidden states, in plain words."""
     executed: bool = True
     """False when no forward of the walk ran this module."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 
     @property
+    def has_formula(self) -> bool:
+        """Whether an operator of ours computes it; others run their own forward again in backward."""
+        return self.kind in ("rms", "layer")
+
+    @property
     def foldable(self) -> bool:
+        """Whether a fold changes nothing but parameters."""
+        return self.foldable_with_cautions and not self.cautions
+
+    @property
+    def foldable_with_cautions(self) -> bool:
+        """Whether a fold leaves the function of the model as it is, whatever the cautions name."""
         return not self.fold_obstacles and self.weight is not None
+
+    @property
+    def changed_outputs(self) -> tuple[str, ...]:
+        """Fields of the model's own output that a fold changes; what inner models return is not counted."""
+        fields = (r.operation for r in self.reaches if r.what == "model output" and r.auxiliary and not r.module)
+        return tuple(dict.fromkeys(fields))
 
 
 @dataclass(frozen=True)
@@ -99,6 +124,8 @@ class ActivationSite:
     """Number of aten operations it is made of; more than one means that autograd keeps intermediates."""
     replays: bool = True
     """False for a module that is random, depends on train mode or writes into its input: it cannot be run twice."""
+    parameters: bool = False
+    """Whether the module has scalar parameters of its own."""
     source: str | None = None
     """Weight of the linear whose output it reads, if that is what it reads."""
     next_linear: str | None = None
@@ -206,3 +233,8 @@ class Sites:
     """What a reader should know: traces that failed, paths not run, ..."""
     traces: tuple[tuple[str, str], ...] = field(default=())
     """(label, "ok" or the error) of every forward that was observed."""
+
+    @property
+    def ran(self) -> bool:
+        """Whether any forward ran to its end: without one, modules were only probed one by one."""
+        return any(outcome == "ok" for _, outcome in self.traces)

@@ -1,7 +1,8 @@
 """From recorded uses to consumers and fold obstacles, in words that a user understands.
 
 Reads the records of `memopt.walk.shadow`, runs nothing. A verdict is legality by structure; `memopt.walk.proof`
-checks the legal folds with numbers.
+checks the legal folds with numbers. Obstacles are hard: the function of the model would change, or the fold cannot be
+made. Cautions name what a right fold changes beside that: hidden states that somebody may read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Verdict:
     consumers: tuple[Consumer, ...]
     reaches: tuple[Reach, ...]
     obstacles: tuple[str, ...]
+    cautions: tuple[str, ...] = ()
 
 
 def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, Verdict]:
@@ -42,9 +44,10 @@ def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, Verdict]:
             readers.setdefault(owner.name, []).append(weight)
     return {
         record.name: Verdict(
-            tuple(weight.consumer(record) for weight in readers.get(record.name, ())),
+            tuple(weight.consumer(record, readers[record.name]) for weight in readers.get(record.name, ())),
             tuple(record.reaches),
-            tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, []), loss_head))),
+            tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),
+            tuple(_cautions(record, readers.get(record.name, []), loss_head)),
         )
         for record in mode.norms.values()
         if record.calls and not record.rejected
@@ -82,8 +85,8 @@ class _Weight:
             merged[reading.coordinates] = torch.where(now == ZERO, torch.where(before == _UNREAD, now, before), now)
         return merged
 
-    def consumer(self, record: NormRecord) -> Consumer:
-        """This weight as a reader of one norm."""
+    def consumer(self, record: NormRecord, readers: list[_Weight]) -> Consumer:
+        """This weight as one of the readers of a norm."""
         own = [u for u in self.contractions if any(o is record for o in self.mode.owners(_channels(u)))]
         local = torch.where(
             (self.channels >= record.base) & (self.channels < record.base + record.width),
@@ -100,6 +103,7 @@ class _Weight:
             bias=own[0].bias,
             scale=readings[0].scale,
             accepts_bias=all(r.shift for r in readings),
+            needs_bias=not self._may_do_without_bias(readers),
             same_storage=all(u.same_storage for u in own),
         )
 
@@ -120,20 +124,33 @@ class _Weight:
             elif use.kind != "contract" and not tied:
                 yield f"{self.name} is also used by {use.operation}{_inside(use.module)}"
 
-    def bias_obstacles(self) -> Iterator[str]:
+    @property
+    def _biases(self) -> set[str | None]:
+        return {use.bias for use in self.contractions}
+
+    def _may_do_without_bias(self, readers: list[_Weight]) -> bool:
+        """Whether nobody may notice that the norm's bias is missing from this product, which has no bias to take it.
+
+        So it is with keys: what is added to all of them alike changes no softmax. The sign is a projection that has
+        a bias in the same module; the proof tells whether it holds.
+        """
+        return self._biases == {None} and any(
+            None not in reader._biases and _owner(reader.name) == _owner(self.name) for reader in readers
+        )
+
+    def bias_obstacles(self, readers: list[_Weight]) -> Iterator[str]:
         """Why a norm's bias cannot move into this weight's bias."""
         if not all(u.reading.shift for u in self.contractions if u.reading):
             yield f"the norm has a bias, which padding, a mask or dropout before {self.name} keeps from being folded"
         if len({u.reading.scale for u in self.contractions if u.reading}) > 1:
             yield f"the norm has a bias and {self.name} reads it at several scales"
-        biases = {use.bias for use in self.contractions}
-        name = next(iter(biases))
-        if len(biases) > 1:
+        name = next(iter(self._biases))
+        if len(self._biases) > 1:
             yield f"the norm has a bias and {self.name} is not always followed by the same one"
-        elif name is None:
-            yield f"the norm has a bias and {self.name} has none"
-        else:
+        elif name is not None:
             yield from self._slot_obstacles(name)
+        elif not self._may_do_without_bias(readers):
+            yield f"the norm has a bias and {self.name} has none"
 
     def _slot_obstacles(self, name: str) -> Iterator[str]:
         bias = self.mode.parameters.by_name[name]
@@ -147,23 +164,34 @@ class _Weight:
             yield f"{name} is shared by several modules"
 
 
-def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
+def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> Iterator[str]:
+    """Why a fold cannot be made or would change the model's function."""
     probe = record.probe
     if probe.weight is None:
         yield "it has no weight to fold"
         return
-    for what, reach in {r.what: r for r in record.reaches}.items():
+    if probe.kind == "channels":
+        yield "its channels are in dimension 1"
+        return
+    hard = {r.what: r for r in record.reaches if not r.auxiliary}
+    for what, reach in hard.items():
         yield _explain(what, reach, also=bool(readers))
-    if not readers and not record.reaches:
+    if not readers and not hard:
         yield "no linear reads its output"
-    if any(weight.name == loss_head for weight in readers):
-        yield f"it is the last norm: its output is the last hidden state, which {loss_head} turns into logits"
     for attribute in filter(None, (probe.weight, probe.bias)):
         yield from _own_parameter_obstacles(mode, record.name, attribute)
     for weight in readers:
         yield from weight.obstacles()
         if probe.bias is not None:
-            yield from weight.bias_obstacles()
+            yield from weight.bias_obstacles(readers)
+
+
+def _cautions(record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
+    """What a fold would change beside the model's function."""
+    for what, reach in {r.what: r for r in record.reaches if r.auxiliary}.items():
+        yield _explain(what, reach, also=False)
+    if any(weight.name == loss_head for weight in readers):
+        yield f"it is the last norm: its output is the last hidden state, which {loss_head} turns into logits"
 
 
 def _own_parameter_obstacles(mode: ShadowMode, norm: str, attribute: str) -> Iterator[str]:
@@ -184,6 +212,11 @@ def _explain(what: str, reach: Reach, also: bool) -> str:
     article = "" if what.startswith(_NO_ARTICLE) else "an " if what[0] in "aeiou" else "a "
     where = f" ({reach.operation}{_inside(reach.module)})"
     return f"its output {'also ' if also else ''}goes to {article}{what}{where}"
+
+
+def _owner(parameter: str) -> str:
+    """Name of the module whose child has `parameter`."""
+    return parameter.rpartition(".")[0].rpartition(".")[0]
 
 
 def _inside(module: str) -> str:

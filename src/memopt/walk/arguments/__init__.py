@@ -1,6 +1,6 @@
 """What the arguments of a model's forward look like: token ids, masks, images, sounds, time series, features.
 
-Everything is derived from the names in the forward's signature, `main_input_name` and numbers in the config. For one
+Everything is derived from the signature and the docstring of the forward, `main_input_name` and the config. For one
 more kind of input, add a builder to `singles.py` (one argument), or a family (arguments that come together, or have
 several possible shapes) in a file of its own and to `_FAMILIES` here. Trying what is proposed is `memopt.walk.inputs`.
 """
@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from memopt.walk.arguments.features import anything
+from memopt.walk.arguments.codes import codes
+from memopt.walk.arguments.features import anything, as_documented, as_named, embedded
 from memopt.walk.arguments.images import image_alone, image_in_text
 from memopt.walk.arguments.request import (
     BATCH,
@@ -22,7 +23,8 @@ from memopt.walk.arguments.request import (
     has_config,
     inner_model,
 )
-from memopt.walk.arguments.sounds import sound
+from memopt.walk.arguments.series import series
+from memopt.walk.arguments.sounds import sound, sound_beside_text, sound_in_text, wave_and_spectrogram
 from memopt.walk.arguments.text import text
 
 __all__ = ["BATCH", "LENGTH", "candidates", "forward_parameters", "has_config", "inner_model"]
@@ -32,15 +34,31 @@ _FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
     image_alone,
     image_in_text,
     sound,
+    sound_beside_text,
+    sound_in_text,
+    wave_and_spectrogram,
+    series,
+    codes,
     anything,
+    embedded,
+    as_documented,
+    as_named,
 )
 
 
-def candidates(model: nn.Module, variant: str, seed: int) -> Iterator[tuple[str, Kwargs]]:
+def candidates(model: nn.Module, variant: str, seed: int, method: str = "") -> Iterator[tuple[str, Kwargs]]:
     """(``modality:detail``, kwargs) of every way to call the model worth trying, the likeliest first.
 
-    The modality is ``main`` for what `main_input_name` asks for; tensors are on CPU, floating ones in fp32.
+    The modality is ``main`` for what `main_input_name` asks for; tensors are on CPU, floating ones in fp32. With
+    `method`, of every way to call that method of the model: what the forward takes and the method does too, then more.
     """
-    request = Request.of(model, variant, seed)
+    if method:
+        request = Request.of(model, variant, seed, method)
+        for name, kwargs in candidates(model, variant, seed):
+            shared = {key: value for key, value in kwargs.items() if key in request.names}
+            if request.main in shared and set(request.required) <= shared.keys():
+                yield f"main:{name.partition(':')[2]}", shared
+    else:
+        request = Request.of(model, variant, seed)
     for family in _FAMILIES:
         yield from family(request)

@@ -29,7 +29,7 @@ def inner_model(model: nn.Module) -> nn.Module:
             wrapped = getter()
         else:
             wrapped = getattr(model, "_orig_mod", None)
-            if wrapped is None and not _named(model):
+            if wrapped is None and not parameters_of(model):
                 wrapped = getattr(model, "module", None)
         if not isinstance(wrapped, nn.Module) or wrapped is model:
             return model
@@ -38,16 +38,17 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Named parameters of the forward of the model inside wrappers."""
-    return _named(inner_model(model))
+    return parameters_of(inner_model(model))
 
 
 def has_config(model: nn.Module) -> bool:
     return isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig)
 
 
-def _named(model: nn.Module) -> dict[str, inspect.Parameter]:
+def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspect.Parameter]:
+    """Named parameters of a method of `model` itself."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind not in kinds}
+    return {n: p for n, p in inspect.signature(getattr(model, method)).parameters.items() if p.kind not in kinds}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Request:
     main: str
     variant: str
     generator: torch.Generator
+    method: str = "forward"
 
     @classmethod
-    def of(cls, model: nn.Module, variant: str, seed: int) -> Request:
+    def of(cls, model: nn.Module, variant: str, seed: int, method: str = "") -> Request:
+        """For the forward of `model`, or for a method of it, whose first argument then is the main one."""
         inner = inner_model(model)
         config = getattr(inner, "config", None)
         if not isinstance(config, PreTrainedConfig):
@@ -72,7 +75,9 @@ class Request:
             )
         main = getattr(inner, "main_input_name", "input_ids")
         main = main if isinstance(main, str) else next(iter(main), "input_ids")
-        return cls(inner, config, _named(inner), main, variant, torch.Generator().manual_seed(seed))
+        names = parameters_of(inner, method or "forward")
+        main = next(iter(names), main) if method else main
+        return cls(inner, config, names, main, variant, torch.Generator().manual_seed(seed), method or "forward")
 
     @property
     def required(self) -> list[str]:
@@ -81,6 +86,32 @@ class Request:
     @property
     def length(self) -> int:
         return ODD_LENGTH if self.variant == "odd" else LENGTH
+
+    @property
+    def documentation(self) -> str:
+        """Docstring of what is called."""
+        return inspect.getdoc(getattr(self.model, self.method)) or ""
+
+    @property
+    def hidden(self) -> int:
+        return self.whole("hidden_size", "d_model", default=64)
+
+    @property
+    def context_width(self) -> int:
+        """Numbers in a vector that a decoder attends to."""
+        names = ("encoder_hidden_size", "cross_hidden_size", "cross_attention_hidden_size", "cross_attention_dim")
+        return self.whole(*names, default=self.hidden)
+
+    @property
+    def first_width(self) -> int:
+        """Numbers in a vector that the model's first layer takes; 0 where that layer takes no vectors."""
+        first = next((module for module in self.model.modules() if module._parameters.get("weight") is not None), None)
+        if isinstance(first, nn.Linear):
+            return first.in_features
+        if isinstance(first, nn.Conv1d | nn.ConvTranspose1d):
+            return first.in_channels
+        weight = None if first is None or isinstance(first, nn.Embedding) else first._parameters["weight"]
+        return weight.shape[0] if weight is not None and weight.dim() == 1 else 0
 
     def setting(self, *names: str, default: Any = None) -> Any:
         """First value of one of `names` in the config or, failing that, a nested one, also under standard names."""
@@ -101,8 +132,13 @@ class Request:
         return torch.randn(*shape, generator=self.generator)
 
     def ids(self, length: int | None = None) -> torch.Tensor:
-        pool = torch.tensor(_ordinary_ids(self.config))
+        pool = torch.tensor(ordinary_ids(self.config))
         return pool[torch.randint(0, len(pool), (BATCH, length or self.length), generator=self.generator)]
+
+    def ones(self, name: str, *shape: int) -> torch.Tensor:
+        """A mask that hides nothing, of the type that the annotation of argument `name` asks for."""
+        wants_booleans = name in self.names and "Bool" in str(self.names[name].annotation)
+        return torch.ones(*shape, dtype=torch.bool if wants_booleans else torch.long)
 
     def mask(self, length: int | None = None) -> torch.Tensor:
         mask = torch.ones(BATCH, length or self.length, dtype=torch.long)
@@ -111,7 +147,7 @@ class Request:
         return mask
 
 
-def _ordinary_ids(config: PreTrainedConfig) -> list[int]:
+def ordinary_ids(config: PreTrainedConfig) -> list[int]:
     """Token ids that every vocabulary of the model has and that mean nothing special to it."""
     special: set[int] = {0, 1, 2, 3}
     sizes = [MAX_VOCABULARY]

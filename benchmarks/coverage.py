@@ -1,0 +1,231 @@
+"""What memopt does to every model type of the installed transformers, and whether it is right.
+
+    python -m benchmarks.coverage                  every type -> docs/coverage.json and docs/coverage.md (over an hour)
+    python -m benchmarks.coverage llama bert       these types only, to the terminal
+    python -m benchmarks.coverage --check          the sums of docs/coverage.json; exit 1 where they fall short
+    python -m benchmarks.coverage --out FILE --against docs/coverage.json
+                                                   every type -> FILE; exit 1 where less holds than in the other file
+
+A type is one process (`benchmarks.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
+the output as they come: an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError, as_completed
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from pebble import ProcessExpired, ProcessPool
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.coverage_page import page
+from benchmarks.coverage_sums import Sum, lost, sums
+from benchmarks.zoo import Row, examine, model_types
+
+COVERAGE = Path(__file__).resolve().parent.parent / "docs" / "coverage.json"
+EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
+TYPE_SECONDS = 240
+"""A type that takes longer is stopped; the slowest take about a minute on one core."""
+
+Rows = list[dict[str, Any]]
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        if arguments.check:
+            return _check(_read(arguments.out))
+        if arguments.types:
+            return _some(arguments.types, arguments.jobs, memory=not arguments.no_memory)
+        return _all(arguments)
+    except _Unusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_RUN
+    except KeyboardInterrupt:
+        print("Interrupted; the rows so far are kept, the same command goes on.", file=sys.stderr)
+        return 130
+
+
+class _Unusable(Exception):
+    """Why nothing could be done, for the person at the terminal."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coverage",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, by default all")
+    parser.add_argument("--check", action="store_true", help="recompute the sums of --out and run nothing")
+    parser.add_argument(
+        "--out", type=Path, default=COVERAGE, metavar="FILE", help="JSON; the page is written beside it"
+    )
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="exit 1 where less holds than in this earlier file"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="types at a time (default: one a core)")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure bytes (a third of the time)")
+    return parser
+
+
+def _some(types: Sequence[str], jobs: int, *, memory: bool) -> int:
+    unknown = sorted(set(types) - set(model_types()))
+    if unknown:
+        raise _Unusable(f"the installed transformers has no model type {', '.join(map(repr, unknown))}.")
+    rows = list(_examined(types, jobs, memory))
+    print(json.dumps(rows, indent=1))
+    return EXIT_SHORT if any(row["status"] == "wrong" for row in rows) else EXIT_OK
+
+
+def _all(arguments: argparse.Namespace) -> int:
+    before = _read(arguments.against)["rows"] if arguments.against else []
+    partial = arguments.out.with_suffix(".partial.jsonl")
+    header = {"versions": versions(), "memory": not arguments.no_memory}
+    rows = _resumed(partial, header)
+    types = [name for name in model_types() if name not in {row["model_type"] for row in rows}]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("a") as stream:
+        if not rows:
+            print(json.dumps(header), file=stream, flush=True)
+        for row in _with_progress(_examined(types, arguments.jobs, not arguments.no_memory), len(rows), len(types)):
+            rows.append(row)
+            print(json.dumps(row), file=stream, flush=True)
+    rows.sort(key=lambda row: row["model_type"])
+    document = {"command": "python -m benchmarks.coverage", "device": "cpu", **header, "rows": rows}
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(page(document))
+    partial.unlink()
+    losses = lost(before, rows)
+    for loss in losses:
+        print(f"lost: {loss}", file=sys.stderr)
+    _print(sums(rows))
+    return EXIT_SHORT if losses or any(row["status"] == "wrong" for row in rows) else EXIT_OK
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on."""
+    import torch
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _resumed(partial: Path, header: dict[str, Any]) -> Rows:
+    """Rows of an interrupted run with the same versions and options; its file is removed if they differ."""
+    if not partial.exists():
+        return []
+    lines = []
+    for line in partial.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:  # the line that was being written
+            break
+    if not lines or lines[0] != header:
+        partial.unlink()
+        return []
+    # What was written of a broken last line would make the next one unreadable.
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines[1:]
+
+
+def _examined(types: Sequence[str], jobs: int, memory: bool) -> Iterator[dict[str, Any]]:
+    """Rows in the order in which they are ready."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.zoo"])  # transformers is imported once
+    with ProcessPool(max_workers=jobs, max_tasks=1, context=context) as pool:
+        futures = {pool.schedule(_work, args=(name, memory), timeout=TYPE_SECONDS): name for name in types}
+        try:
+            for future in as_completed(futures):
+                yield _row(futures[future], future)
+        except BaseException:
+            pool.stop()
+            raise
+
+
+def _row(model_type: str, future: Any) -> dict[str, Any]:
+    try:
+        row: Row = future.result()
+    except TimeoutError:
+        row = Row(model_type, "not run", f"it takes more than {TYPE_SECONDS} seconds")
+    except ProcessExpired as error:
+        row = Row(model_type, "not run", f"its process ended with exit code {error.exitcode}")
+    except Exception as error:  # memopt itself failed, which is never right
+        row = Row(model_type, "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return dataclasses.asdict(row)
+
+
+def _work(model_type: str, memory: bool) -> Row:
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # what transformers has loaded is not looked through again and again
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        return examine(model_type, memory=memory)  # models print what they like
+
+
+def _with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iterator[dict[str, Any]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Model types", total=done + left, completed=done)
+        for count, row in enumerate(rows, 1):
+            bar.update(task, advance=1)
+            if not console.is_terminal and count % 25 == 0:
+                print(f"{done + count} of {done + left} model types", file=sys.stderr, flush=True)
+            yield row
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        rows = document["rows"]
+    except FileNotFoundError:
+        raise _Unusable(f"there is no file {path}; make it with: python -m benchmarks.coverage --out {path}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _Unusable(f"{path} is not what this command writes ({type(error).__name__}: {error}).") from None
+    fields = {field.name for field in dataclasses.fields(Row)}
+    if not isinstance(rows, list) or any(not isinstance(row, dict) or set(row) != fields for row in rows):
+        raise _Unusable(f"{path} was written by another version of this command; make it again.")
+    return dict(document)
+
+
+def _check(document: dict[str, Any]) -> int:
+    results = sums(document["rows"])
+    _print(results)
+    return EXIT_OK if all(result.holds for result in results) else EXIT_SHORT
+
+
+def _print(results: Sequence[Sum]) -> None:
+    for result in results:
+        print(f"{'ok   ' if result.holds else 'SHORT'} {result.name}: {result.text} (wanted: {result.target})")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

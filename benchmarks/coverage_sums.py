@@ -1,0 +1,110 @@
+"""What the rows of `benchmarks.coverage` add up to, and what memopt promises of it. No torch, no models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One promise: what it is about, what the rows say, and whether that is enough."""
+
+    name: str
+    text: str
+    target: str
+    holds: bool
+
+
+def sums(rows: Sequence[Row]) -> list[Sum]:
+    """Every promise, recomputed from `rows`."""
+    with_class = [row for row in rows if row["status"] != "no model"]
+    ran = [row for row in rows if runs(row)]
+    wrong = [row["model_type"] for row in rows if row["status"] == "wrong"]
+    folded = count(ran, "norm", "fold")
+    on_request = sum(row["foldable_on_request"] for row in ran)
+    unshared = sum(row["unshared"] for row in ran)
+    candidates = [row for row in ran if sites(row, "norm") or sites(row, "activation")]
+    untouched = [row["model_type"] for row in candidates if not rewrites(row)]
+    touched = len(candidates) - len(untouched)
+    unexplained = sum(row["unexplained"] for row in ran)
+    stock, patched, weighed = block_bytes(ran)
+    return [
+        Sum("model types built and run", f"{len(ran)} of {len(with_class)}", ">= 690 of 774", len(ran) >= 690),
+        Sum("model types where patched and stock disagree", ", ".join(wrong) or "0", "0", not wrong),
+        Sum(
+            "norms folded, each proved in fp64",
+            f"{folded + on_request} of {sites_of(ran, 'norm')} ({folded} by default, {on_request} on request)",
+            ">= 3450",
+            folded + on_request >= 3450,
+        ),
+        Sum("norms of the last dimension neither folded nor shared", str(unshared), "0", unshared == 0),
+        Sum(
+            "model types with a norm or an activation in which something is rewritten",
+            f"{touched} of {len(candidates)} ({_share(touched, len(candidates))})",
+            ">= 98 %",
+            touched >= 0.98 * len(candidates),
+        ),
+        Sum("sites left without a reason", str(unexplained), "0", unexplained == 0),
+        Sum(
+            "bytes of the repeated blocks (3 layers less 2)",
+            f"-{_share(stock - patched, stock)} over {weighed} types",
+            "-45 % or more",
+            stock > 0 and stock - patched >= 0.45 * stock,
+        ),
+    ]
+
+
+def lost(before: Iterable[Row], now: Iterable[Row]) -> list[str]:
+    """What held in the rows `before` and does not hold `now`: a type that ran, a fold that was proved."""
+    rows = {row["model_type"]: row for row in now}
+    losses = []
+    for old in before:
+        name = old["model_type"]
+        new = rows.get(name)
+        if not runs(old) or new is None:  # a type that a release has dropped is no loss of ours
+            continue
+        if not runs(new):
+            losses.append(f"{name} ran before: {new['reason']}")
+        elif count([new], "norm", "fold") < count([old], "norm", "fold"):
+            folds = [count([row], "norm", "fold") for row in (old, new)]
+            losses.append(f"{name}: {folds[0]} norms were folded, now {folds[1]}")
+    return losses
+
+
+def runs(row: Row) -> bool:
+    """Whether the type was built and ran, right or wrong."""
+    return row["status"] in ("ok", "wrong")
+
+
+def count(rows: Iterable[Row], kind: str, *actions: str) -> int:
+    """Sites of `kind` to which one of `actions` happens."""
+    return sum(row["counts"].get(kind, {}).get(action, 0) for row in rows for action in actions)
+
+
+def sites(row: Row, kind: str) -> int:
+    """Sites of `kind`, whatever happens to them."""
+    return sum(row["counts"].get(kind, {}).values())
+
+
+def sites_of(rows: Iterable[Row], kind: str) -> int:
+    """Sites of `kind` in all `rows`."""
+    return sum(sites(row, kind) for row in rows)
+
+
+def rewrites(row: Row) -> int:
+    """Sites of a row that are not left as they were."""
+    return sum(number for actions in row["counts"].values() for action, number in actions.items() if action != "keep")
+
+
+def block_bytes(rows: Iterable[Row]) -> tuple[int, int, int]:
+    """(stock, patched, types): bytes that one more layer keeps, over the types where that could be measured."""
+    pairs = [row["block_bytes"] for row in rows if row["block_bytes"]]
+    return sum(stock for stock, _ in pairs), sum(patched for _, patched in pairs), len(pairs)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0 %"

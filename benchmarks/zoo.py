@@ -1,0 +1,339 @@
+"""One model type of transformers, from its default config through everything that memopt does to a model.
+
+`examine` builds a small random model of the type, walks it, makes the plan of recipe `exact`, proves the folds,
+patches and compares: outputs and gradients in fp64, and the bytes that a block keeps for backward. It knows no model;
+what it cannot build or run it says, with the reason. `benchmarks.coverage` runs it on all types, `tests/zoo` on some.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+import memopt
+from benchmarks.zoo_config import complete, default_config
+from memopt.errors import MemoptError, NegativeVerdict
+from memopt.patches.apply import apply, undo
+from memopt.plan import Plan, make_plan
+from memopt.recipe import load_recipe
+from memopt.report.account import account
+from memopt.walk.build import build_twin
+from memopt.walk.config import one_line
+from memopt.walk.inputs import Call, Calls, runnable_calls
+from memopt.walk.instantiate import instantiate
+from memopt.walk.observe import walk_config
+from memopt.walk.outputs import output_tensors
+from memopt.walk.parts import every_call
+from memopt.walk.precision import precise
+from memopt.walk.proof import folded
+from memopt.walk.shrink import shrunken
+from memopt.walk.shrink_depth import with_depth
+from memopt.walk.sites import NormSite
+
+#: Largest relative difference of an output or a gradient in fp64: a single rounding to fp32 (6e-8) would be seen.
+TOLERANCE = 1e-9
+#: Gradients are compared relative to their own size, or to this share of the model's largest where they are smaller.
+SMALL = 1e-4
+#: Empty fields of a default config that are filled before its type counts as one that cannot be built.
+MAX_FILLED = 10
+
+
+@dataclass
+class Row:
+    """What became of one model type. Counts are of sites; bytes are of the twin in bf16, batch 2."""
+
+    model_type: str
+    status: str = "ok"
+    """``ok``, ``no model`` (a config without a class of its own), ``not built``, ``not run``, or ``wrong``."""
+    reason: str = ""
+    model_class: str = ""
+    main_input: str = ""
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Kind of site -> action -> number."""
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Kind of site -> why it is left, or not folded -> number."""
+    foldable_on_request: int = 0
+    """Norms that are shared, because their fold would change an auxiliary output; a recipe can ask for it."""
+    unshared: int = 0
+    """Norms of the last dimension, gated ones included, that are left as they are, whoever keeps their output."""
+    unexplained: int = 0
+    """Sites that are left without a reason."""
+    proof_error: float | None = None
+    differences: dict[str, float] = field(default_factory=dict)
+    """What was compared -> largest relative difference."""
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    block_bytes: tuple[int, int] | None = None
+    """Kept for backward by one more layer: stock, patched."""
+    model_bytes: tuple[int, int] | None = None
+    """Kept for backward by a model of three layers: stock, patched."""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        return self.status in ("ok", "wrong")
+
+
+def model_types() -> list[str]:
+    """Every model type of the installed transformers, sorted."""
+    return sorted(CONFIG_MAPPING)
+
+
+def examine(model_type: str, *, memory: bool = True) -> Row:
+    """Take one model type through the walk, the plan, the patch and every comparison."""
+    row = Row(model_type)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _examine(row, memory)
+        except _Stop as stop:
+            row.status, row.reason = stop.status, stop.reason
+    row.seconds = round(time.perf_counter() - started, 2)
+    return row
+
+
+class _Stop(Exception):
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+def _examine(row: Row, memory: bool) -> None:
+    config = _config(row)
+    twin = _twin(config)
+    calls = every_call(twin)
+    if not calls:
+        label, error = calls.errors[0] if calls.errors else ("", "no inputs can be made from its forward's signature")
+        raise _Stop("not run", f"{label}: {error}" if label else error)
+    row.model_class = type(twin).__name__
+    row.main_input = str(getattr(twin, "main_input_name", ""))
+    sites = walk_config(twin.config)
+    plan = make_plan(sites, load_recipe("exact"))
+    _describe(row, plan)
+    _compare(row, twin, plan, calls)
+    if memory:
+        _weigh(row, config)
+
+
+# --- building ---------------------------------------------------------------------------------------------------
+
+
+def _config(row: Row) -> PreTrainedConfig:
+    try:
+        return default_config(row.model_type)
+    except Exception as error:
+        raise _Stop("not built", f"no default config: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _twin(config: PreTrainedConfig) -> PreTrainedModel:
+    """A small model of `config`, whose empty fields are filled, in place, where the model cannot do without."""
+    for _ in range(MAX_FILLED):
+        try:
+            return build_twin(config)
+        except MemoptError as error:
+            failure = error.message
+            if "no model class" in failure:
+                raise _Stop("no model", failure) from None
+            if not complete(config, failure):
+                break
+    raise _Stop("not built", failure)
+
+
+#: Reasons for modules and functions that are no norms of the last dimension.
+_NO_LAST_DIMENSION = (
+    "not a scale and shift of a normalised input",
+    "normalises nothing",
+    "normalises over the batch",
+    "(native_batch_norm)",
+    "(native_group_norm)",
+)
+
+
+# --- what the plan says ---------------------------------------------------------------------------------------------
+
+
+def _describe(row: Row, plan: Plan) -> None:
+    row.counts = plan.counts()
+    reasons: dict[str, Counter[str]] = {}
+    for entry in plan.entries:
+        if entry.action in ("keep", "share") and entry.kind in ("norm", "activation", "gated_mlp"):
+            reasons.setdefault(entry.kind, Counter())[entry.reason] += 1
+    row.reasons = {kind: dict(counter) for kind, counter in reasons.items()}
+    row.foldable_on_request = sum(
+        bool(norm.cautions) and norm.foldable_with_cautions and norm.proof is not None for norm in plan.sites.norms
+    )
+    row.unexplained = sum(not entry.reason for entry in plan.refusals)
+    left = [entry.reason for entry in plan.refusals if entry.kind == "norm"]
+    row.unshared = sum(not any(words in reason for words in _NO_LAST_DIMENSION) for reason in left)
+    row.notes += plan.sites.notes
+    proofs = [norm.proof for norm in plan.norms("fold") if norm.proof is not None]
+    row.proof_error = max(proofs, default=None)
+
+
+# --- comparisons --------------------------------------------------------------------------------------------------
+
+
+def _compare(row: Row, twin: PreTrainedModel, plan: Plan, calls: Calls) -> None:
+    """Stock and patched modules on the same weights, in fp64: the original weights, then folded ones.
+
+    Training forwards of every call, where something can go wrong; the first call also in eval mode.
+    """
+    shared = make_plan(plan.sites, load_recipe("exact-unfolded"))
+    runs = [(calls[0], False), *((call, True) for call in calls)]
+    _compare_modules(row, "shared", twin, shared, (), runs)
+    if norms := plan.norms("fold"):
+        _compare_modules(row, "folded", twin, plan, norms, [(calls[0], True)])
+
+
+_Runs = Sequence[tuple[Call, bool]]
+
+
+def _compare_modules(
+    row: Row, name: str, twin: PreTrainedModel, plan: Plan, norms: Sequence[NormSite], runs: _Runs
+) -> None:
+    with folded(twin, norms):
+        stock = [_run(twin, *run) for run in runs]
+        applied = apply(twin, plan, folded={norm.name for norm in norms})
+        patched = [_run(twin, *run) for run in runs]
+        undo(twin)
+        row.refused += [refusal for refusal in applied.refused if refusal not in row.refused]
+        gone = {parameter for norm in norms for parameter in (norm.weight, norm.bias)}
+        differences = _differences(stock, patched, gone)
+        if max(differences.values()) > TOLERANCE:
+            noise = _differences(stock, [_run(twin, *run) for run in runs])
+            if max(noise.values()) > TOLERANCE:
+                row.notes.append(f"the stock model repeats itself to {max(noise.values()):.0e} only")
+            differences = {kind: v if v > 10 * noise[kind] else 0.0 for kind, v in differences.items()}
+    for kind, value in differences.items():
+        row.differences[f"{name} {kind}"] = value
+        if not value <= TOLERANCE:
+            row.status = "wrong"
+            row.reason = f"{name}: {kind} differ by {value:.1e}"
+    if not any(result.gradients for result in stock):
+        error = next((result.error for result in stock if result.error), "no output depends on a parameter")
+        row.notes.append(f"{name}: no gradients to compare ({error})")
+
+
+@dataclass(frozen=True)
+class _Result:
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    error: str = ""
+
+
+def _run(model: nn.Module, call: Call, training: bool) -> _Result:
+    """Outputs, and the gradient of every parameter from a random combination of them."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train(training)
+    try:
+        with torch.random.fork_rng(devices=[]), precise(torch.float64):
+            torch.manual_seed(0)
+            outputs = {f"{i} {key}": t for i, (key, t) in enumerate(output_tensors(call.copied().run(model)))}
+            numbers = {key: t for key, t in outputs.items() if t.is_floating_point() or t.is_complex()}
+            terms = [_term(t) for t in numbers.values() if t.requires_grad and t.numel()]
+            gradients: dict[str, Tensor] = {}
+            if terms:
+                found = torch.autograd.grad(sum(terms), list(parameters.values()), allow_unused=True)  # type: ignore[arg-type]
+                gradients = {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
+        return _Result({key: t.detach().clone() for key, t in numbers.items()}, gradients)
+    except Exception as error:
+        return _Result({}, {}, f"{type(error).__name__}: {one_line(error)}")
+    finally:
+        model.eval()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
+
+
+def _term(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    finite = torch.nan_to_num(real, 0.0, 0.0, 0.0)
+    return (finite * torch.randn(finite.shape, dtype=torch.float64)).mean()
+
+
+def _differences(stock: list[_Result], patched: list[_Result], gone: Collection[str | None] = ()) -> dict[str, float]:
+    """Largest difference of any output and of any gradient; parameters that are `gone` are not trained any more."""
+    worst = {"outputs": 0.0, "gradients": 0.0}
+    for one, other in zip(stock, patched, strict=True):
+        if one.error or other.error:
+            same = one.error == other.error
+            worst = {kind: max(value, 0.0 if same else float("inf")) for kind, value in worst.items()}
+            continue
+        worst["outputs"] = max(worst["outputs"], _difference(one.outputs, other.outputs, 0.0))
+        trained = {name: gradient for name, gradient in one.gradients.items() if name not in gone}
+        worst["gradients"] = max(worst["gradients"], _difference(trained, other.gradients, SMALL))
+    return worst
+
+
+def _difference(one: dict[str, Tensor], other: dict[str, Tensor], small: float) -> float:
+    if one.keys() != other.keys() or any(one[key].shape != other[key].shape for key in one):
+        return float("inf")
+    largest = max((_size(tensor) for tensor in one.values()), default=0.0)
+    worst = 0.0
+    for key, tensor in one.items():
+        finite = tensor.isfinite()
+        if not torch.equal(finite, other[key].isfinite()):
+            return float("inf")
+        scale = max(_size(tensor), small * largest)
+        if scale:
+            worst = max(worst, float((tensor - other[key])[finite].abs().max()) / scale if finite.any() else 0.0)
+        elif _size(other[key]):
+            return float("inf")
+    return worst
+
+
+def _size(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------
+
+
+def _weigh(row: Row, config: PreTrainedConfig) -> None:
+    """Bytes kept for backward by three layers and by the third; no dropout; bf16, or fp32 where that does not run."""
+    try:
+        three_layers = next(shrunken(config, depth=3))
+        row.model_bytes = _kept_bytes(three_layers)
+        two_layers = _kept_bytes(with_depth(three_layers, 2))
+    except Exception as error:
+        row.notes.append(f"bytes not measured: {type(error).__name__}: {one_line(error)}")
+        return
+    stock, patched = (three - two for two, three in zip(two_layers, row.model_bytes, strict=True))
+    if stock > 0:
+        row.block_bytes = (stock, patched)
+
+
+def _kept_bytes(config: PreTrainedConfig) -> tuple[int, int]:
+    """(stock, patched) bytes that one forward of the model keeps for backward."""
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = instantiate(config, device="cpu", dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        calls = runnable_calls(model, variants=("plain",))
+        if calls:
+            break
+    else:
+        raise MemoptError(calls.errors[0][1] if calls.errors else "no inputs")
+
+    def run() -> Any:
+        return calls[0].copied().run(model)
+
+    stock = account(model, run).total
+    try:
+        memopt.patch(model)
+    except NegativeVerdict:
+        return stock, stock
+    return stock, account(model, run).total

@@ -1,0 +1,52 @@
+"""Affines that were folded away: an identity that is neither trained nor decayed, but keeps its name in checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from memopt.walk.sites import NormSite
+
+#: (name, requires_grad) of the identity parameters that became buffers.
+Frozen = tuple[tuple[str, bool], ...]
+
+
+@contextlib.contextmanager
+def freezing(module: nn.Module, folded: NormSite | None) -> Iterator[Frozen]:
+    """Make the affine of a `folded` norm persistent buffers if it is the identity; undone on an error."""
+    frozen = _freeze(module, folded) if folded is not None else ()
+    try:
+        yield frozen
+    except ValueError:
+        thaw(module, frozen)
+        raise
+
+
+def _freeze(module: nn.Module, site: NormSite) -> Frozen:
+    weight, bias = local_name(site.weight), local_name(site.bias)
+    if weight is not None and not bool((getattr(module, weight) == 1 - site.offset).all()):
+        return ()
+    if bias is not None and bool(getattr(module, bias).any()):
+        return ()
+    names = [name for name in (weight, bias) if name is not None]
+    frozen = tuple((name, getattr(module, name).requires_grad) for name in names)
+    for name in names:
+        tensor = getattr(module, name).detach()
+        delattr(module, name)
+        module.register_buffer(name, tensor, persistent=True)
+    return frozen
+
+
+def thaw(module: nn.Module, frozen: Frozen) -> None:
+    """Make them parameters again."""
+    for name, requires_grad in frozen:
+        tensor = getattr(module, name)
+        delattr(module, name)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=requires_grad))
+
+
+def local_name(parameter: str | None) -> str | None:
+    """The last part of a parameter's dotted name."""
+    return None if parameter is None else parameter.rpartition(".")[2]

@@ -1,0 +1,48 @@
+"""Traces on fake tensors that read values all the same. What values they get is decided here, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class FakeReads(TorchDispatchMode):
+    """Lets a forward read values under a `FakeTensorMode` that is entered before.
+
+    What is made of real tensors alone (token ids, sizes of images) stays real, and so do whole numbers that are made of
+    nothing (positions). Branches on values that fake tensors lack ("as many features as placeholders?") get a plausible
+    yes, or 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
+            return True if args[0].dtype == torch.bool else 1
+        real = not any(map(_is_fake, tensors)) if tensors else _counts(func, args, kwargs or {})
+        with unset_fake_temporarily() if real else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _counts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of no tensors makes whole numbers."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return func.overloadpacket is torch.ops.aten.arange and all(isinstance(leaf, int) for leaf in args)
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None

@@ -1,0 +1,103 @@
+"""Norms without a formula of ours: patched, they compute the same and keep their inputs only."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memopt.patches.replay import patch_replay, unpatch_replay
+from memopt.patches.swap import is_swapped
+from memopt.walk.sites import NormSite
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+        self.act = nn.SiLU()
+
+    def forward(self, x, scale=1.0, *, gate=None):
+        z = x.float()
+        z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (scale * self.weight * z * self.act(gate.float())).to(x.dtype)
+
+
+def site(kind="gated", bias=None):
+    return NormSite("", kind, 8, 0.0, "weight", bias, 0, "after")
+
+
+def pair(module, kind="gated", bias=None, folded=False):
+    stock = copy.deepcopy(module)
+    patch_replay(module, site(kind, bias), folded=folded)
+    return stock, module
+
+
+def gradients(module, *args, **kwargs):
+    y = module(*args, **kwargs)
+    inputs = [t for t in (*args, *kwargs.values(), *module.parameters()) if isinstance(t, torch.Tensor)]
+    return y, torch.autograd.grad(y.square().sum(), inputs)
+
+
+def test_a_gated_norm_computes_what_it_did_whatever_way_its_tensors_come():
+    torch.manual_seed(0)
+    stock, patched = pair(Gated())
+    x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    (y, of_stock), (z, of_patched) = (gradients(m, x, 2.0, gate=gate) for m in (stock, patched))
+    assert torch.equal(y, z)
+    assert all(map(torch.equal, of_stock, of_patched))
+    assert z.grad_fn.name() == "ReplayFunctionBackward"
+
+
+def test_channels_in_dimension_1():
+    torch.manual_seed(0)
+    stock, patched = pair(nn.GroupNorm(2, 8), "channels", "bias")
+    x = torch.randn(3, 8, 5, requires_grad=True)
+    (y, of_stock), (z, of_patched) = gradients(stock, x), gradients(patched, x)
+    assert torch.equal(y, z)
+    assert all(map(torch.equal, of_stock, of_patched))
+
+
+def test_nothing_of_the_graph_is_held_by_what_runs_again():
+    _, patched = pair(Gated())
+    x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    node = patched(x * 1, gate=gate * 1).grad_fn
+    held = [*node.run.args, *node.run.keywords.values()]
+    flat = [item for value in held for item in (value if isinstance(value, (list, tuple, dict)) else [value])]
+    assert not any(isinstance(item, torch.Tensor) for item in flat)
+
+
+def test_it_steps_aside_where_a_child_is_watched_and_without_gradients():
+    _, patched = pair(Gated())
+    x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    with torch.no_grad():
+        assert patched(x, gate=gate).grad_fn is None
+    patched.act.register_forward_hook(lambda *_: None)
+    assert patched(x, gate=gate).grad_fn.name() != "ReplayFunctionBackward"
+
+
+@pytest.mark.parametrize("identity", [True, False])
+def test_the_affine_of_a_folded_norm_becomes_a_buffer_if_it_is_the_identity(identity):
+    module = Gated()
+    if identity:
+        nn.init.ones_(module.weight)
+    stock, patched = pair(module, folded=True)
+    assert ("weight" in dict(patched.named_buffers())) == identity
+    assert list(patched.state_dict()) == list(stock.state_dict())
+    x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    assert torch.equal(stock(x, gate=gate), patched(x, gate=gate))
+    unpatch_replay(patched)
+    assert not is_swapped(patched)
+    assert isinstance(patched.weight, nn.Parameter)
+
+
+def test_a_module_that_cannot_be_patched_is_left_as_it_was():
+    module = Gated()
+    nn.init.ones_(module.weight)
+    module.forward = F.silu
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        patch_replay(module, site(), folded=True)
+    assert isinstance(module.weight, nn.Parameter)
