@@ -40,7 +40,10 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def _join_towers(config: PreTrainedConfig) -> None:
     """Let towers hand over vectors as wide as the text model's, as in every checkpoint; the defaults may disagree."""
     for node in config_nodes(config):
-        text = node.get_text_config()
+        try:
+            text = node.get_text_config()
+        except ValueError:  # it has several, an encoder's and a decoder's
+            continue
         width = integer_field(text, "hidden_size")
         for tower in vars(node).values():
             if isinstance(tower, PreTrainedConfig) and tower is not text and text is not node and width:
@@ -73,6 +76,8 @@ def complete(config: PreTrainedConfig, failure: str) -> bool:
         failure: what building it said.
     """
     nodes = list(config_nodes(config))
+    if "timm library" in failure:
+        return _each(nodes, _native_backbones)
     for found in _ABSENT.finditer(failure):
         owners = [node for node in nodes if type(node).__name__ == found[1]]
         if _each(owners, lambda node: _fill(node, found[2], nodes)):  # noqa: B023 - called at once
@@ -222,6 +227,18 @@ def _rotary_by_kind(node: PreTrainedConfig, kind: str) -> bool:
     for name in single:
         del node.rope_parameters[name]
     return True
+
+
+def _native_backbones(node: PreTrainedConfig) -> bool:
+    """The library's own class of the backbone's family in the place of another library's."""
+    foreign = {name: part for name, part in vars(node).items() if getattr(part, "model_type", "") == "timm_backbone"}
+    changed = False
+    for name, backbone in foreign.items():
+        family = re.match(r"[a-z]+", str(backbone.backbone))
+        if family and family[0] in CONFIG_MAPPING:
+            setattr(node, name, CONFIG_MAPPING[family[0]](out_indices=list(backbone.out_indices)))
+            changed = True
+    return changed
 
 
 def _as_read_from_a_file(node: PreTrainedConfig) -> bool:

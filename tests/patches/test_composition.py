@@ -385,3 +385,26 @@ def test_targets_reach_what_they_name_and_nothing_else():
     none = {"method": "none"}
     assert kept_with(targets=("*layernorm", "model.norm")) == kept_with(activations=none, gated_mlps=none)
     assert kept_with(targets=("*.mlp", "*.act_fn")) == kept_with(norms=none)
+
+
+class IdleNorm(nn.Module):
+    """A norm without an affine that no forward runs: nothing tells its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.idle = WeightlessRMS()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+class WeightlessRMS(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_norm_of_unknown_width_is_patched() -> None:
+    model = memopt.patch(IdleNorm(), inputs={"x": torch.randn(2, 3, 8)})
+    x = torch.randn(2, 5, requires_grad=True)
+    assert torch.allclose(model.idle(x), WeightlessRMS()(x))

@@ -20,6 +20,9 @@ from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.sites import NormSite
 
+#: Width at which a norm that takes any is compared with the stock module.
+_ANY_WIDTH = 64
+
 
 @dataclass(frozen=True)
 class NormRewrite:
@@ -46,7 +49,8 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     tensors = [getattr(module, name) for name in (weight, bias) if name is not None]
     if any(tensor.shape != (site.hidden_size,) for tensor in tensors):
         raise ValueError(f"its parameters do not have {site.hidden_size} elements")
-    _prove(module, spec, weight, bias, site.hidden_size)
+    # A norm without an affine takes any width, and one that no forward ran has shown none.
+    _prove(module, spec, weight, bias, site.hidden_size or _ANY_WIDTH)
     only_linears = bool(site.consumers) and not site.reaches
     with freezing(module, site if folded else None) as frozen:
         swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))

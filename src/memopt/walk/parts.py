@@ -21,7 +21,7 @@ from memopt.walk.inputs import VARIANTS, Call, Calls, Runner, Variant, first_to_
 from memopt.walk.precision import Float64Mode
 
 #: Calls of one part that are tried before it is given up.
-_MOST_TRIES = 16
+_MOST_TRIES = 8
 
 
 def every_call(
