@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError, as_completed
@@ -48,6 +49,8 @@ Rows = list[dict[str, Any]]
 
 def main() -> int:
     arguments = _parser().parse_args()
+    # A terminated run stops its workers, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if arguments.check:
             return _check(_read(arguments.out))
