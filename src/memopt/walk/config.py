@@ -265,7 +265,10 @@ def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
         mapping = getattr(modeling_auto, name, None)
         if mapping is None or type(config) not in mapping:
             continue
-        entry = mapping[type(config)]
+        try:
+            entry = mapping[type(config)]
+        except ValueError:  # it names a class that this release does not have
+            continue
         for candidate in entry if isinstance(entry, tuple | list) else (entry,):
             if _runs(candidate, config):
                 yield candidate

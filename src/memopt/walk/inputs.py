@@ -248,10 +248,13 @@ def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: 
     with preserved(model), torch.no_grad(), MetaReads():
         if training is not None and training != model.training:
             model.train(training)
-        if run is not None:
-            return run(model, own)
-        with precise(_place(model)[1]):
-            return own.run(model)
+        return (run or unobserved)(model, own)
+
+
+def unobserved(model: nn.Module, call: Call) -> Any:
+    """The runner of whoever does not watch: a model of doubles computes in doubles throughout."""
+    with precise(_place(model)[1]):
+        return call.run(model)
 
 
 def _gives_loss(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> bool:

@@ -12,13 +12,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from memopt.walk.config import one_line
-from memopt.walk.inputs import VARIANTS, Call, Calls, Runner, Variant, first_to_run, proposed, run_once, runnable_calls
-from memopt.walk.precision import Float64Mode
+from memopt.walk.inputs import (
+    VARIANTS,
+    Call,
+    Calls,
+    Runner,
+    Variant,
+    first_to_run,
+    proposed,
+    run_once,
+    runnable_calls,
+    unobserved,
+)
 
 #: Calls of one part that are tried before it is given up.
 _MOST_TRIES = 8
@@ -65,7 +74,7 @@ class _Visits:
     def during(self, run: Runner | None) -> Runner:
         def watched(model: nn.Module, call: Call) -> Any:
             self.now = set()
-            output = run(model, call) if run else call.run(model)
+            output = (run or unobserved)(model, call)
             self.seen |= self.now
             return output
 
@@ -127,13 +136,6 @@ def _feature_methods(cls: type) -> list[str]:
     return [name for name in names if callable(getattr(cls, name))]
 
 
-def _in_its_precision(model: nn.Module, call: Call) -> Any:
-    """Runs `call` as an observer does: a model of doubles computes in doubles throughout."""
-    doubles = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-    with Float64Mode() if doubles else contextlib.nullcontext():
-        return call.run(model)
-
-
 class _Trial:
     """The calls of one part that may run, tried unobserved first: what brings nothing new is not observed at all."""
 
@@ -147,7 +149,7 @@ class _Trial:
         for name, call in self.calls(("plain",)):
             visits.now = set()
             try:
-                run_once(self.model, call, _in_its_precision)
+                run_once(self.model, call)
             except Exception as error:  # any failure means that these inputs do not fit
                 self._failed(name, error)
                 continue

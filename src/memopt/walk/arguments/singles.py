@@ -99,4 +99,6 @@ def complete(request: Request, given: Kwargs) -> Kwargs:
 
 
 def like_rows(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return mask.reshape(BATCH, *[1] * (ids.dim() - 2), -1).expand_as(ids).contiguous()
+    """`mask` in the shape of `ids`: its last row for the last row, its first for all others."""
+    rows = [mask[:1].expand(ids.shape[0] - 1, -1), mask[-1:]]
+    return torch.cat(rows).reshape(ids.shape[0], *[1] * (ids.dim() - 2), -1).expand_as(ids).contiguous()
