@@ -26,12 +26,18 @@ def preserved(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, before, tensors in zip(modules, settings, buffers, strict=True):
-            vars(module).update(before)
+            vars(module).update({name: value for name, value in before.items() if _was_set(module, name, value)})
             _restore_buffers(module, tensors)
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, str | bool | int | float | tuple)}
+    kinds = (str, bool, int, float, tuple, torch.Tensor, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+
+
+def _was_set(module: nn.Module, name: str, before: Any) -> bool:
+    """Whether an attribute is to be set back: of those that were empty, what holds a tensor now, a cache."""
+    return before is not None or isinstance(vars(module).get(name), torch.Tensor)
 
 
 def _copy_buffers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
