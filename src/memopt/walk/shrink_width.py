@@ -29,7 +29,7 @@ _STATE_SPACE_HEADS = re.compile(r"(mamba|ssm).*heads")
 _STATE_SPACE_HEAD_DIM = re.compile(r"(mamba|ssm)_(d_head|headdim|head_dim)")
 _ROTARY_PART = re.compile(r".*rope_head_dim")
 _GROUPS = re.compile(r"((mamba|ssm)_)?(n|num)_groups")
-_INNER = re.compile(r".*(intermediate|ffn|d_ff|inner|mlp_dim|mlp_hidden|feed_forward|time_step_rank).*")
+_INNER = re.compile(r".*(intermediate|ffn|d_?ff|inner|mlp_dim|mlp_hidden|feed_forward|time_step_rank).*")
 _WIDTH = re.compile(r".*(hidden|embd|embed|proj|d_model|model_dim|width|channels|dim)(_|$).*|.*_size")
 _NO_WIDTH = re.compile(
     r".*(image|patch|vocab|position|window|kernel|length|stride|head_dim|chunk|crop|batch|codebook|max_|label).*"
