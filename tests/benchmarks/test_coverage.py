@@ -1,0 +1,112 @@
+"""The sums, losses and page of the zoo, on made-up rows; runs of real types are tests/zoo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import coverage
+from benchmarks.coverage_page import page
+from benchmarks.coverage_sums import lost, rewrites, sums
+from benchmarks.zoo import Row, default_config
+
+
+def row(name: str = "llama", **fields):
+    counts = {"norm": {"fold": 4, "share": 1}, "activation": {"recompute": 2, "keep": 1}, "linear": {"keep": 9}}
+    defaults = {"counts": counts, "block_bytes": (100, 50), "foldable_on_request": 1, "model_class": "Model"}
+    return dataclasses.asdict(Row(name, **{**defaults, **fields}))
+
+
+def held(rows) -> dict[str, bool]:
+    return {result.name: result.holds for result in sums(rows)}
+
+
+def test_sums_hold_where_every_promise_is_met() -> None:
+    assert all(held([row(str(i)) for i in range(700)]).values())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "promise"),
+    [
+        ({"status": "wrong"}, "disagree"),
+        ({"unshared": 1}, "neither folded nor shared"),
+        ({"unexplained": 1}, "without a reason"),
+        ({"block_bytes": (10**9, 10**9)}, "bytes of the repeated blocks"),
+    ],
+)
+def test_one_bad_type_breaks_its_promise(spoilt, promise) -> None:
+    results = held([*(row(str(i)) for i in range(700)), row("bad", **spoilt)])
+    assert [name for name, holds in results.items() if not holds] == [name for name in results if promise in name]
+
+
+def test_too_few_types_norms_or_rewrites_are_short() -> None:
+    few = held([row(status="not run", counts={}), row("b", counts={"activation": {"keep": 3}})])
+    assert [holds for name, holds in few.items() if "run" in name or "folded, each" in name or "rewritten" in name] == [
+        False, False, False,
+    ]  # fmt: skip
+
+
+def test_what_is_lost_is_named() -> None:
+    worse = row(counts={"norm": {"fold": 3, "share": 2}})
+    assert lost([row()], [row()]) == []
+    assert "4 norms were folded, now 3" in lost([row()], [worse])[0]
+    assert "ran before: no inputs" in lost([row()], [row(status="not run", reason="no inputs")])[0]
+    assert lost([row()], []) == []
+
+
+def test_rewrites_are_what_is_not_kept() -> None:
+    assert rewrites(row()) == 7
+
+
+def test_the_page_shows_every_type_and_reason() -> None:
+    reasons = {"norm": {"not folded: lm_head.weight is tied to model.embed_tokens.weight": 1}}
+    rows = [row(reasons=reasons), row("bark", status="no model"), row("dinat", status="not built", reason="a|b")]
+    text = page({"versions": {"python": "3", "torch": "2", "transformers": "5"}, "rows": rows})
+    assert "| llama | Model | 4+1 / 0 / 0 of 5 |" in text
+    assert "| dinat | a\\|b |" in text
+    assert "| … is tied to … | 1 | 1 |" in text
+    assert "own: bark." in text
+
+
+def run(*arguments: str, monkeypatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["coverage", *arguments])
+    return coverage.main()
+
+
+def test_check_recomputes_and_exits_1_where_it_is_short(tmp_path: Path, monkeypatch, capsys) -> None:
+    file = tmp_path / "coverage.json"
+    file.write_text(json.dumps({"versions": {}, "rows": [row()]}))
+    assert run("--check", "--out", str(file), monkeypatch=monkeypatch) == 1
+    assert "SHORT model types built and run: 1 of 1" in capsys.readouterr().out
+    file.write_text(json.dumps({"versions": {}, "rows": [row(str(i)) for i in range(700)]}))
+    assert run("--check", "--out", str(file), monkeypatch=monkeypatch) == 0
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"rows": [{}]}'])
+def test_a_file_that_cannot_be_used_is_one_sentence(content, tmp_path: Path, monkeypatch, capsys) -> None:
+    file = tmp_path / "coverage.json"
+    if content is not None:
+        file.write_text(content)
+    assert run("--check", "--out", str(file), monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_unknown_type_is_one_sentence(monkeypatch, capsys) -> None:
+    assert run("lama", monkeypatch=monkeypatch) == 2
+    assert "no model type 'lama'" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on_with_the_rows_that_are_whole(tmp_path: Path) -> None:
+    partial, header = tmp_path / "x.partial.jsonl", {"versions": {"torch": "2"}}
+    partial.write_text(json.dumps(header) + "\n" + json.dumps(row()) + "\n" + '{"model_type": "be')
+    assert [each["model_type"] for each in coverage._resumed(partial, header)] == ["llama"]
+    assert coverage._resumed(partial, {"versions": {"torch": "3"}}) == []
+    assert not partial.exists()
+
+
+def test_parts_of_a_model_type_get_defaults() -> None:
+    assert default_config("encoder-decoder").decoder.model_type
