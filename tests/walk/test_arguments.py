@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from memopt.walk import arguments
+from memopt.walk.arguments.request import Request
 from memopt.walk.inputs import Variant, runnable_calls
+from tests.walk.configs import twin
 
 
 class _Model(nn.Module):
@@ -268,3 +273,13 @@ class _Robot(_Model):
 def test_a_robot_gets_its_state_and_a_mask_of_its_cameras() -> None:
     given = _given(_Robot(max_state_dim=5, image_token_id=49, image_size=16), "plain image")
     assert given["pixel_attention_mask"].tolist() == [[True, True], [True, True]]
+
+
+def test_a_config_that_a_family_stumbles_over_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumbles(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "main:first", {}
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(arguments, "_FAMILIES", (stumbles, arguments.text))
+    names = [name for name, _ in arguments.candidates(twin("bert"), "plain", 0)]
+    assert names[:2] == ["main:first", "main:"]

@@ -54,7 +54,7 @@ def states_side(request: Request) -> bool:
 def odd_side_of(request: Request) -> tuple[int, int]:
     """A slightly smaller image, whose sides in patches no window divides."""
     patch = request.whole("patch_size", default=16)
-    window = request.whole("window_size", default=2)
+    window = request.whole("window_size", default=2) or 2
     # A pyramid halves the side at each stage; this keeps its last stage as large as it was, so a window still fits.
     depths = request.setting("depths", default=())
     shrinks = 2 ** max(1, len(depths) - 1) if isinstance(depths, list | tuple) else 2
