@@ -23,7 +23,7 @@ planned with recipe `exact`, patched and compared. torch {torch}, Python {python
 - **Norms**: folded (by default + on request, where only an auxiliary output changes) / shared / left, of those found.
 - **MLPs** are gated ones. **Activations**: made again in backward / left.
 - **Layer** is what one more layer keeps for backward (3 layers less 2; bf16, no dropout): patched less stock. Empty
-  where the config has no depth to change.
+  where the config has no depth to change, or bytes were not measured.
 """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -170,7 +171,7 @@ def _describe(row: Row, plan: Plan) -> None:
     reasons: dict[str, Counter[str]] = {}
     for entry in plan.entries:
         if entry.action in ("keep", "share") and entry.kind in ("norm", "activation", "gated_mlp"):
-            reasons.setdefault(entry.kind, Counter())[entry.reason] += 1
+            reasons.setdefault(entry.kind, Counter())[_of_all_layers(entry.reason)] += 1
     row.reasons = {kind: dict(counter) for kind, counter in reasons.items()}
     row.foldable_on_request = sum(
         bool(norm.cautions) and norm.foldable_with_cautions and norm.proof is not None for norm in plan.sites.norms
@@ -181,6 +182,11 @@ def _describe(row: Row, plan: Plan) -> None:
     row.notes += plan.sites.notes
     proofs = [norm.proof for norm in plan.norms("fold") if norm.proof is not None]
     row.proof_error = max(proofs, default=None)
+
+
+def _of_all_layers(reason: str) -> str:
+    """`reason` with the indices in module names left open."""
+    return re.sub(r"(?<=\.)\d+(?=\W|$)", "*", reason)
 
 
 # --- comparisons --------------------------------------------------------------------------------------------------
