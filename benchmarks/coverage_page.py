@@ -71,7 +71,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield str(sites(row, "linear") or "")
     stock, patched, measured = block_bytes([row])
     yield f"{100 * (patched - stock) / stock:+.0f} %" if measured else ""
-    yield "yes" if row["status"] == "ok" else f"**no**: {row['reason']}"
+    yield {"ok": "yes", "wrong": f"**no**: {row['reason']}"}.get(row["status"], _escaped(row["reason"]))
 
 
 def _not_run(rows: list[Row]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from memopt.walk.shrink_depth import with_depth
 
 _ABSENT = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _READ_BY_RUNS = r".*(top_?k.*|experts_per_tok)|n_group|clip_.*"
+_READ_BY_SOME_RUNS = rf"{_READ_BY_RUNS}|sliding_window"
 _EMPTY = re.compile(r"None|needs to be (given|specified)|does not define|must be|empty\(\)")
 
 
@@ -102,6 +103,11 @@ def complete(config: PreTrainedConfig, failure: str) -> bool:
     return False
 
 
+def complete_for_runs(config: PreTrainedConfig) -> bool:
+    """Fill, in place, empty fields that are read while a model runs; False if there is none that a name tells."""
+    return _each(list(config_nodes(config)), lambda node: _fill_what_runs_need(node, _READ_BY_SOME_RUNS))
+
+
 def _each(nodes: list[PreTrainedConfig], change: Callable[[PreTrainedConfig], bool]) -> bool:
     """Change every node; True if any was changed."""
     return any([change(node) for node in nodes])  # noqa: C419 - all of them, not up to the first
@@ -151,9 +157,9 @@ def _fill(node: PreTrainedConfig, name: str, nodes: list[PreTrainedConfig]) -> b
     return True
 
 
-def _fill_what_runs_need(node: PreTrainedConfig) -> bool:
+def _fill_what_runs_need(node: PreTrainedConfig, pattern: str = _READ_BY_RUNS) -> bool:
     """Empty fields that are read while a model runs: building it does not show that they are empty."""
-    empty = [name for name, value in vars(node).items() if value is None and re.fullmatch(_READ_BY_RUNS, name)]
+    empty = [name for name, value in vars(node).items() if value is None and re.fullmatch(pattern, name)]
     return any([_fill(node, name, [node]) for name in empty])  # noqa: C419 - all of them, not up to the first
 
 
@@ -205,11 +211,12 @@ _CONVENTIONS: tuple[tuple[str, Callable[[PreTrainedConfig], Any]], ...] = (
     (r"mlp_layer_types", lambda node: ["dense" if index == 0 else "sparse" for index in range(_layers(node))]),
     (r"layer_types|layers_block_type", _layer_types),
     (r".*vocab_size", lambda node: 512),
-    (r"(prediction|context)_length", lambda node: 8),
+    (r"(prediction|context)_length", lambda node: 16),
     (r"n_group|topk_group", lambda node: 1),
     (r".*(top_?k.*|experts_per_tok)", lambda node: 2),
     (r"moe_intermediate_size", lambda node: integer_field(node, "intermediate_size")),
     (r"clip_.*", lambda node: 8.0),
+    (r"sliding_window", lambda node: 8),
     (r".*dropout(_rate)?", lambda node: 0.0),
     (r"initializer_(range|std)", lambda node: 0.02),
     (r"rope_theta", lambda node: 10000.0),

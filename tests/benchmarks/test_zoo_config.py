@@ -6,7 +6,7 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from benchmarks.zoo_config import complete, default_config
+from benchmarks.zoo_config import complete, complete_for_runs, default_config
 from memopt.errors import ModelError
 from memopt.walk.instantiate import instantiate
 from memopt.walk.shrink_depth import with_depth
@@ -41,7 +41,7 @@ def test_a_part_of_any_type_is_of_the_family_where_it_has_such_a_part() -> None:
         ("ministral", "head_dim", 128),
         ("nemotron", "num_key_value_heads", 48),
         ("esm", "vocab_size", 512),
-        ("informer", "prediction_length", 8),
+        ("informer", "prediction_length", 16),
         ("dots1", "num_experts_per_tok", 2),
         ("t5gemma2_text", "dropout_rate", 0.0),
     ],
@@ -50,6 +50,14 @@ def test_an_empty_field_is_filled_by_what_its_name_says(model_type: str, field: 
     config = default_config(model_type)
     assert getattr(config, field, None) is None
     assert getattr(_filled(config), field) == value
+
+
+def test_a_window_that_only_runs_read_is_filled_for_them() -> None:
+    config = _filled(default_config("step3p5"))
+    assert config.sliding_window is None
+    assert complete_for_runs(config)
+    assert config.sliding_window == 8
+    assert not complete_for_runs(default_config("bert"))
 
 
 def test_layers_of_two_kinds_alternate() -> None:
