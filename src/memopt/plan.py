@@ -172,7 +172,7 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
         elif site.kind in _KEEP_THEIR_OUTPUT and site.operations == 1:
             reason = f"{site.kind} already keeps its output only, which the next linear shares"
             yield Entry("activation", site.name, "keep", reason)
-        elif site.is_module and (site.operations > 1 or site.parameters):
+        elif site.is_module and (site.operations > 1 or (site.parameters and site.next_linear is not None)):
             yield Entry(
                 "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
             )

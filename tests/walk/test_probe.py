@@ -196,6 +196,19 @@ class OptionalGate(HandWrittenRMS):
         return super().forward(x if gate is None else x * F.silu(gate))
 
 
+class ChannelsFirst(nn.Module):
+    """The layer norm of a convolutional net, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        x_hat = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        return self.weight[:, None, None] * x_hat + self.bias[:, None, None]
+
+
 class NoisyGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + torch.rand(()) if self.training else 1.0)
@@ -222,9 +235,13 @@ def test_a_gate_that_may_be_left_out_is_seen() -> None:
 
 
 def test_a_norm_with_channels_in_dimension_1_is_known_by_its_affine() -> None:
-    probe = probe_norm(nn.GroupNorm(3, WIDTH))
+    probe = probe_norm(ChannelsFirst())
     assert isinstance(probe, NormProbe)
     assert (probe.kind, probe.weight, probe.bias) == ("channels", "weight", "bias")
+
+
+def test_a_norm_that_keeps_its_input_only_has_nothing_to_gain_from_running_again() -> None:
+    assert "keeps its input only" in str(probe_norm(nn.GroupNorm(3, WIDTH)))
 
 
 def test_a_norm_that_cannot_be_run_again_is_left() -> None:

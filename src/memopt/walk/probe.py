@@ -216,8 +216,30 @@ def _without_formula(
         return None
     if not replays(copy, *inputs):
         return "random or different in train mode: it cannot be run again"
+    if not _keeps_intermediates(copy, *inputs):
+        return "it keeps its input only: nothing to gain from running it again"
     weight, bias, offset = found
     return NormProbe(kind, width, 0.0, weight, bias, offset, "after")
+
+
+def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
+    """Whether autograd keeps more than what goes in, so that running the module again would save something."""
+    given = [tensor.float().requires_grad_() for tensor in inputs]
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor.numel()
+        return tensor
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = copy.module.forward(*given)
+        return max(kept.values(), default=0) >= y.numel()
+    finally:
+        copy.module.double()
 
 
 def _fit(
