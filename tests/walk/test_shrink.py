@@ -175,7 +175,7 @@ def test_key_value_heads_of_every_layer_follow_the_heads() -> None:
 def test_a_prompt_encoder_follows_the_image_and_the_width() -> None:
     small = shrink(transformers.SamConfig())
     prompt, vision = small.prompt_encoder_config, small.vision_config
-    assert prompt.image_embedding_size == prompt.image_size // prompt.patch_size == 16
+    assert prompt.image_embedding_size == prompt.image_size // prompt.patch_size == 8
     assert 2 * vision.num_pos_feats == vision.output_channels == prompt.hidden_size
 
 

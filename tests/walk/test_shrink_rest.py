@@ -1,4 +1,4 @@
-"""Sizes that are neither widths nor depth: cut only where a config has no small form without."""
+"""Sizes that are neither widths nor depth: cut where a config has no light form that runs without."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import transformers
 from transformers import PreTrainedConfig
 
 from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink import MAX_PARAMETERS, shrink, shrunken
+from memopt.walk.shrink import LIGHT_PARAMETERS, MAX_PARAMETERS, shrink, shrunken
 from memopt.walk.shrink_rest import cut_rest, halved
 from tests.walk.configs import make_config
+
+
+def _size(config: PreTrainedConfig) -> int:
+    return sum(parameter.numel() for parameter in instantiate(config, device="meta").parameters())
 
 
 def _cut(links: dict[int, int] | None = None, **fields: Any) -> PreTrainedConfig:
@@ -83,9 +87,34 @@ def test_tables_that_no_ordinary_recipe_knows_do_not_keep_a_model_large() -> Non
     assert sum(p.numel() for p in instantiate(small, device="meta").parameters()) < MAX_PARAMETERS
 
 
-def test_is_not_tried_where_something_else_builds() -> None:
+def test_comes_after_forms_that_keep_more() -> None:
     names = [config.max_position_embeddings for config in shrunken(make_config("bert", max_position_embeddings=2000))]
-    assert set(names) == {2000}
+    assert names[:2] == [2000, 2000]
+    assert 1024 in names
+
+
+def test_light_forms_come_before_heavy_ones() -> None:
+    sizes = [_size(config) for config in shrunken(transformers.ZoeDepthConfig())]
+    light = [size <= LIGHT_PARAMETERS for size in sizes]
+    assert any(light)
+    assert light == sorted(light, reverse=True)
+
+
+def test_a_backbone_keeps_the_layers_whose_outputs_are_read() -> None:
+    small = shrink(transformers.DepthAnythingConfig())
+    backbone = small.backbone_config
+    assert len(backbone.out_indices) == len(small.neck_hidden_sizes)
+    assert backbone.num_hidden_layers == len(backbone.stage_names) - 1
+
+
+def test_the_width_of_the_first_stage_follows_the_list_of_widths() -> None:
+    small = shrink(transformers.Sam2HieraDetConfig())
+    assert small.hidden_size == small.embed_dim_per_stage[0] < 96
+
+
+def test_features_that_have_a_width_of_another_field_follow_it() -> None:
+    node = _cut(fusion_hidden_size=256, bottleneck_features=256, num_features=7)
+    assert (node.fusion_hidden_size, node.bottleneck_features, node.num_features) == (128, 128, 7)
 
 
 def test_layers_that_need_a_second_of_their_kind_get_it() -> None:
@@ -101,4 +130,12 @@ def test_halving_stops_at_odd_halves(value: int, expected: int) -> None:
 def test_images_of_convolutions_become_smaller_and_those_of_patches_by_whole_patches() -> None:
     assert shrink(transformers.EfficientNetConfig(image_size=600)).image_size == 150
     assert shrink(transformers.TextNetConfig()).image_size == (160, 160)
-    assert shrink(transformers.Dinov2Config(image_size=518, patch_size=14)).image_size == 16 * 14
+    assert shrink(transformers.Dinov2Config(image_size=518, patch_size=14)).image_size == 8 * 14
+
+
+def test_images_with_two_sides_become_smaller_with_what_counts_their_features() -> None:
+    assert shrink(transformers.SegGptConfig()).image_size == (448, 224)
+    small = shrink(transformers.Sam2VisionConfig())
+    side = small.backbone_config.image_size[0]
+    assert side < 1024
+    assert small.backbone_feature_sizes == [[side // stride] * 2 for stride in (4, 8, 16)]

@@ -32,6 +32,8 @@ from memopt.walk.shrink_rotary import fit_rotary
 from memopt.walk.shrink_width import decide_widths, scale_widths
 
 MAX_PARAMETERS = 30_000_000
+LIGHT_PARAMETERS = 10_000_000
+"""Of two forms that run, one of this size is preferred: a proof runs it hundreds of times."""
 LARGE_PARAMETERS = 60_000_000
 """For forms that are used where no smaller one runs."""
 TINY_PARAMETERS = 2_000_000
@@ -39,7 +41,7 @@ VOCABULARY = 512
 EXPERTS = 8
 WINDOW = 8
 AUDIO_POSITIONS = 64
-PATCHES_PER_SIDE = 16
+PATCHES_PER_SIDE = 8
 IMAGE_SIDE = 128
 
 
@@ -59,7 +61,9 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
-    """Every small config that builds, strongest recipe first; last those above `MAX_PARAMETERS`, if not far above.
+    """Every small config that builds, strongest recipe first, but heavy ones after light ones.
+
+    The last are those above `MAX_PARAMETERS`, if not far above.
 
     Args:
         config: what to shrink; it is not changed.
@@ -72,11 +76,10 @@ def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool 
     """
     model_class(config)
     failures: list[str] = []
-    found = ordinary = False
+    found = False
+    heavy: list[PreTrainedConfig] = []
     large: list[PreTrainedConfig] = []
     for recipe in _RECIPES:
-        if ordinary and recipe.last_resort:
-            break
         try:
             small = _apply(config, recipe, depth, sizes)
             model = instantiate(small, device="meta")
@@ -90,8 +93,12 @@ def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool 
                 large.append(small)
             failures.append(f"{recipe.name}: still {parameters / 1e6:.0f} M parameters")
             continue
-        found, ordinary = True, ordinary or not recipe.last_resort
-        yield small
+        found = True
+        if parameters > LIGHT_PARAMETERS:
+            heavy.append(small)
+        else:
+            yield small
+    yield from heavy
     yield from large
     if not found and not large:
         raise ShrinkError(
@@ -108,8 +115,6 @@ class _Recipe:
     keep_head_dim: bool = False
     vocabulary: bool = True
     max_parameters: int = MAX_PARAMETERS
-    last_resort: bool = False
-    """Only for configs of which no recipe before gave a small form."""
     rest: bool = False
     layers: int | None = None
     """Number of layers, where it is not as many as show every kind."""
@@ -122,9 +127,9 @@ _RECIPES = (
     _Recipe("depth", width=False),
     _Recipe("heads", depth=False, keep_head_dim=True),
     _Recipe("unchanged", depth=False, width=False, vocabulary=False),
-    _Recipe("every size", rest=True, last_resort=True),
-    _Recipe("every size but the head size", keep_head_dim=True, rest=True, last_resort=True),
-    _Recipe("heads and head size, more layers", layers=MAX_DEPTH, last_resort=True),
+    _Recipe("every size", rest=True),
+    _Recipe("every size but the head size", keep_head_dim=True, rest=True),
+    _Recipe("heads and head size, more layers", layers=MAX_DEPTH),
 )
 
 _EXPERTS = re.compile(r"(num_|n_|moe_num_)(local_|routed_)?experts")
@@ -243,7 +248,8 @@ def _cut_sounds(node: PreTrainedConfig) -> None:
             setattr(node, name, AUDIO_POSITIONS)
 
 
-def _counts_image_features(nodes: list[PreTrainedConfig]) -> bool:
+def _counted(nodes: list[PreTrainedConfig]) -> bool:
+    """Whether a number of image features stands in the config."""
     return any(_IMAGE_TOKENS.fullmatch(name) for node in nodes for name, _ in integer_fields(node))
 
 
@@ -252,34 +258,60 @@ def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
     owners = [node for node in nodes if "image_size" in vars(node)]
     if len(owners) != 1 or any(name.startswith(("patch", "tubelet")) for name in vars(owners[0])):
         return
-    size = owners[0].image_size
-    sides = list(size) if isinstance(size, list | tuple) else [size]
-    if not all(is_integer(side) for side in sides):
-        return
+    sides = _numbers(owners[0].image_size)
     factor = 1
-    while all(side % (2 * factor) == 0 and side // (2 * factor) >= IMAGE_SIDE for side in sides):
+    while sides and all(side % (2 * factor) == 0 and side // (2 * factor) >= IMAGE_SIDE for side in sides):
         factor *= 2
-    small = [side // factor for side in sides]
-    owners[0].image_size = type(size)(small) if isinstance(size, list | tuple) else small[0]
+    if factor > 1:
+        owners[0].image_size = _divided(owners[0].image_size, factor)
 
 
 def _cut_images(nodes: list[PreTrainedConfig]) -> None:
     """Large images become smaller by a power of two a side, and what counts their features follows."""
     for node in nodes:
-        size, patch = vars(node).get("image_size"), vars(node).get("patch_size")
-        if not is_integer(size) or not is_integer(patch) or "depths" in vars(node):
+        sides, patch = _numbers(vars(node).get("image_size")), _patch_side(node)
+        if not sides or not patch or "depths" in vars(node):
             continue
         factor = 1
-        while size % (2 * factor * patch) == 0 and size // (2 * factor * patch) >= PATCHES_PER_SIDE:
+        while all(
+            side % (2 * factor * patch) == 0 and side // (2 * factor * patch) >= PATCHES_PER_SIDE for side in sides
+        ):
             factor *= 2
-        if factor == 1:
-            if size // patch >= 2 * PATCHES_PER_SIDE and not _counts_image_features(nodes):
-                node.image_size = PATCHES_PER_SIDE * patch
-            continue
-        node.image_size = size // factor
-        if vars(node).get("image_embedding_size") == size // patch:
-            node.image_embedding_size = size // factor // patch
-        for other in nodes:
-            for name, value in integer_fields(other):
-                if _IMAGE_TOKENS.fullmatch(name) and value % factor**2 == 0:
-                    setattr(other, name, value // factor**2)
+        if factor > 1:
+            node.image_size = _divided(node.image_size, factor)
+            _cut_features(nodes, node, sides[0] // patch, factor)
+        elif is_integer(node.image_size) and min(sides) // patch >= 2 * PATCHES_PER_SIDE and not _counted(nodes):
+            node.image_size = PATCHES_PER_SIDE * patch
+
+
+def _patch_side(node: PreTrainedConfig) -> int:
+    """Pixels from one patch to the next, 0 if the config does not say so."""
+    for name in ("patch_stride", "patch_size"):
+        if numbers := _numbers(vars(node).get(name)):
+            return max(numbers)
+    return 0
+
+
+def _numbers(value: Any) -> list[int]:
+    """A side, or a list of sides; empty if it is neither."""
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    return numbers if all(is_integer(number) for number in numbers) else []
+
+
+def _divided(value: Any, factor: int) -> Any:
+    """An integer, or integers in lists, as parts of `factor`."""
+    return type(value)(_divided(item, factor) for item in value) if isinstance(value, list | tuple) else value // factor
+
+
+def _cut_features(nodes: list[PreTrainedConfig], node: PreTrainedConfig, side: int, factor: int) -> None:
+    """Follow an image of `node` that had `side` patches a side and has a `factor` less."""
+    if vars(node).get("image_embedding_size") == side:
+        node.image_embedding_size = side // factor
+    for other in nodes:
+        for name, value in list(vars(other).items()):
+            if name.endswith("feature_sizes") and isinstance(value, list | tuple):
+                sizes = [number for size in value for number in _numbers(size)]
+                if sizes and all(number % factor == 0 for number in sizes):
+                    setattr(other, name, _divided(value, factor))
+            elif is_integer(value) and _IMAGE_TOKENS.fullmatch(name) and value % factor**2 == 0:
+                setattr(other, name, value // factor**2)

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from memopt.walk.config import integer_fields, is_integer
+from memopt.walk.config import integer_fields, is_integer, standard_name
 
 TABLE = 512
 RANK = 64
@@ -37,7 +37,7 @@ _WIDTH = re.compile(
 _NO_WIDTH = re.compile(
     r".*(image|patch|position|window|kernel|length|stride|chunk|crop|batch|head_dim|label|mel|num_lat|input|feature|downsampl|samples|sampling|conv).*"
 )
-_GROUPS = re.compile(r".*groups")
+_FOLLOWS = re.compile(r".*groups|.*_features")
 _RATES = re.compile(r".*(up|down)sampl.*(ratios|rates|factors)")
 _FIRST_WIDTH = re.compile(r".*filters|base_(channels|dim)")
 _MULTIPLIERS = re.compile(r".*mult(iplier)?s?")
@@ -51,14 +51,16 @@ def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links:
     pairs = list(zip(nodes, before, strict=True))
     for node, old in pairs:
         if not _cut_coefficients(node, old, links):
-            _cut_width_lists(node, links)
+            _cut_width_lists(node, old, links)
     for node, old in pairs:
         counted = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)}
+        # Outputs of a backbone are named after its layers: `memopt.walk.shrink_depth` cuts both.
+        staged = standard_name(node, "num_hidden_layers") if "stage_names" in vars(node) else ""
         for name, value in integer_fields(node):
-            if old.get(name) == value:
+            if old.get(name) == value and name != staged:
                 setattr(node, name, _smaller(name, value, links, _target(name, node), counted))
     for node in nodes:
-        _follow_groups(node, links)
+        _follow_widths(node, links)
         _follow_parts(node)
 
 
@@ -120,8 +122,11 @@ def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[i
     return found
 
 
-def _cut_width_lists(node: PreTrainedConfig, links: dict[int, int]) -> None:
-    """Widths of stages shrink by one power of two, as far as each stays a multiple of its heads and of 4."""
+def _cut_width_lists(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> None:
+    """Widths of stages shrink by one power of two, as far as each stays a multiple of its heads and of 4.
+
+    A hidden size that is the first stage's width stays that.
+    """
     lists = {
         name: list(value)
         for name, value in vars(node).items()
@@ -147,6 +152,9 @@ def _cut_width_lists(node: PreTrainedConfig, links: dict[int, int]) -> None:
     for name, widths in lists.items():
         setattr(node, name, type(vars(node)[name])(width // factor for width in widths))
         links.update({width: width // factor for width in widths if width // factor and width > WIDTH})
+        hidden = standard_name(node, "hidden_size")
+        if old.get(hidden) == widths[0]:
+            setattr(node, hidden, widths[0] // factor)
 
 
 def _divides(factor: int, widths: list[int], multiples: list[list[int]]) -> bool:
@@ -157,10 +165,10 @@ def _divides(factor: int, widths: list[int], multiples: list[list[int]]) -> bool
     return all(width % (factor * unit) == 0 for width, unit in zip(widths, units, strict=True))
 
 
-def _follow_groups(node: PreTrainedConfig, links: dict[int, int]) -> None:
-    """A convolution with a group a channel keeps one."""
+def _follow_widths(node: PreTrainedConfig, links: dict[int, int]) -> None:
+    """A convolution with a group a channel keeps one, and so on: what is told by its name to follow another width."""
     for name, value in integer_fields(node):
-        if _GROUPS.fullmatch(name) and value in links:
+        if _FOLLOWS.fullmatch(name) and value in links:
             setattr(node, name, links[value])
 
 

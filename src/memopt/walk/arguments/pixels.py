@@ -6,7 +6,7 @@ import torch
 
 from memopt.walk.arguments.request import BATCH, Request
 
-_SIDES = ("image_size", "img_size", "input_size")
+_SIDES = ("image_size", "img_size", "max_img_size", "input_size")
 _MERGES = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
 #: Patches a side of an image whose size is told.
 _FEW_PATCHES = 8
