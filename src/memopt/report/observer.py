@@ -137,6 +137,10 @@ class _Slot:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    def keep(self, tensor: Tensor) -> None:
+        """Hold a copy instead (`memopt.saved.pinned`)."""
+        self.tensor = tensor
+
 
 class _FunctionNames(TorchFunctionMode):
     """Remembers the name of the outermost torch function that is running."""

@@ -30,8 +30,8 @@ class Rule:
     """Whether this very node saved all that `remake` reads."""
     family: str
     """The group that a recipe switches: ``norm``, ``activation`` or ``gated_mlp``."""
-    of_casts_only: bool = False
-    """The node keeps its output itself: only what was cast from it need not be kept."""
+    of_copies_only: bool = False
+    """The node keeps its output itself: only what was cast from it, or copied into another layout, need not be kept."""
 
 
 RULES: dict[str, Rule] = {}
@@ -126,7 +126,7 @@ def _clamp(node: Node) -> Tensor:
 
 @recomputable("GluBackward0", "activation")
 def _glu(node: Node) -> Tensor:
-    return F.glu(node._saved_self, _signed(node._saved_dim))
+    return F.glu(node._saved_self, signed(node._saved_dim))
 
 
 @recomputable("PowBackward0", "activation")
@@ -134,9 +134,14 @@ def _power(node: Node) -> Tensor:
     return torch.pow(node._saved_self, node._saved_exponent)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """A saved dimension as it was given: nodes show negative ones as huge positive ones."""
     return number - 2**64 if number >= 2**63 else number
+
+
+def _kept_output(node: Node) -> Tensor:
+    output: Tensor = node._saved_output
+    return output
 
 
 def _kept_result(node: Node) -> Tensor:
@@ -146,4 +151,10 @@ def _kept_result(node: Node) -> Tensor:
 
 #: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
 for _name in ("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0"):
-    RULES[_name] = Rule(_kept_result, lambda node: True, "activation", of_casts_only=True)
+    RULES[_name] = Rule(_kept_result, lambda node: True, "activation", of_copies_only=True)
+
+#: Attention keeps its output in the layout of the queries; the linear behind it keeps a copy in its own layout.
+for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu"):
+    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
+        _kept_output, lambda node: True, "activation", of_copies_only=True
+    )

@@ -22,14 +22,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.saved.copies import Step, below_copies, done_again
+from memopt.saved.pinned import PinnedStorages
 from memopt.saved.rules import RULES, Node, Rule
 
 _METADATA_KEY = "memopt"
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
-_CAST_NODE = "ToCopyBackward0"
 #: Under these names nodes of PyTorch's own show the hooks of the tensors that the rules read.
-_RAW_SAVED = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result")
+_RAW_SAVED = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw_saved_output")
 ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 
 
@@ -46,6 +47,7 @@ class RecomputeScope:
     def __init__(self, families: frozenset[str] = ALL_FAMILIES) -> None:
         self._families = families
         self._hooks: saved_tensors_hooks | None = None
+        self._pinned: PinnedStorages | None = None
 
     def __enter__(self) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -58,19 +60,24 @@ class RecomputeScope:
             if outer[0].families == self._families:
                 return
             outer = outer[0].outer
-        self._hooks = saved_tensors_hooks(_Pack(self._families, outer), _unpack)
+        pack = _Pack(self._families, outer)
+        self._pinned = pack.pinned
+        self._hooks = saved_tensors_hooks(pack, _unpack)
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._hooks is not None:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(*error)
+        if self._pinned is not None:
+            pinned, self._pinned = self._pinned, None
+            pinned.settle()
 
 
 class _Pack:
     """The pack hook of one scope."""
 
-    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "_start", "families", "outer")
+    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "_start", "families", "outer", "pinned")
 
     def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.families, self.outer = families, outer
@@ -81,6 +88,8 @@ class _Pack:
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
+        # What a foreign hook keeps is its own affair.
+        self.pinned = None if restricted else PinnedStorages()
         autograd: Any = torch._C._autograd
         self._start: int = autograd._get_sequence_nr()
         self._first_node = self._start if restricted else -1
@@ -91,13 +100,14 @@ class _Pack:
             base = tensor
         node: Node = base.grad_fn
         if node is not None and tensor._version == 0 and _is_plain_view(tensor, base):
-            source, casts = _below_casts(node)
+            source, steps, copied = below_copies(node)
             rule = RULES.get(source.name()) if source is not None else None
-            if rule is not None and (casts or not rule.of_casts_only) and self._applies(rule, source):
-                return Handle(source, rule, casts, tensor, base)
-        if self._outer_pack is not None:
-            return _Forwarded(self._outer_pack(tensor), self._outer_unpack)
-        return _Kept(tensor)
+            if rule is not None and (copied or not rule.of_copies_only) and self._applies(rule, source):
+                return Handle(source, rule, steps, tensor, base)
+        holder = _Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)
+        if self.pinned is not None and hasattr(holder, "keep") and type(tensor) in _PLAIN_TYPES:
+            self.pinned.saved(holder, tensor)
+        return holder if self._outer_pack is None else _Forwarded(holder, self._outer_unpack)
 
     def _applies(self, rule: Rule, node: Node) -> bool:
         number = node._sequence_nr()
@@ -128,15 +138,6 @@ def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
     )
 
 
-def _below_casts(node: Node) -> tuple[Node, tuple[torch.dtype, ...]]:
-    """The node that made what was cast, and the dtypes it was cast to, in order. Autocast and adapters cast."""
-    casts: tuple[torch.dtype, ...] = ()
-    while node is not None and node.name() == _CAST_NODE:
-        casts = (node._input_metadata[0].dtype, *casts)
-        node = node.next_functions[0][0]
-    return node, casts
-
-
 def _unpack(packed: Handle | _Kept | _Forwarded) -> Tensor:
     return packed.unpack()
 
@@ -144,22 +145,24 @@ def _unpack(packed: Handle | _Kept | _Forwarded) -> Tensor:
 class _Kept:
     """A tensor kept as it is. Hooks switch autograd's own version check off, so it is made here."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("__weakref__", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         # A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. A leaf is
         # kept itself, because sharded training may exchange its data between forward and backward.
-        self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version
+        self.keep(tensor if tensor.is_leaf else tensor.detach())
+
+    def keep(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, tensor._version
 
     def unpack(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if self.tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
                 f"expected version {self._version} instead."
             )
-        return self._tensor
+        return self.tensor
 
 
 class _Forwarded:
@@ -207,7 +210,7 @@ class _Remade:
     def __init__(self) -> None:
         self.holders = 0
         self.served = 0
-        self.values: dict[tuple[torch.dtype, ...], Tensor] = {}
+        self.values: dict[tuple[Step, ...], Tensor] = {}
 
     def release(self, *_: object) -> None:
         self.served = 0
@@ -217,10 +220,10 @@ class _Remade:
 class Handle:
     """Stands for a tensor that `node` can make again."""
 
-    __slots__ = ("_base_stride", "_casts", "_device", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+    __slots__ = ("_base_stride", "_device", "_node", "_offset", "_remade", "_rule", "_size", "_steps", "_stride")
 
-    def __init__(self, node: Node, rule: Rule, casts: tuple[torch.dtype, ...], tensor: Tensor, base: Tensor) -> None:
-        self._node, self._rule, self._casts = node, rule, casts
+    def __init__(self, node: Node, rule: Rule, steps: tuple[Step, ...], tensor: Tensor, base: Tensor) -> None:
+        self._node, self._rule, self._steps = node, rule, steps
         self._size, self._stride, self._device = tensor.size(), tensor.stride(), tensor.device
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._base_stride = base.stride()
@@ -234,9 +237,9 @@ class Handle:
 
     def unpack(self) -> Tensor:
         remade = self._remade
-        value = remade.values.get(self._casts)
+        value = remade.values.get(self._steps)
         if value is None:
-            value = remade.values[self._casts] = self._make()
+            value = remade.values[self._steps] = self._make()
         remade.served += 1
         if remade.served >= remade.holders:
             remade.release()
@@ -252,8 +255,8 @@ class Handle:
                     value = self._rule.remake(self._node)
             finally:
                 _remaking.depth -= 1
-        for dtype in self._casts:
-            value = value.to(dtype)
+        for step in self._steps:
+            value = done_again(value, step)
         value = value.to(self._device)
         if value.stride() != self._base_stride:
             value = torch.empty_strided(value.size(), self._base_stride, dtype=value.dtype, device=value.device).copy_(

@@ -237,7 +237,7 @@ def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = copy.module.forward(*given)
-        return max(kept.values(), default=0) >= y.numel()
+        return bool(max(kept.values(), default=0) >= y.numel())
     finally:
         copy.module.double()
 

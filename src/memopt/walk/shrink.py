@@ -40,6 +40,8 @@ TINY_PARAMETERS = 2_000_000
 VOCABULARY = 512
 EXPERTS = 8
 WINDOW = 8
+CHUNK = 16
+"""Tokens that a state-space layer takes at a time: shorter texts are padded to them."""
 AUDIO_POSITIONS = 64
 PATCHES_PER_SIDE = 8
 IMAGE_SIDE = 128
@@ -138,6 +140,7 @@ TOKEN_ID = re.compile(r".*(_token|_token_ids?|_token_index|_ids?)")
 _IMAGE_TOKENS = re.compile(r"mm_tokens_per_image|image_(seq_length|token_num|tokens)|num_image_tokens")
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _WINDOW = re.compile(r"sliding_window(_size)?|attention_chunk_size")
+_CHUNK = re.compile(r"(mamba_|ssm_)?chunk_size")
 
 
 def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
@@ -238,8 +241,9 @@ def _tokens(value: Any) -> list[int]:
 
 def _cut_windows(node: PreTrainedConfig) -> None:
     for name, value in integer_fields(node):
-        if _WINDOW.fullmatch(name) and value > WINDOW:
-            setattr(node, name, WINDOW)
+        for pattern, size in ((_WINDOW, WINDOW), (_CHUNK, CHUNK)):
+            if pattern.fullmatch(name) and value > size:
+                setattr(node, name, size)
 
 
 def _cut_sounds(node: PreTrainedConfig) -> None:

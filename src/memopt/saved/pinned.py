@@ -1,0 +1,105 @@
+"""Views that hold on to a much larger storage: the values alone of a fused query-key-value projection, say.
+
+Autograd keeps a view together with the whole storage behind it. Where rotary embeddings make new queries and keys of a
+fused projection, the view that attention keeps, the values, pins all three. Once nobody but autograd refers to such a
+storage, the views that are kept are copied and the storage is let go: same values, same order of strides, less memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: What is copied has to be at most this part of its storage.
+LARGEST_PART = 0.75
+#: Storages that are watched at a time; the oldest is forgotten. One layer has one or two of them.
+WATCHED = 8
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class Holder(Protocol):
+    """What autograd holds in the place of a saved tensor; can be weakly referenced."""
+
+    tensor: Tensor
+    """An alias of the saved tensor that only the holder refers to."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold `tensor`, which has the same values, instead."""
+
+
+@dataclass
+class _Watched:
+    nbytes: int
+    holders: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
+    """With the version of the tensor when it was saved."""
+
+    def living(self) -> Iterator[tuple[Holder, int]]:
+        for reference, version in self.holders:
+            holder = reference()
+            if holder is not None:
+                yield holder, version
+
+
+class PinnedStorages:
+    """Storages of which autograd keeps small views; `settle` copies the views where that frees the storage."""
+
+    __slots__ = ("_watched",)
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+
+    def saved(self, holder: Holder, tensor: Tensor) -> None:
+        """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
+        if _use_count is None or tensor.is_leaf or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if self._watched and (len(self._watched) > 1 or address not in self._watched):
+            self.settle(but=address)
+        if tensor.numel() * tensor.element_size() > LARGEST_PART * nbytes:
+            return
+        watched = self._watched.get(address)
+        if watched is None or watched.nbytes != nbytes:
+            watched = self._watched[address] = _Watched(nbytes)
+            if len(self._watched) > WATCHED:
+                del self._watched[next(iter(self._watched))]
+        watched.holders.append((weakref.ref(holder), tensor._version))
+
+    def settle(self, but: int = 0) -> None:
+        """Copy the views of every watched storage that nobody else refers to any more, but of the one at `but`."""
+        for address in [address for address in self._watched if address != but]:
+            if _is_settled(address, list(self._watched[address].living())):
+                del self._watched[address]
+
+
+def _is_settled(address: int, holders: list[tuple[Holder, int]]) -> bool:
+    """Whether the storage at `address` needs no more watching; its views may have been copied."""
+    assert _use_count is not None
+    if not holders:
+        return True
+    storage = holders[0][0].tensor.untyped_storage()
+    if storage._cdata != address:
+        return True
+    # One reference is `storage` here, one each of the holders' own aliases.
+    if _use_count(address) > 1 + len(holders):
+        return False
+    views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
+    nbytes = sum(view.numel() * view.element_size() for view in views.values())
+    # What was changed in place must still be found out by whoever holds it.
+    unchanged = all(holder.tensor._version == version for holder, version in holders)
+    if unchanged and nbytes <= LARGEST_PART * storage.nbytes():
+        with torch.no_grad():
+            copies = {key: view.clone() for key, view in views.items()}
+        for holder, _ in holders:
+            holder.keep(copies[_view(holder.tensor)].detach())
+    return True
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
