@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -156,18 +157,52 @@ def test_a_large_part_is_not_worth_a_copy(kept: int, copied: bool) -> None:
     assert (live_bytes(lambda: run(False)) > live_bytes(lambda: run(True))) == copied
 
 
+class _Keeper:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def keep(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def test_many_storages_do_not_pile_up() -> None:
     pins = pinned.PinnedStorages()
     tensors = [torch.randn(4, 4, requires_grad=True) * 1.0 for _ in range(3 * pinned.WATCHED)]
 
-    class Keeper:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-
-        def keep(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-
-    keepers = [Keeper(tensor[:1].detach()) for tensor in tensors]
+    keepers = [_Keeper(tensor[:1].detach()) for tensor in tensors]
     for keeper, tensor in zip(keepers, tensors, strict=True):
         pins.saved(keeper, tensor[:1])
     assert len(pins._watched) == pinned.WATCHED
+
+
+def test_what_a_function_of_somebody_else_keeps_has_the_strides_it_had() -> None:
+    strides: list[tuple[int, ...]] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            strides.append(x.stride())
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            strides.append(ctx.saved_tensors[0].stride())
+            return 2 * ctx.saved_tensors[0] * dy
+
+    weight = torch.randn(WIDTH, 4 * WIDTH, requires_grad=True)
+    with RecomputeScope():
+        y = Square.apply((torch.randn(TOKENS, WIDTH) @ weight)[:, :WIDTH]) * 2.0
+        loss = y.square().sum()
+    loss.backward()
+    assert strides == [(4 * WIDTH, 1)] * 2
+
+
+def test_the_order_of_strides_stays() -> None:
+    pins = pinned.PinnedStorages()
+    base = torch.randn(4, 5, 6, requires_grad=True) * 1.0
+    keeper = _Keeper(base[:, :2].permute(2, 0, 1).detach())
+    pins.saved(keeper, base[:, :2].permute(2, 0, 1))
+    del base
+    pins.settle()
+    assert keeper.tensor.stride() == (1, 12, 6)

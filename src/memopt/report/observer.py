@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from memopt.report.storages import storages
+from memopt.saved.pinned import APPLY
 
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
@@ -177,7 +176,7 @@ def _saver(frame: Any) -> str:
     for _ in range(6):
         if frame is None:
             break
-        if frame.f_code is _APPLY:
+        if frame.f_code is APPLY:
             function = frame.f_locals["cls"]
             return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(function.__name__)
         if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:

@@ -3,22 +3,31 @@
 Autograd keeps a view together with the whole storage behind it. Where rotary embeddings make new queries and keys of a
 fused projection, the view that attention keeps, the values, pins all three. Once nobody but autograd refers to such a
 storage, the views that are kept are copied and the storage is let go: same values, same order of strides, less memory.
+
+Operations of PyTorch itself take any strides. A `torch.autograd.Function` (a compiled region, somebody's kernel) may
+count on those that it saved, so what such a function keeps is left as it is.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 #: What is copied has to be at most this part of its storage.
 LARGEST_PART = 0.75
 #: Storages that are watched at a time; the oldest is forgotten. One layer has one or two of them.
 WATCHED = 8
+
+#: The code that is running while a function of `torch.autograd.Function` saves its tensors.
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -36,6 +45,8 @@ class Holder(Protocol):
 @dataclass
 class _Watched:
     nbytes: int
+    stream: object
+    """The stream that the views were made on: nothing says that another one may read them yet."""
     holders: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
     """With the version of the tensor when it was saved."""
 
@@ -58,15 +69,17 @@ class PinnedStorages:
         """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
         if _use_count is None or tensor.is_leaf or tensor.layout is not torch.strided:
             return
+        if _saves_for_a_function(sys._getframe(1).f_back):
+            return
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()
         if self._watched and (len(self._watched) > 1 or address not in self._watched):
             self.settle(but=address)
         if tensor.numel() * tensor.element_size() > LARGEST_PART * nbytes:
             return
-        watched = self._watched.get(address)
-        if watched is None or watched.nbytes != nbytes:
-            watched = self._watched[address] = _Watched(nbytes)
+        watched, stream = self._watched.get(address), _stream(tensor)
+        if watched is None or (watched.nbytes, watched.stream) != (nbytes, stream):
+            watched = self._watched[address] = _Watched(nbytes, stream)
             if len(self._watched) > WATCHED:
                 del self._watched[next(iter(self._watched))]
         watched.holders.append((weakref.ref(holder), tensor._version))
@@ -74,20 +87,22 @@ class PinnedStorages:
     def settle(self, but: int = 0) -> None:
         """Copy the views of every watched storage that nobody else refers to any more, but of the one at `but`."""
         for address in [address for address in self._watched if address != but]:
-            if _is_settled(address, list(self._watched[address].living())):
+            if _is_settled(address, self._watched[address]):
                 del self._watched[address]
 
 
-def _is_settled(address: int, holders: list[tuple[Holder, int]]) -> bool:
+def _is_settled(address: int, watched: _Watched) -> bool:
     """Whether the storage at `address` needs no more watching; its views may have been copied."""
     assert _use_count is not None
+    holders = list(watched.living())
     if not holders:
         return True
-    storage = holders[0][0].tensor.untyped_storage()
+    first = holders[0][0].tensor
+    storage = first.untyped_storage()
     if storage._cdata != address:
         return True
     # One reference is `storage` here, one each of the holders' own aliases.
-    if _use_count(address) > 1 + len(holders):
+    if _use_count(address) > 1 + len(holders) or _stream(first) != watched.stream:
         return False
     views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
     nbytes = sum(view.numel() * view.element_size() for view in views.values())
@@ -99,6 +114,16 @@ def _is_settled(address: int, holders: list[tuple[Holder, int]]) -> bool:
         for holder, _ in holders:
             holder.keep(copies[_view(holder.tensor)].detach())
     return True
+
+
+def _saves_for_a_function(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code is APPLY
+
+
+def _stream(tensor: Tensor) -> object:
+    if tensor.device.type in ("cpu", "meta") or isinstance(tensor, FakeTensor):
+        return None
+    return torch.accelerator.current_stream(tensor.device)
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
