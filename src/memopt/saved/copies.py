@@ -37,7 +37,9 @@ def below_copies(node: Node) -> tuple[Node, tuple[Step, ...], bool]:
             steps.append(("permute", tuple(map(signed, node._saved_dims))))
         else:
             break
-        node = node.next_functions[0][0]
+        node, output = node.next_functions[0]
+        if output:  # rules speak of first outputs
+            return None, (), copied
     return node, tuple(reversed(steps)), copied
 
 

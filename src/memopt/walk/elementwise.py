@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.kernels.formulas import ACTIVATIONS
-from memopt.walk.isolate import Isolated, isolate, signature
+from memopt.walk import stand_ins
+from memopt.walk.isolate import Isolated, isolate, signature, with_stand_ins
 from memopt.walk.precision import Float64Mode
 
 _AGREES = 1e-7
@@ -32,19 +33,56 @@ class ActivationProbe:
     """Running it again gives the same values, in train mode too, and leaves its input alone."""
     parameters: bool = False
     """It has scalar parameters of its own."""
+    linear: str | None = None
+    """Child whose output it is a function of, where the module runs a linear first."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
-    """The nonlinearity that `module` computes; None when it has children, large parameters or is not elementwise."""
-    if next(module.children(), None) is not None or any(parameter.numel() > 1 for parameter in module.parameters()):
-        return None
-    if cache is None:
-        return _probe(module)
-    key = ("activation", signature(module))
+    """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters.
+
+    A module with one child, a linear, counts if its output is an elementwise function of the linear's, and one of
+    several operations: what a single operation keeps is the linear's output, whoever calls it.
+    """
+    linear = _only_linear(module)
+    if linear is None:
+        small = all(parameter.numel() <= 1 for parameter in module.parameters())
+        if next(module.children(), None) is not None or not small:
+            return None
+    cache = {} if cache is None else cache
+    key = ("activation", linear, signature(module))
     if key not in cache:
-        cache[key] = _probe(module)
+        cache[key] = _probe(module) if linear is None else _probe_behind(module, linear)
     result: ActivationProbe | None = cache[key]
     return result
+
+
+def _only_linear(module: nn.Module) -> str | None:
+    """Name of the only child of a module without parameters of its own, if that is a linear."""
+    children = dict(module.named_children())
+    own = [tensor for group in (module._parameters, module._buffers) for tensor in group.values() if tensor is not None]
+    if len(children) != 1 or own:
+        return None
+    ((name, child),) = children.items()
+    weight = getattr(child, "weight", None)
+    return name if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _probe_behind(module: nn.Module, linear: str) -> ActivationProbe | None:
+    """The function of its linear's output that `module` computes, if that is all it computes."""
+    probe = _probe(with_stand_ins(module, {linear: nn.Identity()}))
+    if probe is None or probe.operations == 1 or not probe.replays:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    stand_in = stand_ins.linear(6, 5, generator)
+    with torch.no_grad():
+        z = stand_in(x)
+    for training in (False, True):
+        expected = stand_ins.run(module, {linear: nn.Identity()}, lambda alone: alone(z), training=training)
+        actual = stand_ins.run(module, {linear: stand_in}, lambda alone: alone(x), training=training)
+        if expected is None or actual is None or not torch.equal(expected, actual):
+            return None
+    return replace(probe, linear=linear)
 
 
 def _probe(module: nn.Module) -> ActivationProbe | None:

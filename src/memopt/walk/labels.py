@@ -282,7 +282,7 @@ class Labels:
 
 
 def _site(name: str, probe: ActivationProbe) -> ActivationSite:
-    return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters)
+    return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters, probe.linear)
 
 
 def _drop_probability(call: OpCall) -> float | None:

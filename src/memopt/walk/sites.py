@@ -126,6 +126,8 @@ class ActivationSite:
     """False for a module that is random, depends on train mode or writes into its input: it cannot be run twice."""
     parameters: bool = False
     """Whether the module has scalar parameters of its own."""
+    linear: str | None = None
+    """Child, a linear, whose output the module is a function of; None where it is a function of what it is given."""
     source: str | None = None
     """Weight of the linear whose output it reads, if that is what it reads."""
     next_linear: str | None = None
