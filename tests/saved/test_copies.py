@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memopt.report.account import live_bytes
 from memopt.saved import RecomputeScope
@@ -59,18 +61,104 @@ def test_attention_that_is_in_the_layout_already_is_kept_once() -> None:
     assert live_bytes(lambda: run(False)[0]) == live_bytes(lambda: run(True)[0])
 
 
-def test_an_activation_that_is_transposed_and_copied_is_made_again() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
-    weight = torch.randn(TOKENS, WIDTH, requires_grad=True)
+Program = Callable[[], Tensor]
 
-    def run(scoped: bool) -> Tensor:
-        with RecomputeScope() if scoped else nullcontext():
-            return F.gelu(x * 2.0).transpose(1, 2).contiguous() @ weight
 
-    assert live_bytes(lambda: run(True)) < live_bytes(lambda: run(False))
-    expected, actual = (torch.autograd.grad(run(scoped).square().sum(), [x, weight]) for scoped in (False, True))
-    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+def _agrees(run: Program, parameters: list[Tensor]) -> bool:
+    """Whether gradients inside a scope are those outside, to the last bit."""
+    expected = torch.autograd.grad(run(), parameters)
+    with RecomputeScope():
+        loss = run()
+    return all(torch.equal(a, b) for a, b in zip(expected, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def test_copies_in_two_layouts_are_two() -> None:
+    a, v, w = leaves = _leaves((6, 5), (6, 3), (6, 3))
+
+    def run() -> Tensor:
+        x = a.t().sigmoid()
+        y, z = x.contiguous(), x.clone()
+        return (y @ v).sum() + (z @ w).sin().sum()
+
+    assert _agrees(run, leaves)
+
+
+def test_casts_in_two_layouts_are_two() -> None:
+    a, v, w = leaves = _leaves((2, 3, 4, 5), (2, 3, 4, 5), (2, 3, 4, 5))
+
+    def run() -> Tensor:
+        x = F.silu(a)
+        y, z = x.double(), x.to(torch.float64, memory_format=torch.channels_last)
+        return (y * v).sum() + (z * w).sin().sum()
+
+    assert _agrees(run, leaves)
+
+
+def test_what_is_cast_and_what_is_not_is_made_once() -> None:
+    a, v, w = leaves = _leaves((6, 5), (6, 5), (6, 5))
+
+    def run() -> Tensor:
+        x = F.gelu(a)
+        return (x * v).sum() + (x.double() * w).sum()
+
+    assert _agrees(run, leaves)
+
+
+@pytest.mark.parametrize("copied", [torch.clone, lambda x: x.t().contiguous().t()])
+def test_a_tensor_that_was_changed_behind_autograds_back_before_its_clone(copied: Callable[[Tensor], Tensor]) -> None:
+    a, b, w = leaves = _leaves((6, 5), (6, 5), (5, 3))
+
+    def run() -> Tensor:
+        x = (a * 1) * (b * 1)
+        with torch.no_grad():
+            x.mul_(2)
+        return (copied(x) @ w).sin().sum()
+
+    assert _agrees(run, leaves)
+
+
+class WritesIntoWhatItKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return dy * x.cos_()
+
+
+def test_a_clone_that_a_function_may_write_into_is_its_own() -> None:
+    leaves = _leaves((6, 5))
+    assert _agrees(lambda: WritesIntoWhatItKept.apply(torch.sigmoid(leaves[0]).clone()).sum(), leaves)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_was_checkpointed_before_the_scope_is_read_as_it_is(use_reentrant: bool) -> None:
+    a, w = leaves = _leaves((2, 3, 7, 8), (24, 3))
+    stock = checkpoint(_attend, a, use_reentrant=use_reentrant).transpose(1, 2).reshape(2, 7, 24) @ w
+    expected = _grad(stock, leaves)
+    attended = checkpoint(_attend, a, use_reentrant=use_reentrant)
+    with RecomputeScope():
+        y = attended.transpose(1, 2).reshape(2, 7, 24) @ w
+    assert all(torch.equal(one, other) for one, other in zip(expected, _grad(y, leaves), strict=True))
+
+
+def _attend(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x * 1.0, x, x)
+
+
+def _grad(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    for leaf in leaves:
+        leaf.grad = None
+    y.sum().backward()
+    return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
 
 
 def test_a_copy_that_is_changed_in_place_is_kept() -> None:

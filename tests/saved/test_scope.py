@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from memopt.kernels.norm import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
 
 
@@ -463,3 +464,22 @@ def test_a_checkpoint_around_the_producer_alone_works(producer, use_reentrant):
     with RecomputeScope():
         loss = forward().square().sum()
     assert same(stock, gradients(modules, loss, x))
+
+
+def test_one_scope_that_is_entered_twice_is_left_twice():
+    scope = RecomputeScope()
+    with scope, torch.autograd.graph.save_on_cpu(), scope:
+        pass
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_node_that_backward_has_been_through_is_no_source():
+    x = torch.randn(6, 8, requires_grad=True)
+    readers = [torch.randn(8, 3, requires_grad=True) for _ in range(2)]
+    with RecomputeScope():
+        h = ms_norm(x, torch.ones(8, requires_grad=True), None, NormSpec("rms", 1e-5), x.dtype)
+        h.sum().backward()
+        losses = [(h @ reader).sum() for reader in readers]
+    for loss, reader in zip(losses, readers, strict=True):
+        (gradient,) = torch.autograd.grad(loss, reader)
+        torch.testing.assert_close(gradient, h.detach().sum(0)[:, None].expand(8, 3))

@@ -109,7 +109,6 @@ class SavedTensorObserver:
             self._slots.append((weakref.ref(slot), event))
             return slot
 
-        # memopt's own hooks are more careful under hooks that they do not know; these only look.
         pack.memopt_observer = True  # type: ignore[attr-defined]
         return pack
 
@@ -126,6 +125,10 @@ class SavedTensorObserver:
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._modules.pop()
+
+
+# memopt's own hooks are more careful under hooks that they do not know; these only look.
+SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 
 
 class _Slot:

@@ -69,7 +69,7 @@ class PinnedStorages:
         """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
         if _use_count is None or tensor.is_leaf or tensor.layout is not torch.strided:
             return
-        if _saves_for_a_function(sys._getframe(1).f_back):
+        if saves_for_a_function(sys._getframe(1).f_back):
             return
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()
@@ -116,7 +116,8 @@ def _is_settled(address: int, watched: _Watched) -> bool:
     return True
 
 
-def _saves_for_a_function(frame: FrameType | None) -> bool:
+def saves_for_a_function(frame: FrameType | None) -> bool:
+    """Whether a hook that was called from `frame` is given what a `torch.autograd.Function` saves."""
     return frame is not None and frame.f_code is APPLY
 
 

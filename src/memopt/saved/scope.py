@@ -12,6 +12,7 @@ saved. A tensor that was changed in place since (version > 0) is never replaced 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.saved.copies import Step, below_copies, done_again
-from memopt.saved.pinned import PinnedStorages
+from memopt.saved.copies import Source, Step, done_again, source_of
+from memopt.saved.pinned import PinnedStorages, saves_for_a_function
 from memopt.saved.rules import RULES, Node, Rule
 
 _METADATA_KEY = "memopt"
@@ -46,38 +47,40 @@ class RecomputeScope:
 
     def __init__(self, families: frozenset[str] = ALL_FAMILIES) -> None:
         self._families = families
-        self._hooks: saved_tensors_hooks | None = None
-        self._pinned: PinnedStorages | None = None
+        self._entered: list[tuple[saved_tensors_hooks, PinnedStorages | None] | None] = []
 
     def __enter__(self) -> None:
+        self._entered.append(self._enter())
+
+    def _enter(self) -> tuple[saved_tensors_hooks, PinnedStorages | None] | None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
+            return None
         autograd: Any = torch._C._autograd  # the hook stack has no public reader
         if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-            return
+            return None
         outer = autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and isinstance(outer[0], _Pack):
             if outer[0].families == self._families:
-                return
+                return None
             outer = outer[0].outer
         pack = _Pack(self._families, outer)
-        self._pinned = pack.pinned
-        self._hooks = saved_tensors_hooks(pack, _unpack)
-        self._hooks.__enter__()
+        hooks = saved_tensors_hooks(pack, _unpack)
+        hooks.__enter__()
+        return hooks, pack.pinned
 
     def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            hooks, self._hooks = self._hooks, None
+        entered = self._entered.pop()
+        if entered is not None:
+            hooks, pinned = entered
             hooks.__exit__(*error)
-        if self._pinned is not None:
-            pinned, self._pinned = self._pinned, None
-            pinned.settle()
+            if pinned is not None:
+                pinned.settle()
 
 
 class _Pack:
     """The pack hook of one scope."""
 
-    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "_start", "families", "outer", "pinned")
+    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "families", "outer", "pinned")
 
     def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.families, self.outer = families, outer
@@ -91,8 +94,7 @@ class _Pack:
         # What a foreign hook keeps is its own affair.
         self.pinned = None if restricted else PinnedStorages()
         autograd: Any = torch._C._autograd
-        self._start: int = autograd._get_sequence_nr()
-        self._first_node = self._start if restricted else -1
+        self._first_node: int = autograd._get_sequence_nr() if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Handle | _Kept | _Forwarded:
         base = tensor._base
@@ -100,10 +102,12 @@ class _Pack:
             base = tensor
         node: Node = base.grad_fn
         if node is not None and tensor._version == 0 and _is_plain_view(tensor, base):
-            source, steps, copied = below_copies(node)
-            rule = RULES.get(source.name()) if source is not None else None
-            if rule is not None and (copied or not rule.of_copies_only) and self._applies(rule, source):
-                return Handle(source, rule, steps, tensor, base)
+            source = source_of(node)
+            rule = RULES.get(source.node.name()) if source.node is not None else None
+            # A function of somebody's may write into what it alone holds, and a clone is its own.
+            own = not source.is_only_cast and saves_for_a_function(sys._getframe().f_back)
+            if rule is not None and not own and _is_followed(rule, source) and self._applies(rule, source.node):
+                return Handle(source, rule, tensor, base)
         holder = _Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)
         if self.pinned is not None and hasattr(holder, "keep") and type(tensor) in _PLAIN_TYPES:
             self.pinned.saved(holder, tensor)
@@ -113,17 +117,30 @@ class _Pack:
         number = node._sequence_nr()
         if rule.family not in self.families or number < self._first_node or not rule.keeps_enough(node):
             return False
-        # A node made inside this scope, but inside a foreign hook too (checkpointing of the node's module alone), has
-        # its tensors kept by that hook, which may give each back only once.
-        return number < self._start or _kept_by_a_scope(node)
+        # A node made inside a foreign hook too (checkpointing of the node's module alone) has its tensors kept by that
+        # hook, which may give each back only once.
+        return _kept_by_a_scope(node)
+
+
+def _is_followed(rule: Rule, source: Source) -> bool:
+    """Whether what was done to the output of a node with `rule` may be done again.
+
+    Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
+    then is an error; else nothing would tell, so only casts are followed, which autocast makes on the spot.
+    """
+    return source.is_copied if rule.of_copies_only else source.is_only_cast
 
 
 def _kept_by_a_scope(node: Node) -> bool:
-    """Whether the tensors that `node` saved passed through no hook but a scope's."""
-    saved = getattr(node, "_raw_saved_tensors", None) or [
-        getattr(node, name) for name in _RAW_SAVED if hasattr(node, name)
-    ]
-    return all(getattr(tensor, "unpack_hook", None) in (None, _unpack) for tensor in saved)
+    """Whether the tensors that `node` saved are there, and passed through no hook but a scope's or an observer's."""
+    try:
+        saved = getattr(node, "_raw_saved_tensors", None) or [
+            getattr(node, name) for name in _RAW_SAVED if hasattr(node, name)
+        ]
+        hooks = [getattr(tensor, "unpack_hook", None) for tensor in saved]
+    except RuntimeError:  # backward has been through it
+        return False
+    return all(hook in (None, _unpack) or getattr(hook, "memopt_observer", False) for hook in hooks)
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
@@ -202,6 +219,10 @@ class _Remaking(threading.local):
 _remaking = _Remaking()
 
 
+_Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
+"""What was done to a node's output, and how the result lies in memory."""
+
+
 class _Remade:
     """The remade output of one node while its holders need it; lives in the node's metadata, refers to no node."""
 
@@ -210,7 +231,7 @@ class _Remade:
     def __init__(self) -> None:
         self.holders = 0
         self.served = 0
-        self.values: dict[tuple[Step, ...], Tensor] = {}
+        self.values: dict[_Form, Tensor] = {}
 
     def release(self, *_: object) -> None:
         self.served = 0
@@ -220,13 +241,14 @@ class _Remade:
 class Handle:
     """Stands for a tensor that `node` can make again."""
 
-    __slots__ = ("_base_stride", "_device", "_node", "_offset", "_remade", "_rule", "_size", "_steps", "_stride")
+    __slots__ = ("_form", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
 
-    def __init__(self, node: Node, rule: Rule, steps: tuple[Step, ...], tensor: Tensor, base: Tensor) -> None:
-        self._node, self._rule, self._steps = node, rule, steps
-        self._size, self._stride, self._device = tensor.size(), tensor.stride(), tensor.device
+    def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
+        node = source.node
+        self._node, self._rule = node, rule
+        self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()
-        self._base_stride = base.stride()
+        self._form: _Form = (source.steps, base.stride(), tensor.device)
         remade = node.metadata.get(_METADATA_KEY)
         if remade is None:
             remade = node.metadata[_METADATA_KEY] = _Remade()
@@ -237,29 +259,29 @@ class Handle:
 
     def unpack(self) -> Tensor:
         remade = self._remade
-        value = remade.values.get(self._steps)
+        value = remade.values.get(self._form)
         if value is None:
-            value = remade.values[self._steps] = self._make()
+            value = remade.values[self._form] = self._make()
         remade.served += 1
         if remade.served >= remade.holders:
             remade.release()
         return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
 
     def _make(self) -> Tensor:
-        value = self._remade.values.get(())
+        steps, stride, device = self._form
+        value = next((value for (done, *_), value in self._remade.values.items() if not done), None)
         if value is None:
             _remaking.depth += 1
             try:
                 # Whether backward is run inside an autocast region must not matter.
-                with torch.no_grad(), _without_autocast(self._device):
+                with torch.no_grad(), _without_autocast(device):
                     value = self._rule.remake(self._node)
             finally:
                 _remaking.depth -= 1
-        for step in self._steps:
+        for step in steps:
             value = done_again(value, step)
-        value = value.to(self._device)
-        if value.stride() != self._base_stride:
-            value = torch.empty_strided(value.size(), self._base_stride, dtype=value.dtype, device=value.device).copy_(
-                value
-            )
+        value = value.to(device)
+        if value.stride() != stride:
+            laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)
+            value = laid_out.copy_(value)
         return value
