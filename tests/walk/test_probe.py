@@ -266,3 +266,26 @@ def test_an_activation_may_have_scalars(device: str) -> None:
     assert probe is not None
     assert (probe.kind, probe.replays, probe.parameters) == ("other", True, True)
     assert probe.operations > 1
+
+
+class PerHead(nn.Module):
+    """Chameleon's norm of queries and keys: statistics of each head, a scale for each channel of each head."""
+
+    def __init__(self, *, normalises: bool = True) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, WIDTH)), nn.Parameter(torch.zeros(3, WIDTH))
+        self.normalises = normalises
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.layer_norm(x, (WIDTH,)) if self.normalises else x) * self.weight + self.bias
+
+
+def test_a_scale_for_every_channel_of_every_head_is_seen() -> None:
+    probe = probe_norm(PerHead())
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.hidden_size, probe.weight, probe.bias) == ("heads", WIDTH, "weight", "bias")
+
+
+@pytest.mark.parametrize("module", [PerHead(normalises=False), nn.Linear(8, 8, bias=False), nn.Embedding(8, 8)])
+def test_scales_of_heads_and_matrices_are_no_norms(module: nn.Module) -> None:
+    assert probe_norm(module) is None

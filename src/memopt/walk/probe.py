@@ -28,6 +28,7 @@ _AGREES = 1e-9
 _TINY = 1e-18
 #: Width tried for a norm that has neither parameters nor an attribute that says its width.
 _ANY_WIDTH = 24
+_MAX_PER_HEAD = 1 << 16
 
 
 #: (scale, shift, offset)
@@ -86,7 +87,12 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
         return None
     first = next(iter(own.values()))
     vectors = first.numel() > 1 and sum(size > 1 for size in first.shape) == 1
-    return tuple(own) if vectors and all(p.is_floating_point() for p in own.values()) else None
+    return tuple(own) if (vectors or _is_per_head(first)) and all(p.is_floating_point() for p in own.values()) else None
+
+
+def _is_per_head(parameter: Tensor) -> bool:
+    """Whether it may be a scale of every channel of every head; matrices of linears are larger."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1 and parameter.numel() <= _MAX_PER_HEAD
 
 
 def _probe(module: nn.Module, slots: tuple[str, ...]) -> NormProbe | str | None:
@@ -95,6 +101,8 @@ def _probe(module: nn.Module, slots: tuple[str, ...]) -> NormProbe | str | None:
         return None if not slots else "it cannot be copied and run alone"
     with torch.random.fork_rng(devices=[]), contextlib.suppress(*_FAILURES):
         torch.manual_seed(0)
+        if slots and _is_per_head(copy.parameter(slots[0])):
+            return _probe_per_head(copy, slots)
         return _probe_plain(copy) if not slots else _probe_affine(copy, slots)
     return None
 
@@ -160,9 +168,10 @@ def _affine_structure(
 ) -> _Affine | None:
     """(scale, shift, offset) if y = (offset + scale) * u(x) + shift with u free of both, for two random draws."""
     width = copy.parameter(slots[0]).numel()
+    own = copy.parameter(slots[0]).shape if _is_per_head(copy.parameter(slots[0])) else (width,)
 
     def along(values: Tensor) -> Tensor:
-        return values if last else values.reshape(-1, *[1] * (x.dim() - 2))
+        return values.reshape(own) if last else values.reshape(-1, *[1] * (x.dim() - 2))
 
     w1, w2 = (torch.rand(width, dtype=torch.float64) + 0.5 for _ in range(2))
     b1, b2 = (torch.randn(width, dtype=torch.float64) for _ in range(2))
@@ -185,6 +194,23 @@ def _affine_structure(
             if all(torch.allclose(y, e, rtol=_AGREES, atol=1e-12) for y, e in zip(runs, expected, strict=True)):
                 return weight, bias, offset
     return None
+
+
+def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | None:
+    """A norm of the last dimension whose scale and shift are (heads, head_dim)."""
+    heads, width = copy.parameter(slots[0]).shape
+    x = _rows(2, 3, heads, width)
+    if copy.tries(x) != x.shape:
+        return None
+    found = _affine_structure(copy, slots, x, last=True)
+    if found is None:
+        return None
+    weight, bias, offset = found
+    ones = torch.ones(heads * width, dtype=torch.float64)
+    neutral = {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})}
+    if torch.allclose(copy.run(x, neutral), x, rtol=_AGREES):
+        return None  # a scale of each head
+    return _without_formula("heads", copy, width, found, x)
 
 
 def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
@@ -223,7 +249,10 @@ def _without_formula(
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether autograd keeps more than what goes in, so that running the module again would save something."""
+    """Whether autograd keeps more than what goes in, so that running the module again would save something.
+
+    As in full training: a frozen scale keeps nothing of its own, so that this may gain nothing there.
+    """
     given = [tensor.float().requires_grad_() for tensor in inputs]
     own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
     kept: dict[int, int] = {}
@@ -235,11 +264,12 @@ def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
         return tensor
 
     try:
+        copy.module.requires_grad_()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = copy.module.forward(*given)
         return bool(max(kept.values(), default=0) >= y.numel())
     finally:
-        copy.module.double()
+        copy.module.requires_grad_(False).double()
 
 
 def _fit(

@@ -146,7 +146,7 @@ class ShadowMode(TorchDispatchMode):
                 record.probe = record.probe.with_gate
             record.calls += 1
             record.rejected = record.rejected or _disagreement(record.probe, inputs, output)
-            if record.rejected or record.probe.kind == "channels":
+            if record.rejected or record.probe.kind in ("channels", "heads"):
                 return
             width = output.shape[-1]
             if record.base < 0:

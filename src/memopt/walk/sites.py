@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 #: ``rms`` and ``layer`` have a formula of ours. ``gated`` normalises one tensor and gates it with another, ``channels``
-#: scales dimension 1, ``other`` does something else with one tensor: of those only the scale and shift are known.
-NormKind = Literal["rms", "layer", "gated", "channels", "other"]
+#: scales dimension 1, ``heads`` has a scale for every channel of every head, ``other`` does something else with one
+#: tensor: of those only the scale and shift are known.
+NormKind = Literal["rms", "layer", "gated", "channels", "heads", "other"]
 #: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
 #: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
 CastOrder = Literal["before", "after"]

@@ -173,6 +173,9 @@ def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> 
     if probe.kind == "channels":
         yield "its channels are in dimension 1"
         return
+    if probe.kind == "heads":
+        yield "each head has numbers of its own"
+        return
     hard = {r.what: r for r in record.reaches if not r.auxiliary}
     for what, reach in hard.items():
         yield _explain(what, reach, also=bool(readers))
