@@ -15,6 +15,8 @@ import transformers
 from benchmarks.coverage import COVERAGE
 from benchmarks.coverage_sums import lost
 from benchmarks.zoo import examine, model_types
+from memopt.kernels import norm_ops
+from memopt.saved import scope
 
 TYPES = model_types()
 _DOCUMENT = json.loads(COVERAGE.read_text())
@@ -41,3 +43,26 @@ def test_patched_and_stock_agree_and_nothing_is_lost(model_type: str) -> None:
     same_release = _DOCUMENT["versions"]["transformers"] == transformers.__version__
     before = [RECORDED[model_type]] if same_release and model_type in RECORDED else []
     assert not lost(before, [dataclasses.asdict(row)])
+
+
+def test_a_backward_that_is_slightly_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = norm_ops.backward
+
+    def off(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        dx, *rest = stock(*args, **kwargs)
+        return (None if dx is None else dx * (1 + 1e-7), *rest)
+
+    monkeypatch.setattr(norm_ops, "backward", off)
+    row = examine("bert", memory=False)
+    assert row.status == "wrong"
+    assert "gradients differ" in row.reason
+
+
+def test_a_copy_that_is_made_again_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = scope.done_again
+    monkeypatch.setattr(
+        scope,
+        "done_again",
+        lambda value, step: stock(value, step).flip(0) if step[0] == "clone" else stock(value, step),
+    )
+    assert examine("gpt_neox", memory=False).status == "wrong"
