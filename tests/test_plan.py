@@ -9,7 +9,7 @@ import pytest
 from memopt.errors import RecipeError
 from memopt.plan import Plan, make_plan
 from memopt.recipe import load_recipe
-from memopt.walk.sites import Consumer, NormSite, Reach, Sites
+from memopt.walk.sites import Consumer, LinearSite, NormSite, Reach, Sites
 
 CAUTION = "its output is returned as last_hidden_state by model"
 LAST = NormSite(
@@ -61,3 +61,16 @@ def test_never_is_never() -> None:
 def test_other_values_are_errors() -> None:
     with pytest.raises(RecipeError, match=r"norms\.hidden_states.*'keep' or 'change'"):
         load_recipe("exact", ["norms.hidden_states=yes please"])
+
+
+@pytest.mark.parametrize(
+    ("intermediates", "fed_by", "action"),
+    [(False, None, "keep"), (False, "norm", "recompute"), (True, None, "recompute")],
+)
+def test_a_norm_runs_again_where_that_saves_something(intermediates: bool, fed_by: str | None, action: str) -> None:
+    norm = NormSite("norm", "channels", 8, 0.0, "norm.weight", intermediates=intermediates, fold_obstacles=("no",))
+    sites = replace(
+        plan_of(LAST).sites, norms=(norm,), linears=(LinearSite("conv.weight", "conv", (4, 8), fed_by=fed_by),)
+    )
+    entry = next(entry for entry in make_plan(sites, load_recipe("exact")).entries if entry.site == "norm")
+    assert entry.action == action

@@ -120,18 +120,22 @@ def make_plan(sites: Sites, recipe: Recipe) -> Plan:
 
 
 def _plan_norms(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
+    fed = {linear.fed_by for linear in sites.linears}
     for norm in sites.norms:
-        action, reason = _decide_norm(norm, recipe)
+        action, reason = _decide_norm(norm, recipe, is_kept=norm.name in fed)
         yield Entry("norm", norm.name, action, reason)
     for name, reason in sites.skipped:
         yield Entry("norm", name, "keep", reason)
 
 
-def _decide_norm(norm: NormSite, recipe: Recipe) -> tuple[Action, str]:
+def _decide_norm(norm: NormSite, recipe: Recipe, *, is_kept: bool) -> tuple[Action, str]:
+    """`is_kept` says whether a linear or a convolution keeps the norm's output."""
     if recipe.norms.method == "none":
         return "keep", "the recipe leaves norms alone"
     if not recipe.selects(norm.name):
         return "keep", "excluded by the recipe's targets or ignore"
+    if not norm.has_formula and not norm.intermediates and not is_kept:
+        return "keep", "it keeps its input only, and no linear or convolution keeps its output"
     # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is made again.
     action: Action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:
@@ -172,7 +176,7 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
         elif site.kind in _KEEP_THEIR_OUTPUT and site.operations == 1:
             reason = f"{site.kind} already keeps its output only, which the next linear shares"
             yield Entry("activation", site.name, "keep", reason)
-        elif site.is_module and (site.operations > 1 or (site.parameters and site.next_linear is not None)):
+        elif site.is_module and site.operations > 1:
             yield Entry(
                 "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
             )

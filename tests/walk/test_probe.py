@@ -240,8 +240,11 @@ def test_a_norm_with_channels_in_dimension_1_is_known_by_its_affine() -> None:
     assert (probe.kind, probe.weight, probe.bias) == ("channels", "weight", "bias")
 
 
-def test_a_norm_that_keeps_its_input_only_has_nothing_to_gain_from_running_again() -> None:
-    assert "keeps its input only" in str(probe_norm(nn.GroupNorm(3, WIDTH)))
+@pytest.mark.parametrize(("module", "intermediates"), [(nn.GroupNorm(3, WIDTH), False), (ChannelsFirst(), True)])
+def test_whether_a_norm_keeps_more_than_its_input_is_seen(module: nn.Module, intermediates: bool) -> None:
+    probe = probe_norm(module)
+    assert isinstance(probe, NormProbe)
+    assert (probe.kind, probe.intermediates) == ("channels", intermediates)
 
 
 def test_a_norm_that_cannot_be_run_again_is_left() -> None:

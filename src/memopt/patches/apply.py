@@ -159,10 +159,14 @@ def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
     sites, families = plan.sites, _families(plan.recipe)
     rewritten = {entry.site for entry in plan.rewrites}
     scopes = {block: families for block in sites.blocks if any(_inside(name, [block]) for name in rewritten)}
-    readers = [consumer.module for norm in plan.norms("fold", "share", "recompute") for consumer in norm.consumers]
+    norms = plan.norms("fold", "share", "recompute")
+    readers = [consumer.module for norm in norms for consumer in norm.consumers]
+    replayed = {norm.name for norm in norms if not norm.has_formula}
+    readers += [linear.module for linear in sites.linears if linear.fed_by in replayed]
+    modules_of = {linear.parameter: linear.module for linear in sites.linears}
+    readers += [modules_of[site.next_linear] for site in plan.activations() if site.next_linear in modules_of]
     gated = [site.name for site in sites.gated_mlps if site.name in rewritten]
     scopes |= {name: families for name in (*readers, *gated) if name and not _inside(name, sites.blocks)}
-    modules_of = {linear.parameter: linear.module for linear in sites.linears}
     left = {site.name: {"gated_mlp", "activation"} for site in sites.gated_mlps if site.name not in rewritten}
     left |= {
         modules_of[site.next_linear]: {"activation"}

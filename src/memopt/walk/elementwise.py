@@ -97,13 +97,16 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     shuffled = copy.run(x.flatten()[order].reshape(x.shape))
     if not y.isfinite().all() or not torch.allclose(shuffled.flatten(), y.flatten()[order], atol=1e-12):
         return None
-    if _is_affine(x.flatten(), y.flatten()):
-        return None  # identity, a scale, a dropout that is off
     # Scalars and buffers have other values in the model, or will have, than here.
     has_parameters = next(module.parameters(), None) is not None
+    affine = _is_affine(x.flatten(), y.flatten())
+    if affine and not has_parameters:
+        return None  # identity, a scale, a dropout that is off
     fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
     known = (k for k, f in ACTIVATIONS.items() if fixed and float((f(x) - y).abs().max()) < _AGREES)
-    return ActivationProbe(next(known, "other"), _count_operations(copy, x), replays(copy, x), has_parameters)
+    # A scale and a shift that are trained keep the input only.
+    operations = 1 if affine else _count_operations(copy, x)
+    return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)
 
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:

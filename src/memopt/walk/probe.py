@@ -8,6 +8,7 @@ model is the business of `memopt.walk.shadow`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _TINY = 1e-18
 #: Width tried for a norm that has neither parameters nor an attribute that says its width.
 _ANY_WIDTH = 24
 _MAX_PER_HEAD = 1 << 16
+_SCALES_ONLY = "it scales and shifts its input and normalises nothing"
 
 
 #: (scale, shift, offset)
@@ -54,6 +56,8 @@ class NormProbe:
     cast: CastOrder
     with_gate: NormProbe | None = None
     """What the module is when it is called with a second tensor, which it may leave out."""
+    intermediates: bool = True
+    """Whether the stock module keeps more for backward than what goes in; not asked where there is a formula."""
 
 
 def probe_norm(module: nn.Module, name: str = "", cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
@@ -88,6 +92,13 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
     first = next(iter(own.values()))
     vectors = first.numel() > 1 and sum(size > 1 for size in first.shape) == 1
     return tuple(own) if (vectors or _is_per_head(first)) and all(p.is_floating_point() for p in own.values()) else None
+
+
+def _without_affine(copy: Isolated, found: _Affine, x: Tensor) -> Tensor:
+    """The output for a scale of 1 and no shift."""
+    weight, bias, offset = found
+    ones = torch.ones(copy.parameter(weight).numel(), dtype=torch.float64)
+    return copy.run(x, {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})})
 
 
 def _is_per_head(parameter: Tensor) -> bool:
@@ -146,13 +157,9 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
     if found is None:
         return "it has its own parameters, which are not a scale and shift of a normalised input"
     weight, bias, offset = found
-
-    def normalise(values: Tensor) -> Tensor:
-        ones = torch.ones(width, dtype=torch.float64)
-        return copy.run(values, {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})})
-
+    normalise = functools.partial(_without_affine, copy, found)
     if torch.allclose(normalise(x), x, rtol=_AGREES):
-        return "it scales and shifts its input and normalises nothing"
+        return _SCALES_ONLY
     fitted = _fit(normalise, width, copy.floats)
     if fitted is None:
         return _without_formula("other", copy, width, found, x)
@@ -205,10 +212,7 @@ def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str |
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
         return None
-    weight, bias, offset = found
-    ones = torch.ones(heads * width, dtype=torch.float64)
-    neutral = {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})}
-    if torch.allclose(copy.run(x, neutral), x, rtol=_AGREES):
+    if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
         return None  # a scale of each head
     return _without_formula("heads", copy, width, found, x)
 
@@ -222,6 +226,8 @@ def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe
         if copy.tries(x) == x.shape and (found := _affine_structure(copy, slots, x, last=False)):
             if any(True for _ in copy.module.buffers()):
                 return "it normalises over the batch, and keeps statistics of it"
+            if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+                return _SCALES_ONLY  # a convolution of each channel with one number
             return _without_formula("channels", copy, width, found, x)
     return None
 
@@ -242,10 +248,9 @@ def _without_formula(
         return None
     if not replays(copy, *inputs):
         return "random or different in train mode: it cannot be run again"
-    if not _keeps_intermediates(copy, *inputs):
-        return "it keeps its input only: nothing to gain from running it again"
     weight, bias, offset = found
-    return NormProbe(kind, width, 0.0, weight, bias, offset, "after")
+    intermediates = _keeps_intermediates(copy, *inputs)
+    return NormProbe(kind, width, 0.0, weight, bias, offset, "after", intermediates=intermediates)
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:

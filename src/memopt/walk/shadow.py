@@ -146,7 +146,11 @@ class ShadowMode(TorchDispatchMode):
                 record.probe = record.probe.with_gate
             record.calls += 1
             record.rejected = record.rejected or _disagreement(record.probe, inputs, output)
-            if record.rejected or record.probe.kind in ("channels", "heads"):
+            if record.rejected:
+                return
+            if record.probe.kind in ("channels", "heads"):
+                if self.labels is not None:
+                    self.labels.norm(name, output)
                 return
             width = output.shape[-1]
             if record.base < 0:

@@ -87,6 +87,8 @@ class NormSite:
     """What else a fold would change, though not the function of the model: hidden states, in plain words."""
     executed: bool = True
     """False when no forward of the walk ran this module."""
+    intermediates: bool = True
+    """Whether the stock module keeps more for backward than its input; not asked where there is a formula."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 

@@ -100,6 +100,7 @@ def norm_site(name: str, probe: NormProbe, width: int, verdict: Verdict | None) 
         bias=full(probe.bias),
         offset=probe.offset,
         cast=probe.cast,
+        intermediates=probe.intermediates,
     )
     if verdict is None:
         return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))
