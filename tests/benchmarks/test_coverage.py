@@ -50,6 +50,16 @@ def test_too_few_types_norms_or_rewrites_are_short() -> None:
     ]  # fmt: skip
 
 
+def test_a_model_without_gradients_has_nothing_to_rewrite_and_is_not_compared() -> None:
+    idle = row(
+        "idle", status="not compared", reason="shared: no gradients to compare (x)", counts={"norm": {"keep": 1}}
+    )
+    texts = {result.name: result.text for result in sums([row(), idle])}
+    assert next(text for name, text in texts.items() if "rewritten" in name).startswith("1 of 1 ")
+    assert next(text for name, text in texts.items() if "disagree" in name) == "0 of 1 compared"
+    assert next(text for name, text in texts.items() if "built and run" in name).startswith("2 of 2")
+
+
 def test_what_is_lost_is_named() -> None:
     worse = row(counts={"norm": {"fold": 3, "share": 2}})
     assert lost([row()], [row()]) == []
