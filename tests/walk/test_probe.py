@@ -292,3 +292,36 @@ def test_a_scale_for_every_channel_of_every_head_is_seen() -> None:
 @pytest.mark.parametrize("module", [PerHead(normalises=False), nn.Linear(8, 8, bias=False), nn.Embedding(8, 8)])
 def test_scales_of_heads_and_matrices_are_no_norms(module: nn.Module) -> None:
     assert probe_norm(module) is None
+
+
+class Snake(nn.Module):
+    """The activation of audio codecs: a frequency for each channel."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(1, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
+
+
+class ScaledChannels(Snake):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * x
+
+
+class MixedChannels(Snake):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.flip(1)
+
+
+def test_an_activation_with_a_number_for_each_channel_is_seen() -> None:
+    probe = probe_activation(Snake())
+    assert probe is not None
+    assert (probe.kind, probe.parameters, probe.replays) == ("other", True, True)
+    assert probe.operations > 1
+
+
+@pytest.mark.parametrize("module", [ScaledChannels(), MixedChannels(), nn.BatchNorm1d(3).eval()])
+def test_scales_and_mixes_of_channels_are_no_activations(module: nn.Module) -> None:
+    assert probe_activation(module) is None

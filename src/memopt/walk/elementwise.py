@@ -15,6 +15,7 @@ from memopt.walk.isolate import Isolated, isolate, signature, with_stand_ins
 from memopt.walk.precision import Float64Mode
 
 _AGREES = 1e-7
+_MAX_CHANNELS = 1 << 14
 
 #: Ops that only look at a tensor in another way, or in another dtype: nothing of theirs is an intermediate.
 _VIEWS_AND_CASTS = {
@@ -32,7 +33,7 @@ class ActivationProbe:
     replays: bool
     """Running it again gives the same values, in train mode too, and leaves its input alone."""
     parameters: bool = False
-    """It has scalar parameters of its own."""
+    """It has parameters of its own: numbers, or a number a channel."""
     linear: str | None = None
     """Child whose output it is a function of, where the module runs a linear first."""
 
@@ -44,16 +45,26 @@ def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> 
     several operations: what a single operation keeps is the linear's output, whoever calls it.
     """
     linear = _only_linear(module)
-    if linear is None:
-        small = all(parameter.numel() <= 1 for parameter in module.parameters())
-        if next(module.children(), None) is not None or not small:
-            return None
+    if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
+        return None
     cache = {} if cache is None else cache
     key = ("activation", linear, signature(module))
     if key not in cache:
         cache[key] = _probe(module) if linear is None else _probe_behind(module, linear)
     result: ActivationProbe | None = cache[key]
     return result
+
+
+def _channels(module: nn.Module) -> int | None:
+    """1 for a module whose parameters are numbers, C where they are (1, C, 1, ...), a number a channel; else None."""
+    shapes = {tuple(parameter.shape) for parameter in module.parameters() if parameter.numel() > 1}
+    if not shapes:
+        return 1
+    shape = next(iter(shapes))
+    a_number_a_channel = (
+        len(shape) > 2 and shape == (1, shape[1], *[1] * (len(shape) - 2)) and shape[1] <= _MAX_CHANNELS
+    )
+    return shape[1] if len(shapes) == 1 and a_number_a_channel else None
 
 
 def _only_linear(module: nn.Module) -> str | None:
@@ -89,24 +100,42 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     copy = isolate(module)
     if copy is None:
         return None
+    channels = _channels(module) or 1
     x = torch.linspace(-12, 12, 240, dtype=torch.float64).reshape(2, 3, 40)
+    if channels > 1:
+        x = torch.linspace(-12, 12, 2 * 40 * channels, dtype=torch.float64).reshape(channels, 2, 40).transpose(0, 1)
     if copy.tries(x) != x.shape:
         return None
     y = copy.run(x)
-    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))
-    shuffled = copy.run(x.flatten()[order].reshape(x.shape))
-    if not y.isfinite().all() or not torch.allclose(shuffled.flatten(), y.flatten()[order], atol=1e-12):
+    if not y.isfinite().all() or not _is_elementwise(copy, x, y, by_channel=channels > 1):
         return None
     # Scalars and buffers have other values in the model, or will have, than here.
     has_parameters = next(module.parameters(), None) is not None
-    affine = _is_affine(x.flatten(), y.flatten())
-    if affine and not has_parameters:
+    affine = _is_affine(x[:, 0].flatten(), y[:, 0].flatten())
+    if affine and (channels > 1 or not has_parameters):
         return None  # identity, a scale, a dropout that is off
     fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
     known = (k for k, f in ACTIVATIONS.items() if fixed and float((f(x) - y).abs().max()) < _AGREES)
     # A scale and a shift that are trained keep the input only.
     operations = 1 if affine else _count_operations(copy, x)
     return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)
+
+
+def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:
+    """Whether moving elements around (those of a channel among themselves) moves what is made of them, and no more."""
+    generator = torch.Generator().manual_seed(1)
+    if not by_channel:
+        order = torch.randperm(x.numel(), generator=generator)
+        shuffled = copy.run(x.flatten()[order].reshape(x.shape))
+        return torch.allclose(shuffled.flatten(), y.flatten()[order], atol=1e-12)
+
+    def moved(tensor: Tensor) -> Tensor:
+        rows = tensor.transpose(0, 1).flatten(1)
+        orders = [torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(i)) for i in range(len(rows))]
+        rows = torch.stack([row[order] for row, order in zip(rows, orders, strict=True)])
+        return rows.reshape(tensor.shape[1], tensor.shape[0], -1).transpose(0, 1)
+
+    return torch.allclose(copy.run(moved(x)), moved(y), atol=1e-12)
 
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:

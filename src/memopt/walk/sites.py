@@ -128,7 +128,7 @@ class ActivationSite:
     replays: bool = True
     """False for a module that is random, depends on train mode or writes into its input: it cannot be run twice."""
     parameters: bool = False
-    """Whether the module has scalar parameters of its own."""
+    """Whether the module has parameters of its own: numbers, or a number a channel."""
     linear: str | None = None
     """Child, a linear, whose output the module is a function of; None where it is a function of what it is given."""
     source: str | None = None
