@@ -183,7 +183,8 @@ def _of_a_like_name(name: str, node: PreTrainedConfig) -> int | None:
 
 def _of_its_type(name: str, node: PreTrainedConfig) -> Any:
     """An empty table or list, where the field may hold nothing else."""
-    annotation = next((str(field.type) for field in dataclasses.fields(node) if field.name == name), "")
+    fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()  # in transformers 5.0 they are not yet
+    annotation = next((str(field.type) for field in fields if field.name == name), "")
     kind = re.fullmatch(r"(dict|list)(\[.*\])? \| None", annotation)
     return {"dict": {}, "list": []}[kind[1]] if kind else None
 
