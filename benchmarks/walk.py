@@ -43,6 +43,19 @@ class Shape:
 
 SHAPES = {
     "Llama-3-8B": Shape("LlamaConfig", {"num_key_value_heads": 8, "intermediate_size": 14336, **_VOCABULARY}, 3.0, 1.0),
+    "Llama-3-70B": Shape(
+        "LlamaConfig",
+        {
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            **_VOCABULARY,
+        },
+        7.0,
+        1.0,
+    ),
     "DeepSeek-V3 (671B)": Shape("DeepseekV3Config", {}, 12.0, 1.0),
 }
 
