@@ -29,8 +29,7 @@ def sums(rows: Sequence[Row]) -> list[Sum]:
     folded = count(ran, "norm", "fold")
     on_request = sum(row["foldable_on_request"] for row in ran)
     unshared = sum(row["unshared"] for row in ran)
-    # A model without gradients keeps nothing for backward.
-    candidates = [row for row in ran if trains(row) and (sites(row, "norm") or sites(row, "activation"))]
+    candidates = [row for row in ran if sites(row, "norm") or sites(row, "activation")]
     untouched = [row["model_type"] for row in candidates if not rewrites(row)]
     touched = len(candidates) - len(untouched)
     unexplained = sum(row["unexplained"] for row in ran)
@@ -56,7 +55,7 @@ def sums(rows: Sequence[Row]) -> list[Sum]:
         ),
         Sum("norms of the last dimension neither folded nor shared", str(unshared), "0", unshared == 0),
         Sum(
-            "model types that train, with a norm or an activation, in which something is rewritten",
+            "model types with a norm or an activation in which something is rewritten",
             f"{touched} of {len(candidates)} ({_share(touched, len(candidates))})",
             ">= 98 %",
             touched >= 0.98 * len(candidates),
@@ -72,7 +71,7 @@ def sums(rows: Sequence[Row]) -> list[Sum]:
 
 
 def lost(before: Iterable[Row], now: Iterable[Row]) -> list[str]:
-    """What held in the rows `before` and does not hold `now`: a type that ran, a fold that was proved."""
+    """What held in the rows `before` and does not hold `now`: a type that ran, a comparison, a fold that was proved."""
     rows = {row["model_type"]: row for row in now}
     losses = []
     for old in before:
@@ -82,6 +81,8 @@ def lost(before: Iterable[Row], now: Iterable[Row]) -> list[str]:
             continue
         if not runs(new):
             losses.append(f"{name} ran before: {new['reason']}")
+        elif new["status"] == "not compared" != old["status"]:
+            losses.append(f"{name} was compared before: {new['reason']}")
         elif count([new], "norm", "fold") < count([old], "norm", "fold"):
             folds = [count([row], "norm", "fold") for row in (old, new)]
             losses.append(f"{name}: {folds[0]} norms were folded, now {folds[1]}")
@@ -91,11 +92,6 @@ def lost(before: Iterable[Row], now: Iterable[Row]) -> list[str]:
 def runs(row: Row) -> bool:
     """Whether the type was built and ran, right, wrong or impossible to compare."""
     return row["status"] in ("ok", "wrong", "not compared")
-
-
-def trains(row: Row) -> bool:
-    """Whether some output depends on a parameter."""
-    return "no gradients to compare" not in row["reason"]
 
 
 def count(rows: Iterable[Row], kind: str, *actions: str) -> int:

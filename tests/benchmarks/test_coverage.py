@@ -50,12 +50,9 @@ def test_too_few_types_norms_or_rewrites_are_short() -> None:
     ]  # fmt: skip
 
 
-def test_a_model_without_gradients_has_nothing_to_rewrite_and_is_not_compared() -> None:
-    idle = row(
-        "idle", status="not compared", reason="shared: no gradients to compare (x)", counts={"norm": {"keep": 1}}
-    )
+def test_a_type_that_cannot_be_compared_runs_and_is_not_called_right() -> None:
+    idle = row("idle", status="not compared", reason="shared: no gradients to compare (x)")
     texts = {result.name: result.text for result in sums([row(), idle])}
-    assert next(text for name, text in texts.items() if "rewritten" in name).startswith("1 of 1 ")
     assert next(text for name, text in texts.items() if "disagree" in name) == "0 of 1 compared"
     assert next(text for name, text in texts.items() if "built and run" in name).startswith("2 of 2")
 
@@ -65,6 +62,7 @@ def test_what_is_lost_is_named() -> None:
     assert lost([row()], [row()]) == []
     assert "4 norms were folded, now 3" in lost([row()], [worse])[0]
     assert "ran before: no inputs" in lost([row()], [row(status="not run", reason="no inputs")])[0]
+    assert "was compared before: noise" in lost([row()], [row(status="not compared", reason="noise")])[0]
     assert lost([row()], []) == []
 
 
