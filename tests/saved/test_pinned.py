@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.report.account import account, live_bytes
-from memopt.saved import RecomputeScope, pinned
+from memopt.saved import RecomputeScope, pinned, savers
 
 TOKENS, WIDTH, HEADS = 6, 8, 2
 
@@ -99,6 +99,12 @@ def _inside(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 def test_without_the_count_of_references_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, scoped, x = _pair()
     monkeypatch.setattr(pinned, "_use_count", None)
+    assert live_bytes(lambda: scoped(x)) == live_bytes(lambda: stock(x))
+
+
+def test_where_functions_cannot_be_told_from_operations_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, scoped, x = _pair()
+    monkeypatch.setattr(savers, "APPLY", None)
     assert live_bytes(lambda: scoped(x)) == live_bytes(lambda: stock(x))
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from memopt.report.storages import storages
-from memopt.saved.pinned import APPLY
+from memopt.saved.savers import APPLY
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 CHECKPOINT = "checkpoint"

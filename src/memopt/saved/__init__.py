@@ -3,7 +3,8 @@
 `rules` says which operations' outputs can be made again from what the operation keeps anyway;
 `copies` finds such an output behind a cast or a copy in another layout;
 `scope` is the context manager that puts a handle in the place of such a tensor;
-`pinned` copies small views that are kept out of the large storages that they would keep alive.
+`pinned` copies small views that are kept out of the large storages that they would keep alive;
+`savers` tells what PyTorch itself saves from what somebody's function saves.
 """
 
 from memopt.saved.rules import recomputable

@@ -14,20 +14,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.saved.savers import may_be_a_function
+
 #: What is copied has to be at most this part of its storage.
 LARGEST_PART = 0.75
 #: Storages that are watched at a time; the oldest is forgotten. One layer has one or two of them.
 WATCHED = 8
-
-#: The code that is running while a function of `torch.autograd.Function` saves its tensors.
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -69,7 +67,7 @@ class PinnedStorages:
         """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
         if _use_count is None or tensor.is_leaf or tensor.layout is not torch.strided:
             return
-        if saves_for_a_function(sys._getframe(1).f_back):
+        if may_be_a_function(sys._getframe(1).f_back):
             return
         storage = tensor.untyped_storage()
         address, nbytes = storage._cdata, storage.nbytes()
@@ -114,11 +112,6 @@ def _is_settled(address: int, watched: _Watched) -> bool:
         for holder, _ in holders:
             holder.keep(copies[_view(holder.tensor)].detach())
     return True
-
-
-def saves_for_a_function(frame: FrameType | None) -> bool:
-    """Whether a hook that was called from `frame` is given what a `torch.autograd.Function` saves."""
-    return frame is not None and frame.f_code is APPLY
 
 
 def _stream(tensor: Tensor) -> object:

@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.saved.copies import Source, Step, done_again, source_of
-from memopt.saved.pinned import PinnedStorages, saves_for_a_function
+from memopt.saved.pinned import PinnedStorages
 from memopt.saved.rules import RULES, Node, Rule
+from memopt.saved.savers import may_be_a_function
 
 _METADATA_KEY = "memopt"
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
@@ -105,7 +106,7 @@ class _Pack:
             source = source_of(node)
             rule = RULES.get(source.node.name()) if source.node is not None else None
             # A function of somebody's may write into what it alone holds, and a clone is its own.
-            own = not source.is_only_cast and saves_for_a_function(sys._getframe().f_back)
+            own = not source.is_only_cast and may_be_a_function(sys._getframe().f_back)
             if rule is not None and not own and _is_followed(rule, source) and self._applies(rule, source.node):
                 return Handle(source, rule, tensor, base)
         holder = _Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)

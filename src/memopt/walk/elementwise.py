@@ -111,7 +111,8 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
         return None
     # Scalars and buffers have other values in the model, or will have, than here.
     has_parameters = next(module.parameters(), None) is not None
-    affine = _is_affine(x[:, 0].flatten(), y[:, 0].flatten())
+    alike = slice(None) if channels == 1 else 0
+    affine = _is_affine(x[:, alike].flatten(), y[:, alike].flatten())
     if affine and (channels > 1 or not has_parameters):
         return None  # identity, a scale, a dropout that is off
     fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
@@ -124,16 +125,14 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
 def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:
     """Whether moving elements around (those of a channel among themselves) moves what is made of them, and no more."""
     generator = torch.Generator().manual_seed(1)
-    if not by_channel:
-        order = torch.randperm(x.numel(), generator=generator)
-        shuffled = copy.run(x.flatten()[order].reshape(x.shape))
-        return torch.allclose(shuffled.flatten(), y.flatten()[order], atol=1e-12)
+    channels = x.shape[1] if by_channel else 1
+    order = torch.rand(channels, x.numel() // channels, generator=generator).argsort(1)
 
     def moved(tensor: Tensor) -> Tensor:
-        rows = tensor.transpose(0, 1).flatten(1)
-        orders = [torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(i)) for i in range(len(rows))]
-        rows = torch.stack([row[order] for row, order in zip(rows, orders, strict=True)])
-        return rows.reshape(tensor.shape[1], tensor.shape[0], -1).transpose(0, 1)
+        if not by_channel:
+            return tensor.flatten()[order[0]].reshape(tensor.shape)
+        rows = tensor.transpose(0, 1)
+        return rows.flatten(1).gather(1, order).reshape(rows.shape).transpose(0, 1)
 
     return torch.allclose(copy.run(moved(x)), moved(y), atol=1e-12)
 

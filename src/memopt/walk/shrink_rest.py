@@ -1,7 +1,7 @@
 """Making smaller what `memopt.walk.shrink_width` leaves: ranks, tables, channels of convolutions, and inner stacks.
 
-A last resort for configs that are still too large: these fields are told by their names alone, so that some other field
-may have to follow without being known to. Where it does not, the model does not build or run, which its user sees.
+For configs without a lighter form that runs: these fields are told by their names alone, so that some other field may
+have to follow without being known to. Where it does not, the model does not build or run, which its user sees.
 """
 
 from __future__ import annotations

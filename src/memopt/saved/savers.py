@@ -1,0 +1,15 @@
+"""Who is saving a tensor: an operation of PyTorch itself, or a `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+
+import torch
+
+#: The code that is running while a function of `torch.autograd.Function` saves its tensors; None where it is not known.
+APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+
+def may_be_a_function(frame: FrameType | None) -> bool:
+    """Whether a hook that was called from `frame` may have been given what a `torch.autograd.Function` saves."""
+    return APPLY is None or (frame is not None and frame.f_code is APPLY)
