@@ -4,76 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.norm import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
-
-
-class Observer:
-    """Outermost hook that counts the storages of non-parameters that are really kept."""
-
-    memopt_observer = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.kept: dict[int, Tensor] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        detached = tensor.detach()
-        if tensor.untyped_storage().data_ptr() not in self.parameters:
-            self.kept[tensor.untyped_storage().data_ptr()] = detached
-        return detached
-
-    @property
-    def elements(self) -> int:
-        return sum(t.untyped_storage().nbytes() // t.element_size() for t in self.kept.values())
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-class Scoped(nn.Module):
-    def __init__(self, inner: nn.Module, families: frozenset[str] | None = None) -> None:
-        super().__init__()
-        self.inner = inner
-        self.arguments = () if families is None else (families,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with RecomputeScope(*self.arguments):
-            return self.inner(x)
-
-
-def make_mlp(activation: Callable[[Tensor], Tensor] = F.silu) -> tuple[GatedMLP, Tensor]:
-    torch.manual_seed(0)
-    return GatedMLP(activation), torch.randn(2, 3, 8, requires_grad=True)
-
-
-def gradients(model: nn.Module, loss: Tensor, x: Tensor, **backward: bool) -> list[Tensor]:
-    model.zero_grad()
-    x.grad = None
-    loss.backward(**backward)
-    return [p.grad.clone() for p in model.parameters()] + [x.grad.clone()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
+from tests.saved.builders import Observer, Scoped, gradients, make_mlp, same
 
 ACTIVATIONS = [
     F.silu, F.gelu, lambda z: F.gelu(z, approximate="tanh"), F.mish, F.hardswish, lambda z: F.leaky_relu(z, 0.2),
@@ -206,65 +146,6 @@ def test_halves_of_a_fused_gate_and_up_are_kept_once():
     assert same(stock, gradients(modules, loss, x))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_it_works_inside_activation_checkpointing(use_reentrant):
-    model, x = make_mlp()
-    stock = gradients(model, model(x * 1).square().sum(), x)
-    scoped = Scoped(model)
-    loss = checkpoint(scoped, x * 1, use_reentrant=use_reentrant).square().sum()
-    assert same(stock, gradients(model, loss, x))
-
-
-def test_a_checkpointed_region_keeps_nothing_but_its_input():
-    model, x = make_mlp()
-    scoped = Scoped(model)
-    sizes: list[int] = []
-
-    class Live(Observer):
-        def __call__(self, tensor):
-            sizes.append(tensor.numel())
-            return super().__call__(tensor)
-
-    with saved_tensors_hooks(Live(model), lambda t: t):
-        checkpoint(scoped, x * 1, use_reentrant=False)
-    assert sum(sizes) == 0 or max(sizes) <= x.numel()
-
-
-def test_checkpointing_survives_a_retained_graph():
-    model, x = make_mlp()
-    stock = gradients(model, model(x * 1).square().sum(), x)
-    loss = checkpoint(Scoped(model), x * 1, use_reentrant=False).square().sum()
-    assert same(stock, gradients(model, loss, x, retain_graph=True))
-    assert same(stock, gradients(model, loss, x))
-
-
-def test_a_chain_of_checkpointed_scopes_recomputes_the_same_tensors():
-    torch.manual_seed(0)
-    blocks = nn.ModuleList([GatedMLP(), GatedMLP(), GatedMLP()])
-    # The block's input is itself a product: detached in the recompute, not in the first run.
-    scoped = [Scoped(block) for block in blocks]
-    scale = nn.Parameter(torch.randn(8))
-    x = torch.randn(2, 3, 8, requires_grad=True)
-
-    def forward(wrap: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        y = x
-        for block in scoped:
-            y = wrap(block, y * scale)
-        return y.square().sum()
-
-    stock = gradients(blocks, forward(lambda block, y: block.inner(y)), x)
-    wrapped = forward(lambda block, y: checkpoint(block, y, use_reentrant=False))
-    assert same(stock, gradients(blocks, wrapped, x))
-
-
-def test_it_hands_what_it_keeps_to_an_outer_offloading_hook():
-    model, x = make_mlp()
-    stock = gradients(model, model(x).square().sum(), x)
-    with torch.autograd.graph.save_on_cpu():
-        loss = Scoped(model)(x).square().sum()
-    assert same(stock, gradients(model, loss, x))
-
-
 def test_an_in_place_change_of_a_kept_tensor_is_still_an_error():
     model, x = make_mlp()
     with RecomputeScope():
@@ -289,24 +170,6 @@ def test_a_tensor_changed_in_place_is_not_made_again_from_old_operands():
     with RecomputeScope():
         loss = forward()
     assert same(stock, gradients(model, loss, x))
-
-
-def test_nothing_happens_without_gradients_or_inside_another_scope():
-    model, x = make_mlp()
-    with torch.no_grad(), RecomputeScope():
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    with RecomputeScope():
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        with RecomputeScope():
-            assert torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is outer[0]
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert model(x).requires_grad
-
-
-def test_an_error_inside_leaves_no_hook_behind():
-    with pytest.raises(ValueError, match="inside"), RecomputeScope():
-        raise ValueError("inside")
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_families_switch_rules_off():
@@ -347,34 +210,6 @@ def test_accumulated_gradients_are_the_stock_ones():
         return [p.grad.clone() for p in model.parameters()]
 
     assert same(accumulate(model), accumulate(Scoped(model)))
-
-
-def test_a_cast_copy_of_a_norm_output_under_autocast_is_not_kept():
-    from memopt.kernels.norm import NormSpec, ms_norm
-
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(8))
-    readers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-    x = torch.randn(4, 8, requires_grad=True)
-    spec = NormSpec("rms", 1e-6)
-
-    def run(scope: bool) -> tuple[int, Tensor]:
-        observer = Observer(readers)
-        with (
-            saved_tensors_hooks(observer, lambda t: t),
-            torch.autocast("cpu", torch.bfloat16),
-            RecomputeScope() if scope else nullcontext(),
-        ):
-            y = ms_norm(x, weight, None, spec, torch.float32, torch.bfloat16)
-            loss = sum(reader(y).float().sum() for reader in readers)
-        copies = sum(t.dtype == torch.bfloat16 and t.shape == (4, 8) for t in observer.kept.values())
-        return copies, loss
-
-    assert run(False)[0] == 4  # x_hat and one copy a linear
-    copies, loss = run(True)
-    assert copies == 1
-    loss.backward()
-    assert x.grad.isfinite().all()
 
 
 def test_a_product_seen_as_complex_numbers_gets_the_stock_gradient():
@@ -429,48 +264,6 @@ def test_a_function_of_the_users_with_our_name_is_not_taken_for_ours():
         loss = reader(NormFunction.apply(x)).sum()
     loss.backward()
     assert torch.equal(reader.weight.grad, (x.detach() * 2).sum(0).expand(8, 8))
-
-
-def test_the_freed_storage_of_a_parameter_is_not_read():
-    """Sharded training frees a parameter after its module's forward, and may gather it too late for its readers."""
-    from memopt.kernels.norm import NormSpec, ms_norm
-
-    torch.manual_seed(0)
-    x, reader = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
-    weight, bias = (nn.Parameter(torch.randn(8)) for _ in range(2))
-    spec = NormSpec("layer", 1e-5)
-    stock = torch.autograd.grad(reader(ms_norm(x, weight, bias, spec, x.dtype)).sum(), [reader.weight, x])
-    with RecomputeScope():
-        loss = reader(ms_norm(x, weight, bias, spec, x.dtype)).sum()
-    weight.untyped_storage().resize_(0)
-    bias.untyped_storage().resize_(0)
-    assert same(list(stock), list(torch.autograd.grad(loss, [reader.weight, x])))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("producer", ["activation", "product"])
-def test_a_checkpoint_around_the_producer_alone_works(producer, use_reentrant):
-    torch.manual_seed(0)
-    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
-    modules, x = nn.ModuleList([up, down]), torch.randn(2, 3, 8, requires_grad=True)
-
-    def produce(z):
-        return F.gelu(z) if producer == "activation" else z * F.silu(z)
-
-    def forward():
-        return down(checkpoint(produce, up(x), use_reentrant=use_reentrant))
-
-    stock = gradients(modules, forward().square().sum(), x)
-    with RecomputeScope():
-        loss = forward().square().sum()
-    assert same(stock, gradients(modules, loss, x))
-
-
-def test_one_scope_that_is_entered_twice_is_left_twice():
-    scope = RecomputeScope()
-    with scope, torch.autograd.graph.save_on_cpu(), scope:
-        pass
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_a_node_that_backward_has_been_through_is_no_source():
