@@ -4,7 +4,8 @@
     python -m benchmarks.walk --check    and exit 1 where a number is over its limit
 
 Seconds are CPU seconds of `walk_config`, which runs on one thread, after the imports: on a quiet machine the time that
-one waits. Memory is the peak of a fresh process, imports included.
+one waits. They are the least of three fresh processes, since neighbours on a machine only ever add to them. Memory is
+the most of the three, imports included.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -59,6 +61,8 @@ SHAPES = {
     "DeepSeek-V3 (671B)": Shape("DeepseekV3Config", {}, 12.0, 1.0),
 }
 
+_PROCESSES = 3
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -81,7 +85,7 @@ def main() -> int:
         table.add_column(column, justify="left" if column == "shape" else "right")
     over = []
     for name, shape in SHAPES.items():
-        cost = _in_a_process(name)
+        cost = _least([_in_a_process(name) for _ in range(_PROCESSES)])
         numbers = (f"{cost.seconds:.1f}", f"{shape.seconds:g}", f"{cost.gibibytes:.2f}", f"{shape.gibibytes:g}")
         table.add_row(name, *numbers, str(cost.norms), str(cost.folded))
         if cost.seconds > shape.seconds or cost.gibibytes > shape.gibibytes:
@@ -102,6 +106,11 @@ def measure(shape: Shape) -> Cost:
     seconds = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
     return Cost(seconds, peak, len(sites.norms), sum(norm.foldable for norm in sites.norms))
+
+
+def _least(costs: Sequence[Cost]) -> Cost:
+    least = min(costs, key=lambda cost: cost.seconds)
+    return replace(least, gibibytes=max(cost.gibibytes for cost in costs))
 
 
 def _in_a_process(name: str) -> Cost:

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memopt.walk.meta_shapes import MetaShapes
+
 
 class MetaReads(TorchDispatchMode):
     """Lets a forward on meta tensors read values and mix them with tensors that have some.
@@ -18,12 +20,13 @@ class MetaReads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = MetaShapes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
         try:
-            return func(*args, **(kwargs or {}))
+            return self._shapes.call(func, args, kwargs or {})
         except RuntimeError:
             devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             if devices != {"cpu", "meta"}:

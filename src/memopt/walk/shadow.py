@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.walk.contractions import Contraction, read, recognise
@@ -188,7 +189,8 @@ class ShadowMode(TorchDispatchMode):
     def unobserved(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
-            yield
+            with no_dispatch():  # nor any mode below: what is done here is nobody's forward
+                yield
         finally:
             self._paused = before
 
