@@ -16,8 +16,6 @@ Action = Literal["fold", "share", "recompute", "keep"]
 #: The setting that folds norms which have cautions.
 CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
 _REWRITABLE: frozenset[SiteKind] = frozenset({"norm", "activation", "gated_mlp"})
-#: Activations whose derivative PyTorch computes from their output.
-_KEEP_THEIR_OUTPUT = frozenset({"relu", "tanh", "sigmoid"})
 
 
 @dataclass(frozen=True)
@@ -169,23 +167,33 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
             yield Entry("activation", site.name, "keep", "the recipe leaves activations alone")
         elif not recipe.selects(site.name):
             yield Entry("activation", site.name, "keep", "excluded by the recipe's targets or ignore")
+        elif site.keeps_its_output and site.gated_mlp not in gated:
+            yield _plan_kept_output(site)
         elif not site.replays:
             yield Entry("activation", site.name, "keep", "random or different in train mode: it cannot be run again")
         elif site.gated_mlp in gated:
             yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
-        elif site.kind in _KEEP_THEIR_OUTPUT and site.operations == 1:
-            reason = f"{site.kind} already keeps its output only, which the next linear shares"
-            yield Entry("activation", site.name, "keep", reason)
         elif site.is_module and site.operations > 1:
             yield Entry(
                 "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
             )
         elif site.next_linear is None:
             yield Entry("activation", site.name, "keep", "no linear keeps its output: nothing to save")
+        elif site.copied and not site.is_module:
+            reason = "a function, of whose output the next linear keeps a copy: nothing tells whether they are the same"
+            yield Entry("activation", site.name, "keep", reason)
         else:
             yield Entry(
                 "activation", site.name, "recompute", "its output is made again from its input, which is kept anyway"
             )
+
+
+def _plan_kept_output(site: ActivationSite) -> Entry:
+    if site.copied and site.next_linear is not None:
+        reason = "the copy of its output that the next linear reads is made again from the output, which is kept anyway"
+        return Entry("activation", site.name, "recompute", reason)
+    reason = f"{site.kind} already keeps its output only, which the next linear shares"
+    return Entry("activation", site.name, "keep", reason)
 
 
 def _plan_linears(sites: Sites) -> Iterator[Entry]:

@@ -27,13 +27,14 @@ ROOT = Path(__file__).parents[2]
 
 #: Writes the checkpoint of argv[1] to argv[2], reports "ready" inside the second shard and waits there.
 STUCK = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     from memopt.checkpoint import writer
     from memopt.checkpoint.source import open_source
     from tests.checkpoint.builders import rms_plan
 
     original = writer.write_shard
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 
     def stuck(source, shard, operations, path, advance):
         if "00002" not in shard.name:

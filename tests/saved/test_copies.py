@@ -23,7 +23,7 @@ MERGES: dict[str, Callable[[Tensor], Tensor]] = {
     "transpose from behind, contiguous, view": lambda y: y.transpose(-3, -2).contiguous().view(BATCH, TOKENS, WIDTH),
     "transpose, reshape": lambda y: y.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH),
     "permute, flatten": lambda y: y.permute(0, 2, 1, 3).flatten(2),
-    "negative permute, clone, flatten": lambda y: y.permute(0, -2, -3, -1).clone().flatten(2),
+    "negative permute, contiguous, flatten": lambda y: y.permute(0, -2, -3, -1).contiguous().flatten(2),
     "transpose, cast, reshape": lambda y: y.transpose(1, 2).double().reshape(BATCH, TOKENS, WIDTH).float() * 1.0,
 }
 

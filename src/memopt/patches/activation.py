@@ -14,6 +14,7 @@ from memopt.kernels.activation import recomputed_activation
 from memopt.kernels.device import runs_triton
 from memopt.kernels.linear import withdraw
 from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
+from memopt.saved.versions import with_witness
 from memopt.walk.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
 
@@ -56,8 +57,8 @@ def _forward(
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
     if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
-        return function(z)
-    h = recomputed_activation(z, function, rewrite.kind)
+        return with_witness(function(z))
+    h = with_witness(recomputed_activation(z, function, rewrite.kind))
     if is_watched(module):
         withdraw(h)
     return h

@@ -127,7 +127,8 @@ def is_patched(model: nn.Module) -> bool:
 def _activations(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple[ActivationSite, str | None]]:
     """The activation modules to patch, each with the linear that is patched with it.
 
-    A single operation keeps its input only, and a scope takes care of its output: alone it stays as it is.
+    A single operation keeps its input only, and a scope takes care of its output: alone it stays as it is, unless it
+    is a copy of the output that is kept.
     """
     module_of = {linear.parameter: linear.module for linear in plan.sites.linears}
     for site in plan.activations():
@@ -137,7 +138,8 @@ def _activations(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple
         linear = module_of.get(site.next_linear) if is_known and site.next_linear is not None else None
         if linear is not None and not (linear in modules and trains_as_linear(modules[linear])):
             linear = None
-        if site.operations > 1 or site.parameters or linear is not None:
+        watched = site.copied and not site.keeps_its_output
+        if site.operations > 1 or site.parameters or linear is not None or watched:
             yield site, linear
 
 

@@ -1,7 +1,8 @@
 """What autograd keeps for backward, and how to keep less: handles of tensors that can be made again.
 
 `rules` says which operations' outputs can be made again from what the operation keeps anyway;
-`copies` finds such an output behind a cast or a copy in another layout;
+`copies` finds such an output behind a cast, or a copy in another layout or with a border;
+`versions` tells whether what was copied had been changed before;
 `scope` is the context manager that puts a handle in the place of such a tensor;
 `pinned` copies small views that are kept out of the large storages that they would keep alive;
 `savers` tells what PyTorch itself saves from what somebody's function saves.

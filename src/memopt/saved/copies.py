@@ -1,20 +1,68 @@
-"""From a tensor that holds the values of another, cast or in another layout, to the node that made those, and back."""
+"""From a tensor that holds the values of another, cast, padded or in another layout, to the node that made those, and
+back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.saved.rules import Node, signed
 
-_CAST, _CLONE = "ToCopyBackward0", "CloneBackward0"
+_CAST, _CLONE, _CONSTANT_PAD = "ToCopyBackward0", "CloneBackward0", "ConstantPadNdBackward0"
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
+_MODES = {
+    f"{name}Pad{rank}DBackward0": mode
+    for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
+    for rank in (1, 2, 3)
+}
+_FILL_KEY = "memopt.fill"
 
-#: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)) or
-#: ("permute", dims).
+#: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
+#: ("permute", dims), ("reflect" or "replicate", pads) or ("constant", Padding); pads as `torch.nn.functional.pad` takes
+#: them.
 Step = tuple[str, Any]
+_COPIES = frozenset({"clone", "constant", *_MODES.values()})
+
+
+@dataclass(eq=False)
+class Padding:
+    """A constant around a tensor. Its node does not say which: an element of what it made does."""
+
+    pads: tuple[int, ...]
+    fill: Tensor | None = None
+    """An element of the border, of no dimension; None until one is asked for, and where there is no border."""
+
+    def read(self, padded: Tensor) -> None:
+        """Find the constant in the tensor that was padded (the device is not waited for)."""
+        for dim, (before, after) in _sides(self.pads):
+            if self.fill is None and (before > 0 or after > 0):
+                border = padded.detach().select(dim, 0 if before > 0 else -1)
+                if border.numel():
+                    self.fill = border[(0,) * border.dim()].clone()
+
+    def around(self, value: Tensor) -> Tensor:
+        size = list(value.shape)
+        for dim, (before, after) in _sides(self.pads):
+            size[dim] += before + after
+        whole = value.new_empty(size)
+        if self.fill is not None:
+            whole.copy_(self.fill)
+        inside = whole
+        for dim, (before, after) in _sides(self.pads):
+            length = value.size(dim) + min(before, 0) + min(after, 0)
+            inside = inside.narrow(dim, max(before, 0), length)
+            value = value.narrow(dim, max(-before, 0), length)
+        inside.copy_(value)
+        return whole
+
+
+def _sides(pads: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """(dimension, counted from behind; what was added before and after it)"""
+    return [(-1 - i, (pads[2 * i], pads[2 * i + 1])) for i in range(len(pads) // 2)]
 
 
 @dataclass(frozen=True)
@@ -27,8 +75,13 @@ class Source:
     """What was done to its output since, in order."""
 
     @property
-    def is_copied(self) -> bool:
-        return any(what in ("cast", "clone") for what, _ in self.steps)
+    def casts(self) -> int:
+        return sum(what == "cast" for what, _ in self.steps)
+
+    @property
+    def copies(self) -> int:
+        """Copies in the same dtype."""
+        return sum(what in _COPIES for what, _ in self.steps)
 
     @property
     def is_only_cast(self) -> bool:
@@ -36,9 +89,10 @@ class Source:
 
 
 def source_of(node: Node) -> Source:
-    """Where the output of `node` comes from, below casts, clones and the views between them.
+    """Where the output of `node` comes from, below casts, clones, pads and the views between them.
 
-    Autocast and adapters cast; attention's output is copied into another layout for the linear behind it.
+    Autocast and adapters cast; attention's output is copied into another layout for the linear behind it; convolutions
+    with borders of their own read a padded copy.
     """
     steps: list[Step] = []
     while node is not None:
@@ -53,12 +107,22 @@ def source_of(node: Node) -> Source:
             steps.append(("transpose", (signed(node._saved_dim0), signed(node._saved_dim1))))
         elif name == "PermuteBackward0":
             steps.append(("permute", tuple(map(signed, node._saved_dims))))
+        elif name in _MODES:
+            steps.append((_MODES[name], tuple(map(signed, node._saved_padding))))
+        elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
+            steps.append(("constant", _padding(node)))
         else:
             break
         node, output = node.next_functions[0]
         if output:  # rules speak of first outputs
             return Source(None, ())
     return Source(node, tuple(reversed(steps)))
+
+
+def _padding(node: Node) -> Padding:
+    """The same for every tensor that is made of what `node` made."""
+    padding: Padding = node.metadata.setdefault(_FILL_KEY, Padding(tuple(map(signed, node._saved_pad))))
+    return padding
 
 
 def done_again(value: Tensor, step: Step) -> Tensor:
@@ -70,4 +134,9 @@ def done_again(value: Tensor, step: Step) -> Tensor:
         return value
     if what == "view":
         return value.reshape(how)
+    if what == "constant":
+        padding: Padding = how
+        return padding.around(value)
+    if what in ("reflect", "replicate"):
+        return F.pad(value, how, mode=what)
     return value.transpose(*how) if what == "transpose" else value.permute(how)

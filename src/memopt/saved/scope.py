@@ -27,6 +27,7 @@ from memopt.saved.copies import Source, Step, done_again, source_of
 from memopt.saved.pinned import PinnedStorages
 from memopt.saved.rules import RULES, Node, Rule
 from memopt.saved.savers import may_be_a_function
+from memopt.saved.versions import is_unchanged
 
 _METADATA_KEY = "memopt"
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
@@ -127,9 +128,12 @@ def _is_followed(rule: Rule, source: Source) -> bool:
     """Whether what was done to the output of a node with `rule` may be done again.
 
     Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
-    then is an error; else nothing would tell, so only casts are followed, which autocast makes on the spot.
+    then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
+    are made on the spot, by autocast or an adapter.
     """
-    return source.is_copied if rule.of_copies_only else source.is_only_cast
+    if rule.of_copies_only:
+        return source.copies == 1 or (source.copies == 0 and source.casts > 0)
+    return source.is_only_cast or (source.copies == 1 and source.casts == 0 and is_unchanged(source.node))
 
 
 def _kept_by_a_scope(node: Node) -> bool:
@@ -247,6 +251,9 @@ class Handle:
     def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
         node = source.node
         self._node, self._rule = node, rule
+        for what, how in source.steps:
+            if what == "constant":
+                how.read(base)
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._form: _Form = (source.steps, base.stride(), tensor.device)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from memopt.walk.ops import MOVEMENT, NORM_FUNCTIONS
+from memopt.walk.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.parameters import ParameterTable, storage_key
 from memopt.walk.probe import ActivationProbe
 from memopt.walk.rules import OpCall
@@ -27,7 +27,7 @@ _FUNCTIONS = {
 #: These gate and squash all kinds of things; they count as an activation where they read a linear.
 _OF_LINEARS_ONLY = {"sigmoid", "tanh", "softplus", "hardsigmoid"}
 #: Ops that leave a tensor's origin what it is.
-_KEEP_ORIGIN = MOVEMENT | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
+_KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class _Origin:
     name: str
     part: tuple[int, ...] = ()
     scaled: bool = False
+    copied: bool = False
 
 
 @dataclass
@@ -165,7 +166,8 @@ class Labels:
             for moved in call.outputs:
                 whole = moved.numel() == tensors[0].numel()
                 part = origin.part if whole else (*origin.part, int(moved.storage_offset()))
-                self._set(moved, replace(origin, part=part))
+                copied = origin.copied or name in PADS or name == "clone"
+                self._set(moved, replace(origin, part=part, copied=copied))
         elif name in {"add", "sub", "mul", "div"} and len(tensors) == 1 and origin is not None:
             self._set(out, replace(origin, scaled=origin.scaled or name in {"mul", "div"}))
         elif name == "add" and len(tensors) == 2:
@@ -230,7 +232,7 @@ class Labels:
             activation = self._activations[origin.name]
             fed_by = activation.site.name
             if activation.site.next_linear is None:
-                activation.site = replace(activation.site, next_linear=weight)
+                activation.site = replace(activation.site, next_linear=weight, copied=origin.copied)
         elif origin.kind == "gated":
             gated = self._gated[origin.name]
             if gated.site.down is None:

@@ -19,6 +19,11 @@ MOVEMENT = _names(
 SAME_ELEMENTS = {"_to_copy", "to", "type_as", "clone", "contiguous", "detach", "alias", "lift_fresh"}
 RESHAPES = {"view", "_unsafe_view", "_reshape_alias", "reshape"}
 
+#: Elements are moved, and a border of a constant or of some of them is put around.
+PADS = _names(
+    "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+    "replication_pad3d"
+)
 #: Ops that read a shape or dtype only.
 NO_USE = _names(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full sym_size "

@@ -135,8 +135,15 @@ class ActivationSite:
     """Weight of the linear whose output it reads, if that is what it reads."""
     next_linear: str | None = None
     """Weight of the linear that reads its output directly; None when something else does."""
+    copied: bool = False
+    """Whether that linear reads a copy: with a border around it, or in another layout."""
     gated_mlp: str | None = None
     """Name of the gated MLP that it belongs to."""
+
+    @property
+    def keeps_its_output(self) -> bool:
+        """Whether backward needs its output, not its input."""
+        return self.kind in ("relu", "tanh", "sigmoid") and self.operations == 1
 
 
 @dataclass(frozen=True)
