@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +88,7 @@ def load(
     *,
     model_class: type[nn.Module] | None = None,
     inputs: Mapping[str, Any] | str | Path | None = None,
+    overrides: Iterable[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
     """Load a folder that `memopt patch` wrote, patched and ready to train.
@@ -97,6 +98,7 @@ def load(
         model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
             the checkpoint names.
         inputs: as in `patch`; by default in the form that memopt.json remembers, else guessed.
+        overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
 
     Raises:
@@ -118,7 +120,7 @@ def load(
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
     model = from_pretrained(cls, directory, **kwargs)
-    unfolded = load_recipe(recipe, ["norms.fold=never"])
+    unfolded = load_recipe(recipe, [*overrides, "norms.fold=never"])
     modules = (name for name, _ in model.named_modules())
     names = {name for name in modules if folded is None or _same_norm(name, folded)}
     sites = _walk(model, remembered if batch is None else batch)

@@ -12,7 +12,7 @@ from memopt.recipe import Recipe, matches
 from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
 
 SiteKind = Literal["norm", "gated_mlp", "activation", "linear", "dropout", "loss"]
-Action = Literal["fold", "share", "recompute", "keep"]
+Action = Literal["fold", "share", "recompute", "code", "keep"]
 #: The setting that folds norms which have cautions.
 CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
 _REWRITABLE: frozenset[SiteKind] = frozenset({"norm", "activation", "gated_mlp"})
@@ -55,6 +55,24 @@ class Plan:
         return "; ".join(reasons[:3]) or "it has no norm, activation or gated MLP"
 
     @property
+    def does_nothing(self) -> bool:
+        """Whether the model keeps what it kept: nothing is rewritten, and no block's tensors are compressed."""
+        return not self.rewrites and (self.recipe.kept.method == "exact" or not self.sites.blocks)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user of this plan should know."""
+        return (*self.idle_notes, *self._price())
+
+    def _price(self) -> Iterator[str]:
+        if not self.recipe.is_exact:
+            yield (
+                f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
+                f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
+                "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows what it keeps."
+            )
+
+    @property
     def idle_notes(self) -> tuple[str, ...]:
         """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
         names = {entry.site for entry in self.entries if entry.kind in _REWRITABLE}
@@ -83,9 +101,10 @@ class Plan:
         chosen = {e.site for e in self.entries if e.kind == "gated_mlp" and e.rewritten}
         return tuple(site for site in self.sites.gated_mlps if site.name in chosen)
 
-    def activations(self) -> tuple[ActivationSite, ...]:
-        """Activation sites whose output is made again in backward."""
-        chosen = {e.site for e in self.entries if e.kind == "activation" and e.rewritten}
+    def activations(self, *actions: Action) -> tuple[ActivationSite, ...]:
+        """Activation sites whose action is one of `actions`; by default those that are rewritten."""
+        wanted = actions or ("recompute", "code")
+        chosen = {e.site for e in self.entries if e.kind == "activation" and e.action in wanted}
         return tuple(site for site in self.sites.activations if site.name in chosen)
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -171,6 +190,8 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
             yield _plan_kept_output(site)
         elif not site.replays:
             yield Entry("activation", site.name, "keep", "random or different in train mode: it cannot be run again")
+        elif recipe.activations.code != "none" and (entry := _plan_code(site, recipe, site.gated_mlp in gated)):
+            yield entry
         elif site.gated_mlp in gated:
             yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
         elif site.is_module and site.operations > 1:
@@ -186,6 +207,28 @@ def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
             yield Entry(
                 "activation", site.name, "recompute", "its output is made again from its input, which is kept anyway"
             )
+
+
+def _plan_code(site: ActivationSite, recipe: Recipe, gated: bool) -> Entry | None:
+    """The entry of an activation that may keep a code of its derivative; None where the exact way is taken."""
+    # Its table is loaded where it is asked for: most recipes have no codes.
+    from memopt.kernels.codes import derivative_code
+
+    rules = recipe.activations
+    if not site.is_module or site.parameters or site.linear is not None or (gated and rules.where == "needed"):
+        return None
+    if site.kind == "other" and rules.code != "published":
+        kept = f"a code of its derivative ({rules.code}), fitted to it when it is patched"
+    else:
+        try:
+            code = derivative_code(site.kind, rules.code)
+        except ValueError:
+            return None
+        kept = f"a {code.bits}-bit code of its derivative, {code.error:.2g} off (relative, for inputs of N(0, 1))"
+    if rules.where == "all":
+        return Entry("activation", site.name, "code", f"keeps {kept}")
+    reason = f"where nothing keeps its output: {kept}; else made again from its input, exactly"
+    return Entry("activation", site.name, "code", reason)
 
 
 def _plan_kept_output(site: ActivationSite) -> Entry:

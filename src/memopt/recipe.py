@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memopt.errors import RecipeError
 
+#: Codes of an activation's derivative, as in `memopt.kernels.codes`.
+CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic"]
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 
 
@@ -40,18 +42,45 @@ class RecomputeRules(_Strict):
     method: Literal["recompute", "none"] = "recompute"
 
 
+class ActivationRules(RecomputeRules):
+    """How activations are rewritten."""
+
+    code: CodeScheme = "none"
+    """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
+    where: Literal["needed", "all"] = "needed"
+    """``needed``: only where nothing keeps the output, else making it again costs as little and is exact."""
+
+
+class KeptRules(_Strict):
+    """How that is kept which cannot be made again."""
+
+    method: Literal["exact", "int8", "int4"] = "exact"
+    """``int8``, ``int4``: a code for each element, a minimum and a step for each 128."""
+    where: Literal["block", "mlp"] = "block"
+    """Everything in the repeated blocks, or what their MLPs keep."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+
+
 class Recipe(_Strict):
     """A recipe; see docs/recipes.md for every key."""
 
     name: str
     description: str = ""
     norms: NormRules = NormRules()
-    activations: RecomputeRules = RecomputeRules()
+    activations: ActivationRules = ActivationRules()
     gated_mlps: RecomputeRules = RecomputeRules()
+    kept: KeptRules = KeptRules()
+    gradient_error: float = Field(default=0.0, ge=0.0)
+    """The relative error of the gradient that the recipe declares, of its norm; 0 for exact ones."""
     targets: tuple[str, ...] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
     ignore: tuple[str, ...] = ()
     """Module names (shell wildcards) that are left alone; wins over ``targets``."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients differ from the stock model's by rounding alone."""
+        return self.activations.code == "none" and self.kept.method == "exact"
 
     def selects(self, name: str) -> bool:
         """Whether the module `name` may be rewritten."""

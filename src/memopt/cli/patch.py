@@ -124,13 +124,13 @@ def _plan(
     config = load_config(source.root, trust_remote_code=trust_remote_code)
     sites, driven = walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
     plan = make_plan(sites, recipe)
-    for text in (*sites.notes, *plan.idle_notes):
+    for text in (*sites.notes, *plan.notes):
         _tell(text, remember)
     if driven is not None and batch is None:
         _tell(f"the model's processor made the inputs: {in_words(driven)}", remember)
     if not sites.ran:
         _tell(PASS_INPUTS, remember)
-    if not plan.rewrites:
+    if plan.does_nothing:
         message = f"Nothing in '{source.model}' is rewritten by recipe '{recipe.name}': {plan.why_nothing}."
         raise NegativeVerdict(message, None if sites.ran else PASS_INPUTS)
     return plan, driven

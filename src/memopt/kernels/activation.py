@@ -88,20 +88,29 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
         refuse_double_backward()
         (z,) = ctx.saved_tensors
-        # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
-        with torch.enable_grad(), autocast_as(ctx.autocast, z):
-            z = z.detach().requires_grad_()
-            h = ctx.function(z)
-        (dz,) = torch.autograd.grad(h, z, dh)
-        return dz, None
+        return differentiate(ctx.function, z, dh, ctx.autocast), None
 
 
 @recomputable("ActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
 def _replayed_output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
-    with autocast_as(node.autocast, z):
-        h: Tensor = node.function(z)
-    return h
+    return remade(node.function, z, node.autocast)
+
+
+def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """function'(z) * dh, by autograd, in the dtypes that autocast to `autocast` (None: off) gave to the forward."""
+    # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
+    with torch.enable_grad(), autocast_as(autocast, z):
+        z = z.detach().requires_grad_()
+        h = function(z)
+    (dz,) = torch.autograd.grad(h, z, dh)
+    return dz
+
+
+def remade(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """function(z) again, under the same autocast."""
+    with autocast_as(autocast, z):
+        return function(z)
 
 
 class KernelActivationFunction(torch.autograd.Function):

@@ -3,6 +3,7 @@ their output again."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.activation import recomputed_activation
+from memopt.kernels.coded import CodableFunction, coded_activation, encode_anew
+from memopt.kernels.codes import DerivativeCode, code_of, derivative_code
 from memopt.kernels.device import runs_triton
+from memopt.kernels.formulas import ACTIVATIONS
 from memopt.kernels.linear import withdraw
 from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
+from memopt.recipe import ActivationRules
+from memopt.saved.scope import save_as_code
 from memopt.saved.versions import with_witness
 from memopt.walk.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
@@ -29,15 +35,26 @@ class ActivationRewrite:
     """The stock module keeps its input only, as it is; a kernel of ours helps the linear behind it."""
     linear: str | None = None
     """The child whose output it is a function of, if it runs one first."""
+    code: DerivativeCode | None = None
+    """Kept instead of its input: where nothing keeps its output, or always."""
+    is_always_coded: bool = False
 
 
-def patch_activation(module: nn.Module, site: ActivationSite) -> None:
+def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
     """Make `module` (elementwise, no parameters but those of its linear) keep its input, or its linear's output, only.
 
+    Args:
+        rules: a code of the derivative to keep instead, if they name one.
+
     Raises:
-        ValueError: the module cannot be swapped.
+        ValueError: the module cannot be swapped, or its derivative has no such code.
     """
-    swap_forward(module, _forward, ActivationRewrite(site.kind, site.operations == 1, site.linear))
+    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
+    if rules is not None and rules.code != "none":
+        known = site.kind in ACTIVATIONS
+        code = derivative_code(site.kind, rules.code) if known else code_of(module.forward, rules.code)
+        rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
+    swap_forward(module, _forward, rewrite)
 
 
 def unpatch_activation(module: nn.Module) -> None:
@@ -56,9 +73,21 @@ def _forward(
     if rewrite.linear is not None:
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
+    if rewrite.code is not None and z.requires_grad:
+        return _coded(z, function, rewrite.code, rewrite.is_always_coded)
     if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
         return with_witness(function(z))
     h = with_witness(recomputed_activation(z, function, rewrite.kind))
     if is_watched(module):
         withdraw(h)
     return h
+
+
+def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor:
+    h = None
+    if not always:
+        h = save_as_code(
+            lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
+            lambda kept: encode_anew(kept, code),
+        )
+    return coded_activation(z, function, code) if h is None else h

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,7 +18,8 @@ from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
 from memopt.patches.sum_norm import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.plan import Plan
-from memopt.recipe import Recipe
+from memopt.recipe import ActivationRules, Recipe
+from memopt.saved.compression import Compression
 from memopt.walk.sites import ActivationSite
 
 
@@ -63,22 +64,25 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
     for norm in plan.norms("fold", "share", "recompute"):
         patch = patch_norm if norm.has_formula else patch_replay
         attempts.run("norms", norm.name, patch, modules[norm.name], norm, folded=norm.name in folded)
+    coded = {site.name for site in plan.activations("code")}
     for activation, linear in _activations(plan, modules):
         if activation.parameters:
             attempts.run("activations", activation.name, patch_replay, modules[activation.name])
         else:
-            attempts.run("activations", activation.name, patch_activation, modules[activation.name], activation)
+            rules = plan.recipe.activations if activation.name in coded else ActivationRules()
+            attempts.run("activations", activation.name, patch_activation, modules[activation.name], activation, rules)
         if linear is not None:
             attempts.run("linears", linear, patch_linear, modules[linear])
     for mlp in plan.gated_mlps():
-        if mlp.form is not None:
+        # One operator keeps gate and up, so where the recipe wants codes instead, the stock operations run.
+        if mlp.form is not None and not any(site.gated_mlp == mlp.name for site in plan.activations("code")):
             attempts.run("gated_mlps", mlp.name, patch_gated_mlp, modules[mlp.name], mlp, _innermost(mlp.name, inside))
     for post in plan.sites.sum_norms:
         if _child(post.name, post.norm) in attempts.done["norms"]:
             attempts.run("sum_norms", post.name, patch_sum_norm, modules[post.name], post, inside.get(post.name))
-    for name, families in inside.items():
+    for name, scope in inside.items():
         if not is_swapped(modules[name]):
-            attempts.run("scopes", name, patch_scope, modules[name], families)
+            attempts.run("scopes", name, patch_scope, modules[name], scope)
     done = {kind: tuple(names) for kind, names in attempts.done.items()}
     return Applied(plan, refused=tuple(attempts.refused), **done)
 
@@ -131,8 +135,10 @@ def _activations(plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[tuple
     is a copy of the output that is kept.
     """
     module_of = {linear.parameter: linear.module for linear in plan.sites.linears}
+    coded = plan.activations("code")
+    yield from ((site, None) for site in coded)
     for site in plan.activations():
-        if not site.is_module or not site.replays:
+        if not site.is_module or not site.replays or site in coded:
             continue
         is_known = site.kind in ACTIVATIONS and site.gated_mlp is None
         linear = module_of.get(site.next_linear) if is_known and site.next_linear is not None else None
@@ -152,7 +158,32 @@ def _families(recipe: Recipe) -> frozenset[str]:
     return frozenset(family for family, method in methods.items() if method != "none")
 
 
-def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
+def _scopes(plan: Plan) -> dict[str, ScopeRewrite]:
+    """Module -> the scope that it is: families of rules, and how that is kept which stays."""
+    families, compression = _scoped_families(plan), _compression(plan.recipe)
+    compressed = _compressed(plan) if compression is not None else ()
+    default = _families(plan.recipe)
+    scopes = {name: ScopeRewrite(rules) for name, rules in families.items()}
+    return scopes | {name: ScopeRewrite(families.get(name, default), compression) for name in compressed}
+
+
+def _compression(recipe: Recipe) -> Compression | None:
+    kept = recipe.kept
+    bits: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
+    return Compression(bits[kept.method], kept.rounding == "stochastic") if kept.method in bits else None
+
+
+def _compressed(plan: Plan) -> tuple[str, ...]:
+    """The modules that keep what stays in fewer bits: blocks, or the MLPs in them."""
+    if plan.recipe.kept.where == "block":
+        chosen: Iterable[str] = plan.sites.blocks
+    else:
+        parents = (site.name.rpartition(".")[0] if site.is_module else site.name for site in plan.sites.activations)
+        chosen = (*(site.name for site in plan.sites.gated_mlps), *parents)
+    return tuple(name for name in dict.fromkeys(chosen) if name and plan.recipe.selects(name))
+
+
+def _scoped_families(plan: Plan) -> dict[str, frozenset[str]]:
     """Module -> families of rules that hold inside it.
 
     These are the blocks in which something is rewritten, and outside of blocks every module that reads or makes an
@@ -168,7 +199,9 @@ def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
     modules_of = {linear.parameter: linear.module for linear in sites.linears}
     readers += [modules_of[site.next_linear] for site in plan.activations() if site.next_linear in modules_of]
     gated = [site.name for site in sites.gated_mlps if site.name in rewritten]
-    scopes |= {name: families for name in (*readers, *gated) if name and not _inside(name, sites.blocks)}
+    # Around an activation that keeps a code, and whoever reads it.
+    coded = [site.name.rpartition(".")[0] for site in plan.activations("code")]
+    scopes |= {name: families for name in (*readers, *gated, *coded) if name and not _inside(name, sites.blocks)}
     left = {site.name: {"gated_mlp", "activation"} for site in sites.gated_mlps if site.name not in rewritten}
     left |= {
         modules_of[site.next_linear]: {"activation"}
@@ -181,10 +214,12 @@ def _scopes(plan: Plan) -> dict[str, frozenset[str]]:
     return scopes
 
 
-def _innermost(name: str, scopes: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """Families of the innermost of `scopes` that `name` is in, or is."""
+def _innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
+    """The scope that `name` is, or else the families of the innermost of `scopes` that it is in."""
+    if name in scopes:
+        return scopes[name]
     around = [scope for scope in scopes if _inside(name, [scope])]
-    return scopes[max(around, key=len)] if around else frozenset()
+    return ScopeRewrite(scopes[max(around, key=len)].families if around else frozenset())
 
 
 def _child(name: str, child: str) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from memopt.kernels.autograd import autocast_dtype
 from memopt.kernels.gated import gated_product, gated_product_fused
 from memopt.kernels.linear import linear
+from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
-from memopt.saved.scope import RecomputeScope
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 
@@ -34,11 +34,11 @@ class GatedMLPRewrite:
     act_module: nn.Module | None
     """The child that was there when the module was patched: the formula is its."""
     between: str | None
-    families: frozenset[str]
-    """Which rules hold inside, as in `memopt.patches.scope.ScopeRewrite`."""
+    scope: ScopeRewrite
+    """What the module is beside."""
 
 
-def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, families: frozenset[str]) -> None:
+def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) -> None:
     """Make `module` run its activation and product as one operator.
 
     Raises:
@@ -51,7 +51,7 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, families: frozenset[s
     swap_forward(
         module,
         _forward,
-        GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, families),
+        GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, scope),
     )
 
 
@@ -61,21 +61,27 @@ def unpatch_gated_mlp(module: nn.Module) -> None:
 
 
 def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if steps_aside():
+        return stock(module, *args, **kwargs)
     given = (*args, *kwargs.values())
-    if steps_aside() or len(given) != 1:
-        return stock(module, *args, **kwargs)
     children = module._modules
-    down, between = children[rewrite.down], children[rewrite.between] if rewrite.between else None
+    down = children[rewrite.down]
     assert down is not None
-    if not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
-        return stock(module, *args, **kwargs)
-    with RecomputeScope(rewrite.families):
-        h = _product(rewrite, children, given[0])
-        if between is not None and not _is_off(between):
-            h = between(h)
-        elif type(down) is nn.Linear and not is_watched(down):  # calling it is F.linear of its weight and bias
-            return linear(h, down.weight, down.bias)
-        return down(h)
+    with rewrite.scope.around(*args, **kwargs):
+        if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
+            return stock(module, *args, **kwargs)
+        # In a frame of its own: when the scope ends, nobody but autograd refers to what is kept.
+        return _run(rewrite, children, down, given[0])
+
+
+def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: nn.Module, x: Tensor) -> Any:
+    h = _product(rewrite, children, x)
+    between = children[rewrite.between] if rewrite.between else None
+    if between is not None and not _is_off(between):
+        h = between(h)
+    elif type(down) is nn.Linear and not is_watched(down):  # calling it is F.linear of its weight and bias
+        return linear(h, down.weight, down.bias)
+    return down(h)
 
 
 def _product(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from memopt.kernels.device import runs_triton
 from memopt.patches.norm import norm_of_sum
+from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import restore_forward, steps_aside, swap_forward
-from memopt.saved.scope import RecomputeScope
 from memopt.walk.sites import SumNormSite
 
 
@@ -26,17 +26,17 @@ class SumNormRewrite:
     """What a patched post-norm module knows: its children, the names of its arguments, and its scope."""
 
     site: SumNormSite
-    families: frozenset[str] | None
-    """Rules of the scope that the module is (`memopt.patches.scope.ScopeRewrite`); None where it is none itself."""
+    scope: ScopeRewrite | None
+    """What the module is beside; None where it is no scope."""
 
 
-def patch_sum_norm(module: nn.Module, site: SumNormSite, families: frozenset[str] | None) -> None:
+def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:
     """Make `module` hand both terms of its sum to its norm.
 
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, SumNormRewrite(site, families))
+    swap_forward(module, _forward, SumNormRewrite(site, scope))
 
 
 def unpatch_sum_norm(module: nn.Module) -> None:
@@ -47,7 +47,7 @@ def unpatch_sum_norm(module: nn.Module) -> None:
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
-    with nullcontext() if rewrite.families is None else RecomputeScope(rewrite.families):
+    with nullcontext() if rewrite.scope is None else rewrite.scope.around(*args, **kwargs):
         given = _bound(rewrite.site, args, kwargs)
         if given is None or not runs_triton(*given):
             return stock(module, *args, **kwargs)

@@ -117,9 +117,9 @@ def _compare(
     before = trace_account(config, training, sites=sites, inputs=batch)
     after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch)
     plan = make_plan(sites, rules)
-    if not plan.rewrites:
+    if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
-    notes += plan.idle_notes
+    notes += plan.notes
     return Comparison(
         model=source,
         model_class=sites.model_class,

@@ -30,6 +30,7 @@ Cause = Literal[
     "dropout mask",
     "softmax/loss",
     "checkpoint input",
+    "codes",
     "weight copy",
     "other",
 ]
@@ -85,6 +86,9 @@ class Causes:
             return "checkpoint input"
         if birth.of_parameter:
             return "weight copy"
+        # Packed codes are bytes in one dimension; the minimum and step of each group stand beside them.
+        if (birth.dtype == "uint8" and len(birth.shape) == 1) or (not operation and birth.shape[-1:] == (2,)):
+            return "codes"
         if any("attention" in name for _, name in holders):
             if "attention" in origin.operation:
                 return "attention output"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from memopt.verify.verdict import Check, Verdict
 
 _LABELS = {"gated_mlp": "gated MLP"}
-_ACTIONS = ("fold", "share", "recompute", "keep")
-_DONE = {"fold": "folded", "share": "shared", "recompute": "recomputed", "keep": "left"}
+_ACTIONS = ("fold", "share", "recompute", "code", "keep")
+_DONE = {"fold": "folded", "share": "shared", "recompute": "recomputed", "code": "coded", "keep": "left"}
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

@@ -3,8 +3,9 @@
 `rules` says which operations' outputs can be made again from what the operation keeps anyway;
 `copies` finds such an output behind a cast, or a copy in another layout or with a border;
 `versions` tells whether what was copied had been changed before;
-`scope` is the context manager that puts a handle in the place of such a tensor;
+`scope` is the context manager that puts a handle in the place of such a tensor (`handles`; all else is `kept`);
 `pinned` copies small views that are kept out of the large storages that they would keep alive;
+`compression` keeps what stays in fewer bits, and `codable` an activation's input as a code of the derivative;
 `savers` tells what PyTorch itself saves from what somebody's function saves.
 """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class PinnedStorages:
             self.settle(but=address)
         if tensor.numel() * tensor.element_size() > LARGEST_PART * nbytes:
             return
-        watched, stream = self._watched.get(address), _stream(tensor)
+        watched, stream = self._watched.get(address), stream_of(tensor)
         if watched is None or (watched.nbytes, watched.stream) != (nbytes, stream):
             watched = self._watched[address] = _Watched(nbytes, stream)
             if len(self._watched) > WATCHED:
@@ -91,22 +91,19 @@ class PinnedStorages:
 
 def _is_settled(address: int, watched: _Watched) -> bool:
     """Whether the storage at `address` needs no more watching; its views may have been copied."""
-    assert _use_count is not None
     holders = list(watched.living())
     if not holders:
         return True
     first = holders[0][0].tensor
-    storage = first.untyped_storage()
-    if storage._cdata != address:
+    if first.untyped_storage()._cdata != address:
         return True
-    # One reference is `storage` here, one each of the holders' own aliases.
-    if _use_count(address) > 1 + len(holders) or _stream(first) != watched.stream:
+    if not only_held_by([holder.tensor for holder, _ in holders]) or stream_of(first) != watched.stream:
         return False
     views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
     nbytes = sum(view.numel() * view.element_size() for view in views.values())
     # What was changed in place must still be found out by whoever holds it.
     unchanged = all(holder.tensor._version == version for holder, version in holders)
-    if unchanged and nbytes <= LARGEST_PART * storage.nbytes():
+    if unchanged and nbytes <= LARGEST_PART * first.untyped_storage().nbytes():
         with torch.no_grad():
             copies = {key: view.clone() for key, view in views.items()}
         for holder, _ in holders:
@@ -114,7 +111,14 @@ def _is_settled(address: int, watched: _Watched) -> bool:
     return True
 
 
-def _stream(tensor: Tensor) -> object:
+def only_held_by(aliases: Sequence[Tensor]) -> bool:
+    """Whether nobody but `aliases`, one for each holder, refers to their storage; False where none can tell."""
+    storage = aliases[0].untyped_storage()  # one reference more
+    return _use_count is not None and _use_count(storage._cdata) <= 1 + len(aliases)
+
+
+def stream_of(tensor: Tensor) -> object:
+    """The stream that work on `tensor` is put on now; None where there are none."""
     if tensor.device.type in ("cpu", "meta") or isinstance(tensor, FakeTensor):
         return None
     return torch.accelerator.current_stream(tensor.device)

@@ -13,9 +13,8 @@ saved. A tensor that was changed in place since (version > 0) is never replaced 
 from __future__ import annotations
 
 import sys
-import threading
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +22,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.saved.copies import Source, Step, done_again, source_of
-from memopt.saved.pinned import PinnedStorages
+from memopt.saved.codable import Codable
+from memopt.saved.compression import Compression, Compressor, Packed
+from memopt.saved.copies import Source, source_of
+from memopt.saved.handles import Handle, remade_of
+from memopt.saved.kept import Forwarded, Kept
+from memopt.saved.pinned import Holder, PinnedStorages
 from memopt.saved.rules import RULES, Node, Rule
 from memopt.saved.savers import may_be_a_function
 from memopt.saved.versions import is_unchanged
 
-_METADATA_KEY = "memopt"
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 #: Under these names nodes of PyTorch's own show the hooks of the tensors that the rules read.
@@ -45,47 +47,66 @@ class RecomputeScope:
 
     Args:
         families: which rules apply (``norm``, ``activation``, ``gated_mlp``).
+        compression: keep what stays in fewer bits; needs `hidden`.
+        hidden: hidden states that the code inside is given; their size tells what is worth compressing.
     """
 
-    def __init__(self, families: frozenset[str] = ALL_FAMILIES) -> None:
+    def __init__(
+        self,
+        families: frozenset[str] = ALL_FAMILIES,
+        compression: Compression | None = None,
+        hidden: Tensor | None = None,
+    ) -> None:
         self._families = families
-        self._entered: list[tuple[saved_tensors_hooks, PinnedStorages | None] | None] = []
+        self._compression = compression if hidden is not None else None
+        self._hidden = hidden
+        self._entered: list[tuple[saved_tensors_hooks, _Pack] | None] = []
 
     def __enter__(self) -> None:
         self._entered.append(self._enter())
 
-    def _enter(self) -> tuple[saved_tensors_hooks, PinnedStorages | None] | None:
+    def _enter(self) -> tuple[saved_tensors_hooks, _Pack] | None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         autograd: Any = torch._C._autograd  # the hook stack has no public reader
         if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             return None
-        outer = autograd._top_saved_tensors_default_hooks(False)
+        outer, inside = autograd._top_saved_tensors_default_hooks(False), None
         if outer is not None and isinstance(outer[0], _Pack):
-            if outer[0].families == self._families:
+            inside = outer[0]
+            if outer[0].families == self._families and self._compression in (None, outer[0].compression):
                 return None
             outer = outer[0].outer
-        pack = _Pack(self._families, outer)
+        pack = _Pack(self._families, outer, self._compression, self._hidden, inside=inside)
         hooks = saved_tensors_hooks(pack, _unpack)
         hooks.__enter__()
-        return hooks, pack.pinned
+        return hooks, pack
 
     def __exit__(self, *error: object) -> None:
         entered = self._entered.pop()
         if entered is not None:
-            hooks, pinned = entered
+            hooks, pack = entered
             hooks.__exit__(*error)
-            if pinned is not None:
-                pinned.settle()
+            pack.settle()
 
 
 class _Pack:
     """The pack hook of one scope."""
 
-    __slots__ = ("_first_node", "_outer_pack", "_outer_unpack", "families", "outer", "pinned")
+    __slots__ = (
+        "_borrowed", "_codables", "_compressor", "_first_node", "_outer_pack", "_outer_unpack", "_pinned",
+        "compression", "families", "outer",
+    )  # fmt: skip
 
-    def __init__(self, families: frozenset[str], outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        self.families, self.outer = families, outer
+    def __init__(
+        self,
+        families: frozenset[str],
+        outer: tuple[Callable[..., Any], Callable[..., Any]] | None,
+        compression: Compression | None,
+        hidden: Tensor | None,
+        inside: _Pack | None,
+    ) -> None:
+        self.families, self.outer, self.compression = families, outer, compression
         self._outer_pack: Callable[..., Any] | None = None
         self._outer_unpack: Callable[..., Any] | None = None
         if outer is not None:
@@ -94,11 +115,18 @@ class _Pack:
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
         # What a foreign hook keeps is its own affair.
-        self.pinned = None if restricted else PinnedStorages()
+        self._pinned = None if restricted else PinnedStorages()
+        self._compressor: Compressor | None = None
+        self._borrowed: Compressor | None = None
+        if compression is not None and hidden is not None and not restricted:
+            self._compressor = Compressor(compression, hidden, self._keep)
+        elif inside is not None:  # the scope around it compresses
+            self.compression, self._borrowed = inside.compression, inside.compressor
+        self._codables: list[weakref.ref[Codable]] = []
         autograd: Any = torch._C._autograd
         self._first_node: int = autograd._get_sequence_nr() if restricted else -1
 
-    def __call__(self, tensor: Tensor) -> Handle | _Kept | _Forwarded:
+    def __call__(self, tensor: Tensor) -> Packed:
         base = tensor._base
         if base is None:
             base = tensor
@@ -110,10 +138,46 @@ class _Pack:
             own = not source.is_only_cast and may_be_a_function(sys._getframe().f_back)
             if rule is not None and not own and _is_followed(rule, source) and self._applies(rule, source.node):
                 return Handle(source, rule, tensor, base)
-        holder = _Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)
-        if self.pinned is not None and hasattr(holder, "keep") and type(tensor) in _PLAIN_TYPES:
-            self.pinned.saved(holder, tensor)
-        return holder if self._outer_pack is None else _Forwarded(holder, self._outer_unpack)
+        packed, holder = self._held(tensor)
+        if self._pinned is not None and holder is not None and type(tensor) in _PLAIN_TYPES:
+            self._pinned.saved(holder, tensor)
+        compressor = self.compressor
+        if compressor is not None and holder is not None:
+            packed = compressor.saved(packed, holder, tensor)
+        return packed
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """Its own, or that of the scope around it."""
+        return self._compressor or self._borrowed
+
+    def _held(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
+        """What to give to autograd for `tensor`, and what holds it in there; None where that may not be exchanged."""
+        holder = Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)
+        packed = holder if self._outer_pack is None else Forwarded(holder, self._outer_unpack)
+        return packed, holder if hasattr(holder, "keep") else None
+
+    def _keep(self, tensor: Tensor) -> Packed:
+        return self._held(tensor)[0]
+
+    def codable(self, encode: Callable[[Tensor], Tensor]) -> Codable | None:
+        """A slot for an activation's input; None where a foreign hook keeps what is saved."""
+        if self._pinned is None:
+            return None
+        slot = Codable(encode, self._held, self._keep)
+        self._codables.append(weakref.ref(slot))
+        return slot
+
+    def settle(self) -> None:
+        """The module is done: exchange what is kept for what takes less."""
+        if self._pinned is not None:
+            self._pinned.settle()
+        for reference in self._codables:
+            slot = reference()
+            if slot is not None:
+                slot.settle()
+        if self._compressor is not None:
+            self._compressor.settle()
 
     def _applies(self, rule: Rule, node: Node) -> bool:
         number = node._sequence_nr()
@@ -122,6 +186,30 @@ class _Pack:
         # A node made inside a foreign hook too (checkpointing of the node's module alone) has its tensors kept by that
         # hook, which may give each back only once.
         return _kept_by_a_scope(node)
+
+
+def save_as_code(apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Output of an activation whose input may be kept as a code when the innermost scope's module is done.
+
+    Args:
+        apply: runs an autograd function that saves its input alone, and keeps the slot it is given.
+        encode: the code, one tensor, of that input.
+
+    Returns:
+        None where no scope is active; then nothing was run.
+    """
+    autograd: Any = torch._C._autograd
+    top = autograd._top_saved_tensors_default_hooks(False)
+    if top is None or not isinstance(top[0], _Pack):
+        return None
+    slot = top[0].codable(encode)
+    if slot is None:
+        return apply(None)
+    with saved_tensors_hooks(slot.pack, _unpack):
+        output = apply(slot)
+    if output.grad_fn is not None:
+        slot.read_through(remade_of(output.grad_fn))
+    return output
 
 
 def _is_followed(rule: Rule, source: Source) -> bool:
@@ -160,136 +248,5 @@ def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
     )
 
 
-def _unpack(packed: Handle | _Kept | _Forwarded) -> Tensor:
+def _unpack(packed: Packed) -> Tensor:
     return packed.unpack()
-
-
-class _Kept:
-    """A tensor kept as it is. Hooks switch autograd's own version check off, so it is made here."""
-
-    __slots__ = ("__weakref__", "_version", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. A leaf is
-        # kept itself, because sharded training may exchange its data between forward and backward.
-        self.keep(tensor if tensor.is_leaf else tensor.detach())
-
-    def keep(self, tensor: Tensor) -> None:
-        self.tensor, self._version = tensor, tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
-                f"expected version {self._version} instead."
-            )
-        return self.tensor
-
-
-class _Forwarded:
-    """A tensor that the outer hook keeps.
-
-    Checkpointing's hook gives each tensor back only once per backward. A handle that reads its node's saved tensors
-    takes that one turn, so the tensor stays here until the node itself asks.
-    """
-
-    __slots__ = ("_early", "_packed", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None) -> None:
-        self._packed, self._unpack = packed, unpack
-        self._early: Tensor | None = None
-
-    def unpack(self) -> Tensor:
-        tensor = self._early
-        if tensor is None:
-            assert self._unpack is not None
-            tensor = self._unpack(self._packed)
-        self._early = tensor if _remaking.depth else None
-        return tensor
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-class _Remaking(threading.local):
-    """Whether this thread is making a tensor again (and not running a node's backward)."""
-
-    depth = 0
-
-
-_remaking = _Remaking()
-
-
-_Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
-"""What was done to a node's output, and how the result lies in memory."""
-
-
-class _Remade:
-    """The remade output of one node while its holders need it; lives in the node's metadata, refers to no node."""
-
-    __slots__ = ("holders", "served", "values")
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.served = 0
-        self.values: dict[_Form, Tensor] = {}
-
-    def release(self, *_: object) -> None:
-        self.served = 0
-        self.values.clear()
-
-
-class Handle:
-    """Stands for a tensor that `node` can make again."""
-
-    __slots__ = ("_form", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
-
-    def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
-        node = source.node
-        self._node, self._rule = node, rule
-        for what, how in source.steps:
-            if what == "constant":
-                how.read(base)
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset() - base.storage_offset()
-        self._form: _Form = (source.steps, base.stride(), tensor.device)
-        remade = node.metadata.get(_METADATA_KEY)
-        if remade is None:
-            remade = node.metadata[_METADATA_KEY] = _Remade()
-            # All holders come before the node in backward: when its turn comes, nothing needs the value any more.
-            node.register_prehook(remade.release)
-        remade.holders += 1
-        self._remade: _Remade = remade
-
-    def unpack(self) -> Tensor:
-        remade = self._remade
-        value = remade.values.get(self._form)
-        if value is None:
-            value = remade.values[self._form] = self._make()
-        remade.served += 1
-        if remade.served >= remade.holders:
-            remade.release()
-        return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
-
-    def _make(self) -> Tensor:
-        steps, stride, device = self._form
-        value = next((value for (done, *_), value in self._remade.values.items() if not done), None)
-        if value is None:
-            _remaking.depth += 1
-            try:
-                # Whether backward is run inside an autocast region must not matter.
-                with torch.no_grad(), _without_autocast(device):
-                    value = self._rule.remake(self._node)
-            finally:
-                _remaking.depth -= 1
-        for step in steps:
-            value = done_again(value, step)
-        value = value.to(device)
-        if value.stride() != stride:
-            laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)
-            value = laid_out.copy_(value)
-        return value

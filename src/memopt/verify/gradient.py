@@ -45,16 +45,16 @@ def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Ba
     if reference is None:
         return [_skip("no more precise run than the model's own fits into memory")]
     probes = probe_inputs(stock, folder, inputs, trust_remote_code=trust_remote_code)
-    stock_loss, stock_gradients = _gradients(stock, probes, dtype)
+    stock_loss, stock_gradients = training_gradients(stock, probes, dtype)
     del stock
     free_memory()
-    patched_loss, patched_gradients = _gradients(
+    patched_loss, patched_gradients = training_gradients(
         load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs), probes, dtype
     )
     free_memory()
     truth_model = load_stock(folder, dtype=reference.dtype, trust_remote_code=trust_remote_code)
     with precise(reference.dtype):
-        _, truth = _gradients(truth_model, probes, reference.dtype)
+        _, truth = training_gradients(truth_model, probes, reference.dtype)
     del truth_model
     free_memory()
     source = f"{reference.name} run of stock modules on the same weights"
@@ -128,7 +128,7 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def _gradients(model: nn.Module, probes: Probes, dtype: torch.dtype) -> tuple[float, Gradients]:
+def training_gradients(model: nn.Module, probes: Probes, dtype: torch.dtype) -> tuple[float, Gradients]:
     """Loss and gradients of the first probe. Eval mode: dropout off."""
     loss = training_loss(model, cast_inputs({**probes.batches[0], **probes.targets[0]}, dtype))
     loss.backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,18 @@ def load_stock(
     return nn.Module.double(model) if dtype == torch.float64 else model
 
 
-def load_patched(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> nn.Module:
-    """Patched model in its stored dtype, eval mode, on the CPU; `inputs` drive the walk."""
+def load_patched(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    inputs: Batch | None = None,
+    overrides: Iterable[str] = (),
+) -> nn.Module:
+    """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; `inputs` drive the walk."""
+    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     with quiet():
-        return load(folder, inputs=inputs, trust_remote_code=trust_remote_code, dtype="auto").eval()
+        return load(folder, inputs=inputs, overrides=overrides, **keywords).eval()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import ModelError, NegativeVerdict
+from memopt.recipe import load_recipe
 from memopt.verify.verdict import LEVELS, Check, Level, Verdict
 from memopt.walk.batch import Batch, given_batch
 
@@ -73,9 +74,7 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
             assert pair is not None
             return verify_forward(pair)
         if level == "gradient":
-            from memopt.verify.gradient import verify_gradient
-
-            return verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+            return _gradient(folder, trust_remote_code, inputs)
         from memopt.verify.memory import verify_memory
 
         return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -83,6 +82,17 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
         return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
     except (NegativeVerdict, ModelError) as error:
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
+
+
+def _gradient(folder: Path, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    recipe = load_recipe(read_manifest(folder).recipe)
+    if recipe.is_exact:
+        from memopt.verify.gradient import verify_gradient
+
+        return verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+    from memopt.verify.approximation import verify_approximation
+
+    return verify_approximation(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
 
 
 def _no_original(level: Level) -> Check:

@@ -1,0 +1,94 @@
+"""An elementwise activation that keeps a few bits an element: a code of the derivative.
+
+    forward   h = f(z), exact          backward   dz = level(code(z)) * dh
+
+The codes are those of `memopt.kernels.codes`. `coded_activation` keeps the code from the start; `CodableFunction` keeps
+z in a slot that may exchange it for the code (`memopt.saved.codable`), and differentiates exactly while it has z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation import differentiate, remade
+from memopt.kernels.autograd import autocast_dtype, refuse_double_backward
+from memopt.kernels.codes import DerivativeCode, apply_code, encode
+from memopt.kernels.counter import draw_seed
+from memopt.saved.rules import recomputable
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+class Slot(Protocol):
+    """Where the input of an activation is kept."""
+
+    is_coded: bool
+
+
+def encode_anew(z: Tensor, code: DerivativeCode) -> Tensor:
+    """`encode` with a seed of its own, where the code rounds at random."""
+    return encode(z, code, draw_seed() if code.stochastic else 0)
+
+
+def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
+    """function(z), keeping code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
+
+    Args:
+        z: any shape, floating point.
+        function: elementwise, without parameters and without randomness.
+        code: of the derivative of `function`.
+
+    Returns:
+        The value of function(z), with its shape and dtype.
+    """
+    h: Tensor = CodedFunction.apply(z, function, code)  # type: ignore[no-untyped-call]
+    return h
+
+
+class CodedFunction(torch.autograd.Function):
+    """Keeps the code."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
+        ctx.code, ctx.dtype = code, z.dtype
+        ctx.save_for_backward(encode_anew(z, code))
+        return function(z)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
+        refuse_double_backward()
+        (packed,) = ctx.saved_tensors
+        return apply_code(dh, packed, ctx.code).to(ctx.dtype), None, None
+
+
+class CodableFunction(torch.autograd.Function):
+    """Keeps z; in backward it finds z or, if its slot says so, the code."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: Slot | None) -> Tensor:
+        ctx.function, ctx.code, ctx.dtype, ctx.slot = function, code, z.dtype, slot
+        ctx.autocast = autocast_dtype(z)
+        ctx.save_for_backward(z)
+        return function(z)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_double_backward()
+        (kept,) = ctx.saved_tensors
+        if _is_coded(ctx):
+            return apply_code(dh, kept, ctx.code).to(ctx.dtype), None, None, None
+        return differentiate(ctx.function, kept, dh, ctx.autocast), None, None, None
+
+
+def _is_coded(node: Any) -> bool:
+    return node.slot is not None and node.slot.is_coded
+
+
+@recomputable("CodableFunctionBackward", "activation", lambda node: hasattr(node, "slot") and not _is_coded(node))
+def _output(node: Any) -> Tensor:
+    (z,) = node.saved_tensors
+    return remade(node.function, z, node.autocast)

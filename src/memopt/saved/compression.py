@@ -1,0 +1,159 @@
+"""What stays is kept in fewer bits: the tensors that a scope's module keeps for backward, compressed when it is done.
+
+A tensor that autograd keeps is in use until the module returns, so the scope waits for its end. Then each storage that
+nobody but autograd refers to is quantised once, however many operations keep a view of it, and decoded once for those
+that ask for it at the same time. What can be made again is a handle already and is not here; it is made from the
+decoded tensors.
+
+Small tensors stay as they are: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
+would be multiplied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memopt.kernels.counter import draw_seed
+from memopt.kernels.quantize import Quantized, dequantize, quantize
+from memopt.saved.pinned import Holder, only_held_by, stream_of
+
+#: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the
+#: hidden state, since statistics are in 32 bits.
+LEAST_WIDTH = 32
+LEAST_PART = 4
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How a scope keeps what stays."""
+
+    bits: Literal[4, 8] = 8
+    stochastic: bool = True
+    """Round at random, without bias, by a seed that is drawn from torch's default CPU generator."""
+
+
+class Packed(Protocol):
+    """What a pack hook returns."""
+
+    def unpack(self) -> Tensor: ...
+
+
+class Compressible:
+    """A kept tensor that may be replaced by a compressed one."""
+
+    __slots__ = ("__weakref__", "_stream", "_version", "holder", "packed")
+
+    def __init__(self, packed: Packed, holder: Holder, tensor: Tensor) -> None:
+        self.packed, self.holder = packed, holder
+        self._version, self._stream = tensor._version, stream_of(tensor)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing was written into the tensor since, and no other stream may still use it."""
+        tensor = self.holder.tensor
+        return tensor._version == self._version and stream_of(tensor) == self._stream
+
+    def unpack(self) -> Tensor:
+        return self.packed.unpack()
+
+
+class Compressor:
+    """Gathers what a scope keeps; `settle` compresses it.
+
+    Args:
+        compression: how.
+        hidden: what the scope's module was given; its last dimension is the hidden size.
+        keep: the pack hook for what is kept instead.
+    """
+
+    def __init__(self, compression: Compression, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> None:
+        self._compression, self._keep = compression, keep
+        self._tokens = max(1, hidden.numel() // max(1, hidden.shape[-1] if hidden.dim() else 1))
+        self._narrow = hidden.numel() // LEAST_PART
+        self._kept: list[weakref.ref[Compressible]] = []
+
+    def saved(self, packed: Packed, holder: Holder, tensor: Tensor) -> Packed:
+        """What to keep for `tensor`: `packed`, or something that `settle` may compress."""
+        if not self._is_worth_it(tensor):
+            return packed
+        compressible = Compressible(packed, holder, tensor)
+        self._kept.append(weakref.ref(compressible))
+        return compressible
+
+    def settle(self) -> None:
+        """Compress every storage that only autograd refers to."""
+        groups: dict[int, list[Compressible]] = {}
+        for reference in self._kept:
+            compressible = reference()
+            if compressible is not None:
+                groups.setdefault(compressible.holder.tensor.untyped_storage()._cdata, []).append(compressible)
+        self._kept.clear()
+        for group in groups.values():
+            dtypes = {member.holder.tensor.dtype for member in group}
+            settled = all(member.is_settled for member in group)
+            if len(dtypes) == 1 and settled and only_held_by([member.holder.tensor for member in group]):
+                self._compress(group)
+
+    def _compress(self, group: list[Compressible]) -> None:
+        first = group[0].holder.tensor
+        with torch.no_grad():
+            length = first.untyped_storage().nbytes() // first.element_size()
+            seed = draw_seed() if self._compression.stochastic else None
+            quantized = quantize(first.as_strided((length,), (1,), 0), self._compression.bits, seed)
+        stored = _Stored(quantized, self._keep)
+        for member in group:
+            tensor = member.holder.tensor
+            member.packed = _View(stored, tensor.size(), tensor.stride(), tensor.storage_offset())
+            del member.holder
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        if type(tensor) not in (Tensor, FakeTensor) or isinstance(tensor, nn.Parameter):
+            return False
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.element_size() < 2:
+            return False
+        if tensor.is_leaf and tensor.requires_grad:
+            return False
+        least = self._tokens * LEAST_WIDTH if tensor.element_size() == 2 else self._narrow
+        return tensor.numel() >= max(1, least)
+
+
+class _Stored:
+    """A compressed storage. Its values are decoded once for all who use them at the same time, and owned by these."""
+
+    __slots__ = ("_codes", "_rest", "_scales", "_values")
+
+    def __init__(self, quantized: Quantized, keep: Callable[[Tensor], Packed]) -> None:
+        self._codes, self._scales = keep(quantized.codes), keep(quantized.scales)
+        self._rest = (quantized.bits, quantized.numel, quantized.dtype)
+        self._values: StorageWeakRef | None = None
+
+    def values(self) -> Tensor:
+        codes = self._codes.unpack()
+        if self._values is not None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._values.cdata)
+            if storage is not None:
+                return torch.empty(0, dtype=self._rest[2], device=codes.device).set_(storage)
+        with torch.no_grad():
+            values = dequantize(Quantized(codes, self._scales.unpack(), *self._rest))
+        self._values = StorageWeakRef(values.untyped_storage())
+        return values
+
+
+class _View:
+    """One kept tensor inside a compressed storage."""
+
+    __slots__ = ("_stored", "_view")
+
+    def __init__(self, stored: _Stored, *view: Any) -> None:
+        self._stored, self._view = stored, view
+
+    def unpack(self) -> Tensor:
+        return self._stored.values().as_strided(*self._view)

@@ -1,0 +1,104 @@
+"""Handles: what stands for a tensor that can be made again, and the tensor while its holders need it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from memopt.saved.copies import Source, Step, done_again
+from memopt.saved.rules import Node, Rule
+
+_METADATA_KEY = "memopt"
+
+
+class _Remaking(threading.local):
+    """Whether this thread is making a tensor again (and not running a node's backward)."""
+
+    depth = 0
+
+
+remaking = _Remaking()
+
+
+_Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
+"""What was done to a node's output, and how the result lies in memory."""
+
+
+class Remade:
+    """The remade output of one node while its holders need it; lives in the node's metadata, refers to no node."""
+
+    __slots__ = ("holders", "served", "values")
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.served = 0
+        self.values: dict[_Form, Tensor] = {}
+
+    def release(self, *_: object) -> None:
+        self.served = 0
+        self.values.clear()
+
+
+def remade_of(node: Node) -> Remade:
+    remade: Remade | None = node.metadata.get(_METADATA_KEY)
+    if remade is None:
+        remade = node.metadata[_METADATA_KEY] = Remade()
+        # All holders come before the node in backward: when its turn comes, nothing needs the value any more.
+        node.register_prehook(remade.release)
+    return remade
+
+
+class Handle:
+    """Stands for a tensor that `node` can make again."""
+
+    __slots__ = ("_form", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+
+    def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
+        node = source.node
+        self._node, self._rule = node, rule
+        for what, how in source.steps:
+            if what == "constant":
+                how.read(base)
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset() - base.storage_offset()
+        self._form: _Form = (source.steps, base.stride(), tensor.device)
+        self._remade = remade_of(node)
+        self._remade.holders += 1
+
+    def unpack(self) -> Tensor:
+        remade = self._remade
+        value = remade.values.get(self._form)
+        if value is None:
+            value = remade.values[self._form] = self._make()
+        remade.served += 1
+        if remade.served >= remade.holders:
+            remade.release()
+        return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
+
+    def _make(self) -> Tensor:
+        steps, stride, device = self._form
+        value = next((value for (done, *_), value in self._remade.values.items() if not done), None)
+        if value is None:
+            remaking.depth += 1
+            try:
+                # Whether backward is run inside an autocast region must not matter.
+                with torch.no_grad(), _without_autocast(device):
+                    value = self._rule.remake(self._node)
+            finally:
+                remaking.depth -= 1
+        for step in steps:
+            value = done_again(value, step)
+        value = value.to(device)
+        if value.stride() != stride:
+            laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)
+            value = laid_out.copy_(value)
+        return value
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

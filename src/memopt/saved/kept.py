@@ -1,0 +1,55 @@
+"""What is kept as it is: by autograd's own slot, or by the hook that was active outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from memopt.saved.handles import remaking
+
+
+class Kept:
+    """A tensor kept as it is. Hooks switch autograd's own version check off, so it is made here."""
+
+    __slots__ = ("__weakref__", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. A leaf is
+        # kept itself, because sharded training may exchange its data between forward and backward.
+        self.keep(tensor if tensor.is_leaf else tensor.detach())
+
+    def keep(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"expected version {self._version} instead."
+            )
+        return self.tensor
+
+
+class Forwarded:
+    """A tensor that the outer hook keeps.
+
+    Checkpointing's hook gives each tensor back only once per backward. A handle that reads its node's saved tensors
+    takes that one turn, so the tensor stays here until the node itself asks.
+    """
+
+    __slots__ = ("_early", "_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None) -> None:
+        self._packed, self._unpack = packed, unpack
+        self._early: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        tensor = self._early
+        if tensor is None:
+            assert self._unpack is not None
+            tensor = self._unpack(self._packed)
+        self._early = tensor if remaking.depth else None
+        return tensor
