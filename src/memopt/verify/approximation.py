@@ -29,6 +29,10 @@ from memopt.walk.batch import Batch
 _DTYPE = torch.float32
 #: Relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5
+#: Parameters of fewer elements, and with gradients so much smaller than the largest, say nothing of their own.
+_FEWEST, _ZERO = 500, 1e-5
+#: How much more than the sum of all errors one parameter's gradient may be off.
+_WEIGHED = 2
 
 
 def verify_approximation(
@@ -55,7 +59,12 @@ def _checks(
     drift = abs(loss - exact_loss) / max(abs(exact_loss), torch.finfo(_DTYPE).tiny)
     yield _check("gradient.loss", "loss", drift, _LOSS_ROUNDING, "relative difference", "the forward is exact")
     error, cosine = _distance([(approximate[name], exact[name]) for name in both])
-    layers = {name: _distance([(approximate[name], exact[name])])[0] for name in both if exact[name].numel() >= 500}
+    largest = max((float(exact[name].square().mean()) for name in both), default=0.0) ** 0.5
+    layers = {
+        name: _distance([(approximate[name], exact[name])])[0]
+        for name in both
+        if exact[name].numel() >= _FEWEST and float(exact[name].square().mean()) ** 0.5 > _ZERO * largest
+    }
     worst = max(layers, key=lambda name: (math.isnan(layers[name]), layers[name]), default="")
     detail = f"cosine {cosine:.4f}" + (f"; most in {worst}: {layers[worst]:.3g}" if worst else "")
     name = f"{len(both)} parameters"
@@ -65,11 +74,24 @@ def _checks(
     )  # fmt: skip
     if errors:
         predicted = math.sqrt(sum(each * each for each in errors))
+        reason = "errors of the activations' derivatives, as measured on this model's inputs, add in squares"
         yield _check(
-            "gradient.predicted_error", name, error, predicted, "relative error of the gradient",
-            "errors of the activations' derivatives, as measured on this model's inputs, add in squares",
+            "gradient.predicted_error",
+            name,
+            error,
+            predicted,
+            "relative error of the gradient",
+            reason,
             f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
-        )  # fmt: skip
+        )
+        yield _check(
+            "gradient.worst_error",
+            worst,
+            layers[worst],
+            _WEIGHED * predicted,
+            "relative error of one parameter's gradient",
+            f"{_WEIGHED} times that: the gradient of one layer weighs elements in its own way",
+        )
 
 
 def _check(id: str, subject: str, value: float, limit: float, metric: str, reason: str, detail: str = "") -> Check:
