@@ -200,7 +200,7 @@ def _scoped_families(plan: Plan) -> dict[str, frozenset[str]]:
     readers += [modules_of[site.next_linear] for site in plan.activations() if site.next_linear in modules_of]
     gated = [site.name for site in sites.gated_mlps if site.name in rewritten]
     # Around an activation that keeps a code, and whoever reads it.
-    coded = [site.name.rpartition(".")[0] for site in plan.activations("code")]
+    coded = [_around(site.name, modules_of.get(site.next_linear or "")) for site in plan.activations("code")]
     scopes |= {name: families for name in (*readers, *gated, *coded) if name and not _inside(name, sites.blocks)}
     left = {site.name: {"gated_mlp", "activation"} for site in sites.gated_mlps if site.name not in rewritten}
     left |= {
@@ -212,6 +212,14 @@ def _scoped_families(plan: Plan) -> dict[str, frozenset[str]]:
         if name in scopes or _inside(name, scopes):
             scopes[name] = scopes.get(name, families) - excluded
     return scopes
+
+
+def _around(name: str, reader: str | None) -> str:
+    """The innermost module that `name` and `reader` are in."""
+    ancestor = name.rpartition(".")[0]
+    while reader is not None and ancestor and not _inside(reader, [ancestor]):
+        ancestor = ancestor.rpartition(".")[0]
+    return ancestor
 
 
 def _innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:

@@ -2,7 +2,8 @@
 
 A tensor that autograd keeps is in use until the module returns, so the scope waits for its end. Then each storage that
 nobody but autograd refers to is quantised once, however many operations keep a view of it, and decoded once for those
-that ask for it at the same time. What can be made again is a handle already and is not here; it is made from the
+that ask for it at the same time. Where views leave gaps in their storage, whose memory may never have been written,
+each view is quantised by itself. What can be made again is a handle already and is not here; it is made from the
 decoded tensors.
 
 Small tensors stay as they are: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
@@ -49,10 +50,10 @@ class Packed(Protocol):
 class Compressible:
     """A kept tensor that may be replaced by a compressed one."""
 
-    __slots__ = ("__weakref__", "_stream", "_version", "holder", "packed")
+    __slots__ = ("__weakref__", "_stream", "_version", "holder", "needs_strides", "packed")
 
-    def __init__(self, packed: Packed, holder: Holder, tensor: Tensor) -> None:
-        self.packed, self.holder = packed, holder
+    def __init__(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool = False) -> None:
+        self.packed, self.holder, self.needs_strides = packed, holder, needs_strides
         self._version, self._stream = tensor._version, stream_of(tensor)
 
     @property
@@ -80,11 +81,14 @@ class Compressor:
         self._narrow = hidden.numel() // LEAST_PART
         self._kept: list[weakref.ref[Compressible]] = []
 
-    def saved(self, packed: Packed, holder: Holder, tensor: Tensor) -> Packed:
-        """What to keep for `tensor`: `packed`, or something that `settle` may compress."""
+    def saved(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool) -> Packed:
+        """What to keep for `tensor`: `packed`, or something that `settle` may compress.
+
+        With `needs_strides` whoever saved it may count on its strides; operations of PyTorch itself do not.
+        """
         if not self._is_worth_it(tensor):
             return packed
-        compressible = Compressible(packed, holder, tensor)
+        compressible = Compressible(packed, holder, tensor, needs_strides)
         self._kept.append(weakref.ref(compressible))
         return compressible
 
@@ -100,19 +104,36 @@ class Compressor:
             dtypes = {member.holder.tensor.dtype for member in group}
             settled = all(member.is_settled for member in group)
             if len(dtypes) == 1 and settled and only_held_by([member.holder.tensor for member in group]):
-                self._compress(group)
+                with torch.no_grad():
+                    self._compress(group)
 
     def _compress(self, group: list[Compressible]) -> None:
-        first = group[0].holder.tensor
-        with torch.no_grad():
-            length = first.untyped_storage().nbytes() // first.element_size()
-            seed = draw_seed() if self._compression.stochastic else None
-            quantized = quantize(first.as_strided((length,), (1,), 0), self._compression.bits, seed)
-        stored = _Stored(quantized, self._keep)
+        whole = next((member.holder.tensor for member in group if _fills_its_storage(member.holder.tensor)), None)
+        if whole is not None:
+            stored = self._stored(whole.as_strided((whole.numel(),), (1,), 0))
+            for member in group:
+                tensor = member.holder.tensor
+                self._replace(member, stored, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return
+        views: dict[Any, _Stored] = {}
         for member in group:
             tensor = member.holder.tensor
-            member.packed = _View(stored, tensor.size(), tensor.stride(), tensor.storage_offset())
-            del member.holder
+            if not member.needs_strides and 0 not in tensor.stride():
+                dense = torch.empty_like(tensor).stride()
+                key = (tensor.storage_offset(), tensor.size(), tensor.stride())
+                if key not in views:
+                    in_order = torch.empty_strided(tensor.size(), dense, dtype=tensor.dtype, device=tensor.device)
+                    views[key] = self._stored(in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0))
+                self._replace(member, views[key], tensor.size(), dense, 0)
+
+    def _stored(self, elements: Tensor) -> _Stored:
+        seed = draw_seed() if self._compression.stochastic else None
+        return _Stored(quantize(elements, self._compression.bits, seed), self._keep)
+
+    @staticmethod
+    def _replace(member: Compressible, stored: _Stored, *view: Any) -> None:
+        member.packed = _View(stored, *view)
+        del member.holder
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, FakeTensor) or isinstance(tensor, nn.Parameter):
@@ -123,6 +144,12 @@ class Compressor:
             return False
         least = self._tokens * LEAST_WIDTH if tensor.element_size() == 2 else self._narrow
         return tensor.numel() >= max(1, least)
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Whether the elements of `tensor` are those of its storage, each once."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.numel() == reach and reach * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 class _Stored:

@@ -95,7 +95,7 @@ class _Pack:
 
     __slots__ = (
         "_borrowed", "_codables", "_compressor", "_first_node", "_outer_pack", "_outer_unpack", "_pinned",
-        "compression", "families", "outer",
+        "compression", "families", "inside", "outer",
     )  # fmt: skip
 
     def __init__(
@@ -106,7 +106,7 @@ class _Pack:
         hidden: Tensor | None,
         inside: _Pack | None,
     ) -> None:
-        self.families, self.outer, self.compression = families, outer, compression
+        self.families, self.outer, self.compression, self.inside = families, outer, compression, inside
         self._outer_pack: Callable[..., Any] | None = None
         self._outer_unpack: Callable[..., Any] | None = None
         if outer is not None:
@@ -143,7 +143,7 @@ class _Pack:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
         if compressor is not None and holder is not None:
-            packed = compressor.saved(packed, holder, tensor)
+            packed = compressor.saved(packed, holder, tensor, may_be_a_function(sys._getframe().f_back))
         return packed
 
     @property
@@ -165,7 +165,11 @@ class _Pack:
         if self._pinned is None:
             return None
         slot = Codable(encode, self._held, self._keep)
-        self._codables.append(weakref.ref(slot))
+        # Whoever reads the output may stand outside of an inner scope.
+        outermost = self
+        while outermost.inside is not None:
+            outermost = outermost.inside
+        outermost._codables.append(weakref.ref(slot))
         return slot
 
     def settle(self) -> None:
