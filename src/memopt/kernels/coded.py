@@ -8,6 +8,7 @@ z in a slot that may exchange it for the code (`memopt.saved.codable`), and diff
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -70,7 +71,9 @@ class CodableFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: Slot | None) -> Tensor:
-        ctx.function, ctx.code, ctx.dtype, ctx.slot = function, code, z.dtype, slot
+        ctx.function, ctx.code, ctx.dtype = function, code, z.dtype
+        # Autograd owns the slot, and lets it go after backward, however long the graph stays.
+        ctx.slot = None if slot is None else weakref.ref(slot)
         ctx.autocast = autocast_dtype(z)
         ctx.save_for_backward(z)
         return function(z)
@@ -85,7 +88,8 @@ class CodableFunction(torch.autograd.Function):
 
 
 def _is_coded(node: Any) -> bool:
-    return node.slot is not None and node.slot.is_coded
+    slot = None if node.slot is None else node.slot()
+    return slot is not None and slot.is_coded
 
 
 @recomputable("CodableFunctionBackward", "activation", lambda node: hasattr(node, "slot") and not _is_coded(node))

@@ -52,7 +52,9 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
     rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
     if rules is not None and rules.code != "none":
         known = site.kind in ACTIVATIONS
-        code = derivative_code(site.kind, rules.code) if known else code_of(module.forward, rules.code)
+        # Not the bound method: a pickle would take it for the patched one.
+        stock = functools.partial(type(module).forward, module)
+        code = derivative_code(site.kind, rules.code) if known else code_of(stock, rules.code)
         rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
     swap_forward(module, _forward, rewrite)
 
@@ -74,7 +76,9 @@ def _forward(
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
     if rewrite.code is not None and z.requires_grad:
-        return _coded(z, function, rewrite.code, rewrite.is_always_coded)
+        coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
+        if coded is not None:
+            return with_witness(coded)
     if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
         return with_witness(function(z))
     h = with_witness(recomputed_activation(z, function, rewrite.kind))
@@ -83,11 +87,11 @@ def _forward(
     return h
 
 
-def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor:
-    h = None
-    if not always:
-        h = save_as_code(
-            lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
-            lambda kept: encode_anew(kept, code),
-        )
-    return coded_activation(z, function, code) if h is None else h
+def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
+    """None where nothing can tell whether the output is kept: outside of scopes."""
+    if always:
+        return coded_activation(z, function, code)
+    return save_as_code(
+        lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
+        lambda kept: encode_anew(kept, code),
+    )

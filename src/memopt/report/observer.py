@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from memopt.report.storages import storages
+from memopt.saved.kept import alias_of
 from memopt.saved.savers import APPLY
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
@@ -105,7 +106,7 @@ class SavedTensorObserver:
                 blocks_entered=self.blocks_entered,
                 differentiable=tensor.requires_grad,
             )
-            slot = _Slot(tensor if tensor.is_leaf else tensor.detach())
+            slot = _Slot(alias_of(tensor))
             self._slots.append((weakref.ref(slot), event))
             return slot
 

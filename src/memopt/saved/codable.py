@@ -34,7 +34,9 @@ class Codable:
 
     def pack(self, tensor: Tensor) -> Codable:
         self.packed, holder = self._pack(tensor)
-        self._holder = None if holder is None else Compressible(self.packed, holder, tensor)
+        # A leaf is somebody's, and is held itself: an alias would count its references.
+        if holder is not None and not tensor.is_leaf:
+            self._holder = Compressible(self.packed, holder, tensor)
         return self
 
     def unpack(self) -> Tensor:

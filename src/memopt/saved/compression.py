@@ -50,17 +50,20 @@ class Packed(Protocol):
 class Compressible:
     """A kept tensor that may be replaced by a compressed one."""
 
-    __slots__ = ("__weakref__", "_stream", "_version", "holder", "needs_strides", "packed")
+    __slots__ = ("__weakref__", "_storage", "_stream", "_version", "holder", "needs_strides", "packed")
 
     def __init__(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool = False) -> None:
         self.packed, self.holder, self.needs_strides = packed, holder, needs_strides
         self._version, self._stream = tensor._version, stream_of(tensor)
+        self._storage = tensor.untyped_storage()._cdata
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing was written into the tensor since, and no other stream may still use it."""
         tensor = self.holder.tensor
-        return tensor._version == self._version and stream_of(tensor) == self._stream
+        # A copy in its place (`memopt.saved.pinned`) counts its own changes.
+        version = self._version if tensor.untyped_storage()._cdata == self._storage else 0
+        return tensor._version == version and stream_of(tensor) == self._stream
 
     def unpack(self) -> Tensor:
         return self.packed.unpack()
@@ -115,16 +118,17 @@ class Compressor:
                 tensor = member.holder.tensor
                 self._replace(member, stored, tensor.size(), tensor.stride(), tensor.storage_offset())
             return
+        if any(member.needs_strides or 0 in member.holder.tensor.stride() for member in group):
+            return  # the storage stays for one of them, so for all
         views: dict[Any, _Stored] = {}
         for member in group:
             tensor = member.holder.tensor
-            if not member.needs_strides and 0 not in tensor.stride():
-                dense = torch.empty_like(tensor).stride()
-                key = (tensor.storage_offset(), tensor.size(), tensor.stride())
-                if key not in views:
-                    in_order = torch.empty_strided(tensor.size(), dense, dtype=tensor.dtype, device=tensor.device)
-                    views[key] = self._stored(in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0))
-                self._replace(member, views[key], tensor.size(), dense, 0)
+            dense = torch.empty_like(tensor).stride()
+            key = (tensor.storage_offset(), tensor.size(), tensor.stride())
+            if key not in views:
+                in_order = torch.empty_strided(tensor.size(), dense, dtype=tensor.dtype, device=tensor.device)
+                views[key] = self._stored(in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0))
+            self._replace(member, views[key], tensor.size(), dense, 0)
 
     def _stored(self, elements: Tensor) -> _Stored:
         seed = draw_seed() if self._compression.stochastic else None
@@ -143,7 +147,8 @@ class Compressor:
         if tensor.is_leaf and tensor.requires_grad:
             return False
         least = self._tokens * LEAST_WIDTH if tensor.element_size() == 2 else self._narrow
-        return tensor.numel() >= max(1, least)
+        elements = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())  # it may be expanded
+        return elements >= max(1, least)
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:

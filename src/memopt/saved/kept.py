@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.saved.handles import remaking
 
@@ -16,9 +16,7 @@ class Kept:
     __slots__ = ("__weakref__", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        # A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. A leaf is
-        # kept itself, because sharded training may exchange its data between forward and backward.
-        self.keep(tensor if tensor.is_leaf else tensor.detach())
+        self.keep(alias_of(tensor))
 
     def keep(self, tensor: Tensor) -> None:
         self.tensor, self._version = tensor, tensor._version
@@ -31,6 +29,17 @@ class Kept:
                 f"expected version {self._version} instead."
             )
         return self.tensor
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """What to hold of a saved tensor.
+
+    A non-leaf would own the node that owns it: a reference cycle that only a detached alias avoids. And whether
+    somebody else refers to a storage can be told of aliases alone. A parameter is held itself, because sharded training
+    may exchange its data between forward and backward.
+    """
+    is_parameter = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+    return tensor if is_parameter else tensor.detach()
 
 
 class Forwarded:

@@ -127,29 +127,43 @@ class _Pack:
         self._first_node: int = autograd._get_sequence_nr() if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Packed:
-        base = tensor._base
-        if base is None:
-            base = tensor
-        node: Node = base.grad_fn
-        if node is not None and tensor._version == 0 and _is_plain_view(tensor, base):
-            source = source_of(node)
-            rule = RULES.get(source.node.name()) if source.node is not None else None
-            # A function of somebody's may write into what it alone holds, and a clone is its own.
-            own = not source.is_only_cast and may_be_a_function(sys._getframe().f_back)
-            if rule is not None and not own and _is_followed(rule, source) and self._applies(rule, source.node):
-                return Handle(source, rule, tensor, base)
+        by_function = may_be_a_function(sys._getframe().f_back)
+        # A function of somebody's may write into what it alone holds, and a clone is its own.
+        handle = self._handle(tensor, of_casts_only=by_function)
+        if handle is not None:
+            return handle
         packed, holder = self._held(tensor)
         if self._pinned is not None and holder is not None and type(tensor) in _PLAIN_TYPES:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
-        if compressor is not None and holder is not None:
-            packed = compressor.saved(packed, holder, tensor, may_be_a_function(sys._getframe().f_back))
+        # Without a gradient a function may have made it inside; else it is data: a mask, a cast of a frozen weight.
+        if compressor is not None and holder is not None and (by_function or not tensor.is_leaf):
+            packed = compressor.saved(packed, holder, tensor, needs_strides=by_function)
         return packed
 
     @property
     def compressor(self) -> Compressor | None:
         """Its own, or that of the scope around it."""
         return self._compressor or self._borrowed
+
+    def _handle(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
+        """What to keep for a tensor that can be made again."""
+        base = tensor._base
+        if base is None:
+            base = tensor
+        node: Node = base.grad_fn
+        if node is None or tensor._version != 0 or not _is_plain_view(tensor, base):
+            return None
+        source = source_of(node)
+        rule = RULES.get(source.node.name()) if source.node is not None else None
+        if rule is None or (of_casts_only and not source.is_only_cast):
+            return None
+        follows = _is_followed(rule, source) and self._applies(rule, source.node)
+        return Handle(source, rule, tensor, base) if follows else None
+
+    def _held_unless_remade(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
+        handle = self._handle(tensor)
+        return self._held(tensor) if handle is None else (handle, None)
 
     def _held(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
         """What to give to autograd for `tensor`, and what holds it in there; None where that may not be exchanged."""
@@ -164,7 +178,7 @@ class _Pack:
         """A slot for an activation's input; None where a foreign hook keeps what is saved."""
         if self._pinned is None:
             return None
-        slot = Codable(encode, self._held, self._keep)
+        slot = Codable(encode, self._held_unless_remade, self._keep)
         # Whoever reads the output may stand outside of an inner scope.
         outermost = self
         while outermost.inside is not None:
