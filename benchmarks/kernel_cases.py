@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.activation import recomputed_activation
+from memopt.kernels.coded import coded_activation
+from memopt.kernels.codes import derivative_code
 from memopt.kernels.gated import gated_product, gated_product_fused
 from memopt.kernels.norm import NormSpec, ms_norm
 
@@ -44,6 +46,10 @@ class Op:
     """fp32 numbers a row that forward writes and backward reads."""
     rowwise: bool = field(default=False)
     """Rows are reduced, so the hidden size decides how the kernel runs."""
+    bits: int = 0
+    """Of a code for each element, which forward writes and backward reads."""
+    definition: Callable[..., Tensor] | None = None
+    """What memopt's way computes, where its gradient is another than the stock one."""
 
     def floor(self, direction: str, tokens: int, hidden: int, itemsize: int) -> int:
         """The fewest bytes through device memory."""
@@ -51,7 +57,8 @@ class Op:
         # Backward reads the weight and writes a gradient for each vector.
         vectors = self.vectors + min(self.vectors, 1) * backward
         scalars = 0 if direction == REMAKE else self.row_scalars
-        return (self.passes[direction] * tokens + vectors) * hidden * itemsize + 4 * scalars * tokens
+        codes = tokens * hidden * self.bits // 8
+        return (self.passes[direction] * tokens + vectors) * hidden * itemsize + 4 * scalars * tokens + codes
 
     def inputs(self, tokens: int, hidden: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
         """Random inputs that require gradients. Zeros would flatter: they are faster and hide faults."""
@@ -61,11 +68,13 @@ class Op:
             torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_() for shape in shapes
         )
 
-    def truth(self, inputs: tuple[Tensor, ...], dy: Tensor, rows: int) -> dict[str, tuple[Tensor, ...]]:
-        """fp64 values of the first `rows` rows, for each direction."""
+    def truth(
+        self, inputs: tuple[Tensor, ...], dy: Tensor, rows: int, ours: bool = True
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """fp64 values of the first `rows` rows, for each direction: of memopt's way, or of the stock one."""
         first = [tensor.detach()[:rows] if tensor.dim() == 2 else tensor.detach() for tensor in inputs]
         leaves = [tensor.double().requires_grad_() for tensor in first]
-        y = self.stock(*leaves)
+        y = (self.definition if ours and self.definition is not None else self.stock)(*leaves)
         gradients = torch.autograd.grad(y, leaves[: len(self.widths)], dy[:rows].double())
         out = (y.detach(),)
         return {FORWARD: out, REMAKE: out, BACKWARD: gradients, BACKWARD_REMAKE: (*gradients, *out)}
@@ -256,6 +265,29 @@ def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: 
     )
 
 
+def _coded(name: str, kind: str, scheme: str) -> Op:
+    """An activation whose input is exchanged for a code when its block is done: that reads it once more."""
+    code, stock = derivative_code(kind, scheme), _ACTIVATIONS[kind]
+
+    def launchers(inputs: tuple[Tensor, ...], dh: Tensor) -> Launchers:
+        from memopt.kernels import activation_triton, codes_triton
+
+        z = inputs[0].detach()
+        packed = codes_triton.launch_encode(z, code)
+
+        def forward() -> tuple[Tensor, ...]:
+            h = activation_triton.launch_forward(z, kind)
+            codes_triton.launch_encode(z, code)
+            return (h,)
+
+        return {FORWARD: forward, BACKWARD: lambda: (codes_triton.launch_apply(dh, packed, code),)}
+
+    def coded(z: Tensor) -> Tensor:
+        return coded_activation(z, stock, code)
+
+    return Op(name, {FORWARD: 2, BACKWARD: 2}, stock, coded, launchers, bits=code.bits, definition=coded)
+
+
 _RMS: Any = NormSpec("rms", EPS, cast="before")
 _LAYER: Any = NormSpec("layer", EPS)
 
@@ -272,6 +304,9 @@ OPS: dict[str, Op] = {
         _gated("GEGLU, erf", "gelu_erf"),
         _gated("ReLU^2 GLU", "relu2"),
         _activation("gelu_new", "gelu_tanh", _gelu_new),
+        _coded("GELU, 2-bit code", "gelu_erf", "2bit"),
+        _coded("GELU, 4-bit code", "gelu_erf", "4bit"),
+        _coded("SiLU, published code", "silu", "published"),
         _activation("quick_gelu", "quick_gelu", _ACTIVATIONS["quick_gelu"]),
         _activation("ReLU^2", "relu2", _ACTIVATIONS["relu2"], "LigerReLUSquaredFunction"),
     )

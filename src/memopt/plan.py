@@ -218,13 +218,13 @@ def _plan_code(site: ActivationSite, recipe: Recipe, gated: bool) -> Entry | Non
     if not site.is_module or site.parameters or site.linear is not None or (gated and rules.where == "needed"):
         return None
     if site.kind == "other" and rules.code != "published":
-        kept = f"a code of its derivative ({rules.code}), fitted to it when it is patched"
+        kept = f"a code of its derivative ({rules.code}), fitted when it is patched"
     else:
         try:
             code = derivative_code(site.kind, rules.code)
         except ValueError:
             return None
-        kept = f"a {code.bits}-bit code of its derivative, {code.error:.2g} off (relative, for inputs of N(0, 1))"
+        kept = f"{code.bits} bits an element (its input has 16 in bf16), its derivative {code.error:.1%} off at N(0, 1)"
     if rules.where == "all":
         return Entry("activation", site.name, "code", f"keeps {kept}")
     reason = f"where nothing keeps its output: {kept}; else made again from its input, exactly"
