@@ -16,7 +16,7 @@ from benchmarks.coverage import COVERAGE
 from benchmarks.coverage_sums import lost
 from benchmarks.zoo import examine, model_types
 from memopt.kernels import norm_ops
-from memopt.saved import scope
+from memopt.saved import handles
 
 TYPES = model_types()
 _DOCUMENT = json.loads(COVERAGE.read_text())
@@ -59,9 +59,9 @@ def test_a_backward_that_is_slightly_off_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_that_is_made_again_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = scope.done_again
+    stock = handles.done_again
     monkeypatch.setattr(
-        scope,
+        handles,
         "done_again",
         lambda value, step: stock(value, step).flip(0) if step[0] == "clone" else stock(value, step),
     )
