@@ -129,7 +129,8 @@ def _whole_model(case: Case, layers: int, *, patched: bool) -> tuple[int, int]:
 def table(rows: list[Row]) -> Table:
     """The rows as a table for people."""
     result = Table(title="Kept for backward, units a block (1 unit = tokens x hidden x 2 bytes)", title_justify="left")
-    for column in ("model", "trained", "recipe"):
+    with_recipe = any(row.recipe != EXACT for row in rows)
+    for column in ("model", "trained", *(["recipe"] if with_recipe else [])):
         result.add_column(column, no_wrap=True)
     for column in ("stock", "patched", "target", "live check", "saved"):
         result.add_column(column, justify="right", no_wrap=True)
@@ -137,7 +138,7 @@ def table(rows: list[Row]) -> Table:
         result.add_row(
             row.name,
             row.trained,
-            row.recipe,
+            *([row.recipe] if with_recipe else []),
             f"{row.stock:.2f}",
             f"{row.patched:.2f}",
             f"<= {row.target:g}",
