@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -29,6 +30,8 @@ BATCH = 16
 LEARNING_RATE = 1e-3
 RANK, ALPHA = 8, 16
 ADAPTED = ("query", "value")
+#: The key of a batch under which a patched model finds the number of each sample.
+INDEX = "memopt_index"
 
 _FOLDER = Path(__file__).resolve().parents[1] / "models" / MODEL
 _LABELS = {"rotten": 0, "fresh": 1}
@@ -97,16 +100,21 @@ def split(rows: Sequence[tuple[str, Example]], tests: int) -> Task:
     return Task(tuple(train), tuple(sorted(test, key=lambda example: len(example.ids))))
 
 
+def pretrained(**settings: Any) -> nn.Module:
+    """The pretrained encoder with a new head. No dropout: it would draw other numbers where a recipe draws some."""
+    transformers.utils.logging.disable_progress_bar()
+    model: nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(
+        _FOLDER, num_labels=len(_LABELS), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings
+    )
+    return model
+
+
 def build(seed: int) -> nn.Module:
-    """The pretrained encoder with a new head and LoRA adapters, both drawn from `seed`. No dropout: it would draw
-    other numbers where a recipe draws some."""
+    """The encoder with a new head and LoRA adapters, both drawn from `seed`."""
     from peft import LoraConfig, get_peft_model
 
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        _FOLDER, num_labels=len(_LABELS), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
+    model = pretrained()
     config = LoraConfig(task_type="SEQ_CLS", r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=list(ADAPTED))
     return get_peft_model(model, config).train()
 
@@ -117,12 +125,23 @@ def training_batches(task: Task, steps: int, seed: int) -> list[Batch]:
     examples: list[Example] = []
     while len(examples) < steps * BATCH:
         examples += draw.sample(task.train, len(task.train))
+    return [collate(chunk) for chunk in _chunks(examples[: steps * BATCH], draw)]
+
+
+def epochs_of(task: Task, epochs: int, seed: int) -> list[Batch]:
+    """The batches of whole epochs, each in an order of its own, with the number of each sentence (`INDEX`)."""
+    draw, numbers = random.Random(seed), {id(example): number for number, example in enumerate(task.train)}
+    chunks = [chunk for _ in range(epochs) for chunk in _chunks(draw.sample(task.train, len(task.train)), draw)]
+    return [collate(chunk) | {INDEX: torch.tensor([numbers[id(each)] for each in chunk])} for chunk in chunks]
+
+
+def _chunks(examples: Sequence[Example], draw: random.Random) -> list[list[Example]]:
     chunks: list[list[Example]] = []
-    for start in range(0, steps * BATCH, _BUCKET * BATCH):
-        bucket = sorted(examples[start : min(start + _BUCKET * BATCH, steps * BATCH)], key=lambda e: len(e.ids))
+    for start in range(0, len(examples), _BUCKET * BATCH):
+        bucket = sorted(examples[start : start + _BUCKET * BATCH], key=lambda e: len(e.ids))
         pieces = [bucket[i : i + BATCH] for i in range(0, len(bucket), BATCH)]
         chunks += draw.sample(pieces, len(pieces))
-    return [collate(chunk) for chunk in chunks]
+    return chunks
 
 
 def collate(examples: Sequence[Example]) -> Batch:

@@ -6,30 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from memopt.decide import REWRITABLE, Action, Entry, decide
 from memopt.recipe import Recipe, matches
-from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
+from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, NormSite, Sites
 
-SiteKind = Literal["norm", "gated_mlp", "activation", "linear", "dropout", "loss"]
-Action = Literal["fold", "share", "recompute", "code", "keep"]
-#: The setting that folds norms which have cautions.
-CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
-_REWRITABLE: frozenset[SiteKind] = frozenset({"norm", "activation", "gated_mlp"})
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One row of the coverage table: a site, what happens to it and why."""
-
-    kind: SiteKind
-    site: str
-    action: Action
-    reason: str
-
-    @property
-    def rewritten(self) -> bool:
-        return self.action != "keep"
+__all__ = ["Action", "Entry", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +34,7 @@ class Plan:
     @property
     def why_nothing(self) -> str:
         """Why nothing is rewritten, where that is so: a few reasons, as one phrase."""
-        reasons = sorted({e.reason for e in self.refusals if e.kind in _REWRITABLE})
+        reasons = sorted({e.reason for e in self.refusals if e.kind in REWRITABLE})
         return "; ".join(reasons[:3]) or "it has no norm, activation or gated MLP"
 
     @property
@@ -65,24 +48,45 @@ class Plan:
         return (*self.idle_notes, *self._price())
 
     def _price(self) -> Iterator[str]:
-        if not self.recipe.is_exact:
+        if self.recipe.approximates:
             yield (
                 f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
                 f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
                 "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows what it keeps."
             )
+        if self.recipe.samples and not self.sampled_linears():
+            yield (
+                f"Recipe '{self.recipe.name}' samples no linear of this model, so no gradient is estimated: each input "
+                "is also held by somebody else, or can be made again, as the coverage table says."
+            )
+        elif self.recipe.samples:
+            budget = self.recipe.linears.budget
+            yield (
+                f"Recipe '{self.recipe.name}' estimates the gradients of sampled linears' weights from {budget:.0%} of "
+                "the rows: right on average, with noise that `memopt report` predicts where the weights are there. The "
+                f"exact alternative keeps as few rows: micro-batches of {budget:.0%} of the batch, with gradient "
+                "accumulation."
+            )
 
     @property
     def idle_notes(self) -> tuple[str, ...]:
         """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
-        names = {entry.site for entry in self.entries if entry.kind in _REWRITABLE}
-        patterns = [("targets", each) for each in self.recipe.targets] + [
-            ("ignore", each) for each in self.recipe.ignore
-        ]
+        recipe, linears = self.recipe, {site.module for site in self.sites.linears}
+        names = {entry.site for entry in self.entries if entry.kind in REWRITABLE}
+        what = "norm, activation or gated MLP"
+        if recipe.samples or recipe.dropouts.method != "none":
+            names |= linears | {site.name for site in self.sites.dropouts}
+            what = "norm, activation, gated MLP, linear or dropout"
+        sampled = recipe.linears.targets if recipe.linears.targets != "auto" else ()
+        patterns = (
+            *(("targets", each, names, what) for each in recipe.targets),
+            *(("ignore", each, names, what) for each in recipe.ignore),
+            *(("linears.targets", each, linears, "linear") for each in sampled),
+        )
         return tuple(
-            f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no norm, activation or gated MLP of this model."
-            for key, pattern in patterns
-            if names and not any(matches(name, pattern) for name in names)
+            f"Recipe '{recipe.name}': {key} '{pattern}' matches no {kinds} of this model."
+            for key, pattern, known, kinds in patterns
+            if known and not any(matches(name, pattern) for name in known)
         )
 
     def norms(self, *actions: Action) -> tuple[NormSite, ...]:
@@ -107,6 +111,16 @@ class Plan:
         chosen = {e.site for e in self.entries if e.kind == "activation" and e.action in wanted}
         return tuple(site for site in self.sites.activations if site.name in chosen)
 
+    def sampled_linears(self) -> tuple[LinearSite, ...]:
+        """Linear sites that keep a sample of the rows of their input."""
+        chosen = {e.site for e in self.entries if e.kind == "linear" and e.action == "sample"}
+        return tuple(site for site in self.sites.linears if site.parameter in chosen)
+
+    def seeded_dropouts(self) -> tuple[DropoutSite, ...]:
+        """Dropout sites that keep a seed instead of their mask."""
+        chosen = {e.site for e in self.entries if e.kind == "dropout" and e.action == "seed"}
+        return tuple(site for site in self.sites.dropouts if site.name in chosen)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind -> action -> number of sites."""
         table: dict[str, Counter[str]] = {}
@@ -125,139 +139,4 @@ class Plan:
 
 def make_plan(sites: Sites, recipe: Recipe) -> Plan:
     """Decide every site of `sites` under `recipe`."""
-    entries = (
-        *_plan_norms(sites, recipe),
-        *_plan_gated_mlps(sites, recipe),
-        *_plan_activations(sites, recipe),
-        *_plan_linears(sites),
-        *_plan_dropouts(sites),
-        *_plan_loss(sites),
-    )
-    return Plan(recipe=recipe, sites=sites, entries=entries)
-
-
-def _plan_norms(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
-    fed = {linear.fed_by for linear in sites.linears}
-    for norm in sites.norms:
-        action, reason = _decide_norm(norm, recipe, is_kept=norm.name in fed)
-        yield Entry("norm", norm.name, action, reason)
-    for name, reason in sites.skipped:
-        yield Entry("norm", name, "keep", reason)
-
-
-def _decide_norm(norm: NormSite, recipe: Recipe, *, is_kept: bool) -> tuple[Action, str]:
-    """`is_kept` says whether a linear or a convolution keeps the norm's output."""
-    if recipe.norms.method == "none":
-        return "keep", "the recipe leaves norms alone"
-    if not recipe.selects(norm.name):
-        return "keep", "excluded by the recipe's targets or ignore"
-    if not norm.has_formula and not norm.intermediates and not is_kept:
-        return "keep", "it keeps its input only, and no linear or convolution keeps its output"
-    # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is made again.
-    action: Action = "share" if norm.has_formula else "recompute"
-    if norm.weight is None:
-        return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
-    if recipe.norms.fold == "never":
-        return action, "the recipe keeps the affine"
-    cautions = "; ".join(norm.cautions)
-    if norm.foldable or (norm.foldable_with_cautions and recipe.norms.hidden_states == "change"):
-        readers = ", ".join(sorted({consumer.parameter for consumer in norm.consumers}))
-        return "fold", f"into {readers}" + (f"; changes a hidden state: {cautions}" if cautions else "")
-    if norm.foldable_with_cautions:
-        return action, f"not folded: {cautions}; `--set {CHANGE_HIDDEN_STATES}` folds it"
-    return action, "not folded: " + "; ".join((*norm.fold_obstacles, *norm.cautions))
-
-
-def _plan_gated_mlps(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
-    made_again = "the product is" if recipe.activations.method == "none" else "act(gate) and the product are"
-    for site in sites.gated_mlps:
-        if recipe.gated_mlps.method == "none":
-            yield Entry("gated_mlp", site.name, "keep", "the recipe leaves gated MLPs alone")
-        elif not recipe.selects(site.name):
-            yield Entry("gated_mlp", site.name, "keep", "excluded by the recipe's targets or ignore")
-        else:
-            yield Entry("gated_mlp", site.name, "recompute", f"{made_again} made again from gate and up")
-
-
-def _plan_activations(sites: Sites, recipe: Recipe) -> Iterator[Entry]:
-    gated = {site.name for site in sites.gated_mlps if recipe.selects(site.name)}
-    for site in sites.activations:
-        if recipe.activations.method == "none":
-            yield Entry("activation", site.name, "keep", "the recipe leaves activations alone")
-        elif not recipe.selects(site.name):
-            yield Entry("activation", site.name, "keep", "excluded by the recipe's targets or ignore")
-        elif site.keeps_its_output and site.gated_mlp not in gated:
-            yield _plan_kept_output(site)
-        elif not site.replays:
-            yield Entry("activation", site.name, "keep", "random or different in train mode: it cannot be run again")
-        elif recipe.activations.code != "none" and (entry := _plan_code(site, recipe, site.gated_mlp in gated)):
-            yield entry
-        elif site.gated_mlp in gated:
-            yield Entry("activation", site.name, "recompute", f"part of the gated MLP {site.gated_mlp}")
-        elif site.is_module and site.operations > 1:
-            yield Entry(
-                "activation", site.name, "recompute", f"keeps its input instead of {site.operations} intermediates"
-            )
-        elif site.next_linear is None:
-            yield Entry("activation", site.name, "keep", "no linear keeps its output: nothing to save")
-        elif site.copied and not site.is_module:
-            reason = "a function, of whose output the next linear keeps a copy: nothing tells whether they are the same"
-            yield Entry("activation", site.name, "keep", reason)
-        else:
-            yield Entry(
-                "activation", site.name, "recompute", "its output is made again from its input, which is kept anyway"
-            )
-
-
-def _plan_code(site: ActivationSite, recipe: Recipe, gated: bool) -> Entry | None:
-    """The entry of an activation that may keep a code of its derivative; None where the exact way is taken."""
-    # Its table is loaded where it is asked for: most recipes have no codes.
-    from memopt.kernels.codes import derivative_code
-
-    rules = recipe.activations
-    if not site.is_module or site.parameters or site.linear is not None or (gated and rules.where == "needed"):
-        return None
-    if site.kind == "other" and rules.code != "published":
-        kept = f"a code of its derivative ({rules.code}), fitted when it is patched"
-    else:
-        try:
-            code = derivative_code(site.kind, rules.code)
-        except ValueError:
-            return None
-        kept = f"{code.bits} bits an element (its input has 16 in bf16), its derivative {code.error:.1%} off at N(0, 1)"
-    if rules.where == "all":
-        return Entry("activation", site.name, "code", f"keeps {kept}")
-    reason = f"where nothing keeps its output: {kept}; else made again from its input, exactly"
-    return Entry("activation", site.name, "code", reason)
-
-
-def _plan_kept_output(site: ActivationSite) -> Entry:
-    if site.copied and site.next_linear is not None:
-        reason = "the copy of its output that the next linear reads is made again from the output, which is kept anyway"
-        return Entry("activation", site.name, "recompute", reason)
-    reason = f"{site.kind} already keeps its output only, which the next linear shares"
-    return Entry("activation", site.name, "keep", reason)
-
-
-def _plan_linears(sites: Sites) -> Iterator[Entry]:
-    for site in sites.linears:
-        if site.input_shared_with:
-            reason = "exact as it is; its input is one storage with " + ", ".join(site.input_shared_with)
-        else:
-            reason = "exact as it is" + (f"; its input comes from {site.fed_by}" if site.fed_by else "")
-        yield Entry("linear", site.parameter, "keep", reason)
-
-
-def _plan_dropouts(sites: Sites) -> Iterator[Entry]:
-    for site in sites.dropouts:
-        why = (
-            "probability 0: keeps nothing" if site.probability == 0 else "keeps its mask; not rewritten by this recipe"
-        )
-        yield Entry("dropout", site.name, "keep", why)
-
-
-def _plan_loss(sites: Sites) -> Iterator[Entry]:
-    if sites.loss_head is not None:
-        yield Entry(
-            "loss", sites.loss_head.parameter, "keep", "stock loss over all logits; not rewritten by this recipe"
-        )
+    return Plan(recipe=recipe, sites=sites, entries=decide(sites, recipe))

@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from memopt.errors import RecipeError
 
@@ -49,6 +49,30 @@ class ActivationRules(RecomputeRules):
     """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
     where: Literal["needed", "all"] = "needed"
     """``needed``: only where nothing keeps the output, else making it again costs as little and is exact."""
+    relu: Literal["output", "mask"] = "output"
+    """What a ReLU keeps. ``mask``: one bit an element where nothing else keeps its output; exact."""
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value != "auto" else value
+
+
+class LinearRules(_Strict):
+    """How the gradients of linears' weights are computed."""
+
+    method: Literal["exact", "wta-crs", "systematic", "crs", "uniform"] = "exact"
+    """Of all rows of the input, or of a sample of them, drawn as the name says: without bias, with noise."""
+    budget: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Part of the rows that is kept."""
+    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
+    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
+
+
+class DropoutRules(_Strict):
+    """How dropouts are rewritten."""
+
+    method: Literal["none", "seed"] = "none"
+    """``seed``: keep the seed of the mask instead of the mask. The same distribution, other random numbers."""
 
 
 class KeptRules(_Strict):
@@ -69,9 +93,12 @@ class Recipe(_Strict):
     norms: NormRules = NormRules()
     activations: ActivationRules = ActivationRules()
     gated_mlps: RecomputeRules = RecomputeRules()
+    linears: LinearRules = LinearRules()
+    dropouts: DropoutRules = DropoutRules()
     kept: KeptRules = KeptRules()
     gradient_error: float = Field(default=0.0, ge=0.0)
-    """The relative error of the gradient that the recipe declares, of its norm; 0 for exact ones."""
+    """The relative error of the gradient that the recipe declares, of its norm; 0 for exact ones. Sampling adds noise
+    to it, which is no error on average and depends on the model and its data."""
     targets: tuple[str, ...] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
     ignore: tuple[str, ...] = ()
@@ -80,15 +107,26 @@ class Recipe(_Strict):
     @property
     def is_exact(self) -> bool:
         """Whether gradients differ from the stock model's by rounding alone."""
-        return self.activations.code == "none" and self.kept.method == "exact"
+        return not self.approximates and not self.samples
+
+    @property
+    def approximates(self) -> bool:
+        """Whether something is kept in fewer bits, so that every gradient is off by a little."""
+        return self.activations.code != "none" or self.kept.method != "exact"
+
+    @property
+    def samples(self) -> bool:
+        """Whether gradients of weights are estimated from samples."""
+        return self.linears.method != "exact"
 
     def selects(self, name: str) -> bool:
         """Whether the module `name` may be rewritten."""
+        return any_matches(name, self.targets) and not any_matches(name, self.ignore)
 
-        def any_matches(patterns: Iterable[str]) -> bool:
-            return any(matches(name, pattern) for pattern in patterns)
 
-        return any_matches(self.targets) and not any_matches(self.ignore)
+def any_matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of `patterns` names the module `name`."""
+    return any(matches(name, pattern) for pattern in patterns)
 
 
 def matches(name: str, pattern: str) -> bool:

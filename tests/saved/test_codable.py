@@ -404,9 +404,8 @@ def test_checkpointing_around_a_block_gives_a_gradient(frozen: bool, use_reentra
         return x
 
     stock, patched = pair(built(frozen=frozen))
-    # Non-reentrant, the region keeps nothing: exact costs as little. Reentrant, it is run again like any other.
-    agrees = is_approximate if frozen and use_reentrant else is_exact
-    assert agrees(stock, patched, forward=forward)
+    # The region keeps nothing, or is run again inside backward, where all is used up at once: exact costs as little.
+    assert is_exact(stock, patched, forward=forward)
 
 
 class ChecksItsMLP(Block):

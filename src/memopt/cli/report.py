@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memopt.cli import common
 from memopt.errors import UsageError
 from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+
+if TYPE_CHECKING:
+    from memopt.recipe import Recipe
+    from memopt.report.compare import Comparison
 
 
 def report(
@@ -54,7 +60,8 @@ def report(
 ) -> int:
     """Show who keeps which bytes for backward, before and after patching.
 
-    Computed from the model's config alone: no weights, no GPU.
+    Computed from the model's config alone: no weights, no GPU. Only for a recipe that samples, and where the weights
+    are in a local folder, one training step on the CPU tells what the sampling costs.
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 4096 --train lora
     """
@@ -64,7 +71,7 @@ def report(
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
     with common.only_results_on_stdout():
-        from memopt.report.build import compare_training
+        from memopt.report.build import chosen_recipe, compare_training
         from memopt.report.json import comparison_dict
         from memopt.report.tables import comparison_tables
 
@@ -86,8 +93,25 @@ def report(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        rules = chosen_recipe(model, recipe)
+        if rules.samples:
+            comparison = _with_noise(comparison, rules, inputs, trust_remote_code)
     if json_output:
         common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
     else:
         common.print_rich(*comparison_tables(comparison))
     return common.EXIT_OK
+
+
+def _with_noise(comparison: Comparison, rules: Recipe, inputs: Path | None, trust_remote_code: bool) -> Comparison:
+    """What the recipe's sampling costs on the model's own weights, beside the bytes."""
+    from memopt.verify.sampling import not_measured, predicted_errors
+    from memopt.walk.batch import given_batch
+
+    if comparison.training.train == "lora":
+        errors = not_measured(rules, "an adapter that was not trained yet has no gradient to speak of")
+    else:
+        common.note("Measuring the error of sampled gradients on the model's weights ...")
+        batch = given_batch(inputs)
+        errors = predicted_errors(comparison.model, rules, inputs=batch, trust_remote_code=trust_remote_code)
+    return dataclasses.replace(comparison, sampling=errors)

@@ -4,6 +4,7 @@
 
 The codes are those of `memopt.kernels.codes`. `coded_activation` keeps the code from the start; `CodableFunction` keeps
 z in a slot that may exchange it for the code (`memopt.saved.codable`), and differentiates exactly while it has z.
+`MaskableReluFunction` keeps h in such a slot, as a stock ReLU does, or its mask, which is exact.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from memopt.kernels.activation import differentiate, remade
 from memopt.kernels.autograd import autocast_dtype, refuse_double_backward
-from memopt.kernels.codes import DerivativeCode, apply_code, encode
+from memopt.kernels.codes import RELU_MASK, DerivativeCode, apply_code, encode
 from memopt.kernels.counter import draw_seed
-from memopt.saved.rules import recomputable
+from memopt.saved.rules import RULES, Rule, recomputable
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -96,3 +97,33 @@ def _is_coded(node: Any) -> bool:
 def _output(node: Any) -> Tensor:
     (z,) = node.saved_tensors
     return remade(node.function, z, node.autocast)
+
+
+class MaskableReluFunction(torch.autograd.Function):
+    """Keeps h; in backward it finds h or, if its slot says so, one bit for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, slot: Slot | None) -> Tensor:
+        ctx.slot = None if slot is None else weakref.ref(slot)
+        h = torch.relu(z)
+        ctx.save_for_backward(h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        (kept,) = ctx.saved_tensors
+        if _is_coded(ctx):
+            return apply_code(dh, kept, RELU_MASK), None
+        dz: Tensor = torch.ops.aten.threshold_backward(dh, kept, 0)
+        return dz, None
+
+
+def _kept_output(node: Any) -> Tensor:
+    h: Tensor = node.saved_tensors[0]
+    return h
+
+
+RULES["MaskableReluFunctionBackward"] = Rule(
+    _kept_output, lambda node: hasattr(node, "slot") and not _is_coded(node), "activation", of_copies_only=True
+)

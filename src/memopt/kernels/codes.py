@@ -68,7 +68,7 @@ class DerivativeCode:
     kind: str
     """The key of `formulas.ACTIVATIONS`, or "other"."""
     bits: int
-    """2, 3, 4 or 8."""
+    """1, 2, 3, 4 or 8."""
     thresholds: tuple[float, ...]
     """Of a step code, rising; empty for a value code."""
     levels: tuple[float, ...]
@@ -91,6 +91,10 @@ class DerivativeCode:
     def packed_bytes(self, elements: int) -> int:
         """Bytes that :func:`encode` gives for so many elements."""
         return self.code_bytes(elements) - (-elements // FLAG_GROUP)
+
+
+#: ReLU's derivative is one bit of its input, or of its output: this code is exact.
+RELU_MASK = DerivativeCode("mask", "relu", 1, thresholds=(0.0,), levels=(0.0, 1.0), error=0.0)
 
 
 def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:

@@ -69,9 +69,14 @@ def takes_offer(h: object, weight: Tensor) -> bool:
     found: _Offer | None = _offers.get(h)
     if found is None or h._version != 0 or h._backward_hooks or h.retains_grad:
         return False
-    if type(weight) not in _PLAIN_TYPES or h.dtype != (autocast_dtype(h) or weight.dtype):
+    if not is_plain(weight) or h.dtype != (autocast_dtype(h) or weight.dtype):
         return False
     return found.versions == _versions(found.inputs) and found.hooks == _saved_tensor_hooks()
+
+
+def is_plain(weight: object) -> bool:
+    """Whether `weight` is no tensor of another type."""
+    return type(weight) in _PLAIN_TYPES
 
 
 def linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,13 +123,13 @@ class LinearFunction(torch.autograd.Function):
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
             gradients, h = ctx.differentiate((rows @ weight).view(ctx.shape), tuple(inputs))
-            dweight = _weight_gradient(rows, h.reshape(-1, h.size(-1)), weight) if needs[2] else None
+            dweight = weight_gradient(rows, h.reshape(-1, h.size(-1)), weight) if needs[2] else None
             dbias = rows.sum(0) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
         return None, None, dweight, dbias, *wanted
 
 
-def _weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """dy^T h in the layout of the weight, so that nothing has to be transposed before it is added up."""
     return dy.t() @ h if weight.stride(-1) == 1 else (h.t() @ dy).t()
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.activation import recomputed_activation
-from memopt.kernels.coded import CodableFunction, coded_activation, encode_anew
-from memopt.kernels.codes import DerivativeCode, code_of, derivative_code
+from memopt.kernels.coded import CodableFunction, MaskableReluFunction, coded_activation, encode_anew
+from memopt.kernels.codes import RELU_MASK, DerivativeCode, code_of, derivative_code, encode
 from memopt.kernels.device import runs_triton
 from memopt.kernels.formulas import ACTIVATIONS
 from memopt.kernels.linear import withdraw
@@ -50,7 +50,9 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
         ValueError: the module cannot be swapped, or its derivative has no such code.
     """
     rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
-    if rules is not None and rules.code != "none":
+    if rules is not None and site.keeps_its_output:
+        rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
+    elif rules is not None and rules.code != "none":
         known = site.kind in ACTIVATIONS
         # Not the bound method: a pickle would take it for the patched one.
         stock = functools.partial(type(module).forward, module)
@@ -89,6 +91,12 @@ def _forward(
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
     """None where nothing can tell whether the output is kept: outside of scopes."""
+    if code == RELU_MASK:
+        return save_as_code(
+            lambda slot: MaskableReluFunction.apply(z, slot),  # type: ignore[no-untyped-call]
+            lambda kept: encode(kept, code),
+            of_output=True,
+        )
     if always:
         return coded_activation(z, function, code)
     return save_as_code(

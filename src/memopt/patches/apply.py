@@ -10,16 +10,20 @@ from torch import nn
 
 from memopt.kernels.formulas import ACTIVATIONS
 from memopt.patches.activation import ActivationRewrite, patch_activation, unpatch_activation
+from memopt.patches.dropout import DropoutRewrite, patch_dropout, unpatch_dropout
 from memopt.patches.gated_mlp import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp
 from memopt.patches.linear import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
 from memopt.patches.norm import NormRewrite, patch_norm, unpatch_norm
 from memopt.patches.replay import ReplayRewrite, patch_replay, unpatch_replay
+from memopt.patches.sampled_linear import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
 from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
 from memopt.patches.sum_norm import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
 from memopt.patches.swap import is_swapped, swap_state
+from memopt.patches.visits import VisitRewrite, Visits, patch_visits, unpatch_visits
 from memopt.plan import Plan
 from memopt.recipe import ActivationRules, Recipe
 from memopt.saved.compression import Compression
+from memopt.saved.sampled import Sampling
 from memopt.walk.sites import ActivationSite
 
 
@@ -32,6 +36,10 @@ class Applied:
     activations: tuple[str, ...]
     linears: tuple[str, ...]
     """Those that make the output of the activation before them again, where Triton runs."""
+    sampled_linears: tuple[str, ...]
+    """Those that keep a sample of the rows of their input, where nobody else holds it."""
+    dropouts: tuple[str, ...]
+    """Those that keep a seed."""
     gated_mlps: tuple[str, ...]
     """Those whose activation and product run as one operator; in the others the scope recomputes the stock ones."""
     sum_norms: tuple[str, ...]
@@ -47,7 +55,7 @@ class Applied:
 
 
 #: The fields of :class:`Applied` that name patched modules.
-_KINDS = ("norms", "activations", "linears", "gated_mlps", "sum_norms", "scopes")
+_KINDS = ("norms", "activations", "linears", "sampled_linears", "dropouts", "gated_mlps", "sum_norms", "scopes")
 
 
 def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Applied:
@@ -64,6 +72,11 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
     for norm in plan.norms("fold", "share", "recompute"):
         patch = patch_norm if norm.has_formula else patch_replay
         attempts.run("norms", norm.name, patch, modules[norm.name], norm, folded=norm.name in folded)
+    for dropout in plan.seeded_dropouts():
+        attempts.run("dropouts", dropout.name, patch_dropout, modules[dropout.name])
+    visits = Visits()
+    for name in dict.fromkeys(site.module for site in plan.sampled_linears()):
+        attempts.run("sampled_linears", name, patch_sampled_linear, modules[name], _sampling(plan.recipe), visits, name)
     coded = {site.name for site in plan.activations("code")}
     for activation, linear in _activations(plan, modules):
         if activation.parameters:
@@ -83,6 +96,11 @@ def apply(model: nn.Module, plan: Plan, *, folded: Collection[str] = ()) -> Appl
     for name, scope in inside.items():
         if not is_swapped(modules[name]):
             attempts.run("scopes", name, patch_scope, modules[name], scope)
+    if attempts.done["sampled_linears"]:
+        try:
+            patch_visits(model, visits)
+        except ValueError as reason:
+            attempts.refused.append(("", f"its sampled linears are told of neither padding nor samples: {reason}"))
     done = {kind: tuple(names) for kind, names in attempts.done.items()}
     return Applied(plan, refused=tuple(attempts.refused), **done)
 
@@ -116,10 +134,13 @@ _UNDO: dict[type, Callable[[nn.Module], None]] = {
     NormRewrite: unpatch_norm,
     ActivationRewrite: unpatch_activation,
     LinearRewrite: unpatch_linear,
+    SampledLinearRewrite: unpatch_sampled_linear,
+    DropoutRewrite: unpatch_dropout,
     GatedMLPRewrite: unpatch_gated_mlp,
     SumNormRewrite: unpatch_sum_norm,
     ReplayRewrite: unpatch_replay,
     ScopeRewrite: unpatch_scope,
+    VisitRewrite: unpatch_visits,
 }
 
 
@@ -167,6 +188,12 @@ def _scopes(plan: Plan) -> dict[str, ScopeRewrite]:
     return scopes | {name: ScopeRewrite(families.get(name, default), compression) for name in compressed}
 
 
+def _sampling(recipe: Recipe) -> Sampling:
+    rules = recipe.linears
+    assert rules.method != "exact"
+    return Sampling(rules.method, rules.budget)
+
+
 def _compression(recipe: Recipe) -> Compression | None:
     kept = recipe.kept
     bits: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
@@ -207,6 +234,8 @@ def _scoped_families(plan: Plan) -> dict[str, frozenset[str]]:
         modules_of[site.next_linear]: {"activation"}
         for site in sites.activations
         if site.next_linear in modules_of and site.gated_mlp is None and site.name not in rewritten
+        # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be made again.
+        and not (site.keeps_its_output and plan.recipe.selects(site.name))
     }
     for name, excluded in left.items():
         if name in scopes or _inside(name, scopes):

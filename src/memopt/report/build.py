@@ -58,8 +58,7 @@ def compare_training(
     batch = given_batch(inputs)
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     folder = Path(source).expanduser()
-    manifest = read_manifest(folder) if folder.is_dir() and is_patched(folder) else None
-    rules = load_recipe(recipe or (manifest.recipe if manifest else DEFAULT_MEMORY_RECIPE))
+    manifest, rules = _manifest(folder), chosen_recipe(source, recipe)
     if batch is None and any_size and manifest is not None:
         batch = manifest.batch()
 
@@ -86,6 +85,20 @@ def compare_training(
         file = manifest.inputs.file
         raise ModelError(first.message, f"It was patched with --inputs {file}: pass --inputs {file}.") from first
     raise first
+
+
+def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
+    """`recipe`, or else the one that the patched folder `source` remembers, or else ``exact-unfolded``.
+
+    Raises:
+        RecipeError: the recipe is unknown.
+    """
+    manifest = None if recipe is not None else _manifest(Path(source).expanduser())
+    return load_recipe(recipe or (manifest.recipe if manifest else DEFAULT_MEMORY_RECIPE))
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    return read_manifest(folder) if folder.is_dir() and is_patched(folder) else None
 
 
 def _compare(

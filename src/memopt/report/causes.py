@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from memopt.report.observer import CHECKPOINT
+from memopt.report.observer import CHECKPOINT, SAMPLE
 from memopt.report.storages import Birth
 from memopt.walk.sites import Sites
 
@@ -18,6 +18,7 @@ Cause = Literal[
     "attention scores",
     "attention mask",
     "linear input",
+    "sampled rows",
     "convolution input",
     "matmul input",
     "gate",
@@ -84,6 +85,8 @@ class Causes:
         origin = birth.origin
         if operation == CHECKPOINT:
             return "checkpoint input"
+        if operation == SAMPLE:
+            return "sampled rows"
         if birth.of_parameter:
             return "weight copy"
         # Packed codes are bytes in one dimension; the minimum and step of each group stand beside them.

@@ -11,6 +11,7 @@ from typing import Any
 
 from memopt.report.account import Account, Kept, Part
 from memopt.report.causes import CAUSES
+from memopt.report.sampling import SamplingErrors
 from memopt.report.training import Training
 
 #: Names of the parts, in the order in which a forward meets them.
@@ -67,6 +68,8 @@ class Comparison:
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
     """Form of the batch that was given (`memopt.walk.batch.describe`); None for one that was made."""
+    sampling: SamplingErrors | None = None
+    """What sampling costs, where the recipe samples."""
 
     @property
     def change(self) -> float:

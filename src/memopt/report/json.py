@@ -7,6 +7,7 @@ from typing import Any
 
 from memopt.report.account import Account
 from memopt.report.compare import BlockKind, Comparison, Row
+from memopt.report.sampling import sampling_dict
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             "after": comparison.after.total,
             "change": comparison.change,
         },
+        "sampling": None if comparison.sampling is None else sampling_dict(comparison.sampling),
         "notes": list(comparison.notes),
     }
 

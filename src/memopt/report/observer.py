@@ -22,8 +22,11 @@ from memopt.saved.kept import alias_of
 from memopt.saved.savers import APPLY
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
+_SAMPLE_MODULE = "memopt.saved.sampled"
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
+SAMPLE = "sample"
+"""Name of the operation that keeps rows of a linear's input, their indices and their weights."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _hidden_bytes(args: Any) -> int:
 
 
 def _saver(frame: Any) -> str:
-    """Name of the `autograd.Function` that is saving: PyTorch tells hooks nothing about it but the call stack."""
+    """Name of the `autograd.Function` (or of memopt's own step) that is saving: only the call stack tells."""
     for _ in range(6):
         if frame is None:
             break
@@ -185,5 +188,7 @@ def _saver(frame: Any) -> str:
             return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(function.__name__)
         if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:
             return CHECKPOINT
+        if frame.f_globals.get("__name__") == _SAMPLE_MODULE:
+            return SAMPLE
         frame = frame.f_back
     return ""

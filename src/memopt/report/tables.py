@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.report.compare import BlockKind, Comparison, Row
+from memopt.report.sampling import sampling_lines
 
 SCOPE = (
     "Counted: activations that one forward keeps for backward, each storage once. Not counted: weights, gradients, "
@@ -39,6 +40,10 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
     yield Text(SCOPE)
     for note in comparison.notes:
         yield Text(note)
+    if comparison.sampling is not None:
+        yield Text()
+        for line in sampling_lines(comparison.sampling):
+            yield Text(line)
 
 
 def summary(comparison: Comparison) -> str:

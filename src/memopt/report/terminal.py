@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from memopt.verify.verdict import Check, Verdict
 
 _LABELS = {"gated_mlp": "gated MLP"}
-_ACTIONS = ("fold", "share", "recompute", "code", "keep")
-_DONE = {"fold": "folded", "share": "shared", "recompute": "recomputed", "code": "coded", "keep": "left"}
+_ACTIONS = ("fold", "share", "recompute", "code", "sample", "seed", "keep")
+_DONE = {
+    "fold": "folded",
+    "share": "shared",
+    "recompute": "recomputed",
+    "code": "coded",
+    "sample": "sampled",
+    "seed": "seeded",
+    "keep": "left",
+}
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

@@ -1,59 +1,56 @@
-"""An activation's input, kept as it is or as a code of the derivative: decided when the scope's module is done.
+"""What an activation keeps, as it is or as a code of the derivative: decided when the scope's module is done.
 
-Where somebody keeps the activation's output, it is made again from its input, so the input stays and the gradient is
-exact. Where nobody does (the linear behind it is frozen, and has no adapter), backward needs the derivative alone, and
-a code of it takes the input's place.
+Most activations keep their input, and where somebody keeps the output, it is made again from that: the input stays and
+the gradient is exact. Where nobody does (the linear behind it is frozen and has no adapter, or keeps a sample of rows),
+backward needs the derivative alone, and a code of it takes the input's place. A ReLU keeps its output, which the next
+linear may keep as well; where none does, one bit an element takes its place, and the gradient stays exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from memopt.saved.compression import Compressible, Packed
 from memopt.saved.handles import Remade
-from memopt.saved.pinned import Holder, only_held_by
+from memopt.saved.slots import Slot, tensor_of
 
 
-class Codable:
-    """The slot of one activation's input. `pack` is a saved-tensor hook for the call that saves it."""
+class Codable(Slot):
+    """The slot of one activation's input or output. `pack` is a saved-tensor hook for the call that saves it."""
 
-    __slots__ = ("__weakref__", "_encode", "_holder", "_keep", "_pack", "_remade", "is_coded", "packed")
+    __slots__ = ("_encode", "_keep", "_of_output", "_pack", "_remade", "is_coded")
 
     def __init__(
-        self, encode: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Any], keep: Callable[[Tensor], Packed]
+        self,
+        encode: Callable[[Tensor], Tensor],
+        pack: Callable[[Tensor], Any],
+        keep: Callable[[Tensor], Packed],
+        *,
+        of_output: bool = False,
     ) -> None:
-        self._encode, self._pack, self._keep = encode, pack, keep
-        self._holder: Compressible | None = None
+        super().__init__()
+        self._encode, self._pack, self._keep, self._of_output = encode, pack, keep, of_output
         self._remade: Remade | None = None
-        self.packed: Packed
         self.is_coded = False
+        """Whether `unpack` gives the code."""
 
     def pack(self, tensor: Tensor) -> Codable:
         self.packed, holder = self._pack(tensor)
-        # A leaf is somebody's, and is held itself: an alias would count its references.
-        if holder is not None and not tensor.is_leaf:
-            self._holder = Compressible(self.packed, holder, tensor)
+        # A leaf is somebody's, and is held itself: an alias would count its references. An output is saved detached.
+        if holder is not None and (self._of_output or not tensor.is_leaf):
+            self.held = Compressible(self.packed, holder, tensor)
         return self
 
-    def unpack(self) -> Tensor:
-        """The input or, once `is_coded`, the code."""
-        return self.packed.unpack()
-
     def read_through(self, remade: Remade) -> None:
-        """`remade` counts the handles of the activation's output."""
+        """`remade` counts the handles of what is made again from the tensor."""
         self._remade = remade
 
-    def settle(self) -> None:
-        """Keep the code, if no handle needs the input and nobody else keeps it."""
-        held, self._holder = self._holder, None
-        if held is None or self._remade is None or self._remade.holders or not held.is_settled:
-            return
-        holder: Holder = held.holder
-        if only_held_by([holder.tensor]):
-            with torch.no_grad():
-                self.packed = self._keep(self._encode(holder.tensor))
-            self.is_coded = True
+    def gives_way(self) -> bool:
+        return self._remade is not None and not self._remade.holders
+
+    def exchange(self, together: Sequence[Slot]) -> None:
+        self.packed = self._keep(self._encode(tensor_of(self)))
+        self.is_coded = True

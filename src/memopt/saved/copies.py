@@ -1,11 +1,11 @@
-"""From a tensor that holds the values of another, cast, padded or in another layout, to the node that made those, and
-back."""
+"""From a tensor that holds the values of another, cast, padded, dropped out or in another layout, to the node that made
+those, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from memopt.saved.rules import Node, signed
 
 _CAST, _CLONE, _CONSTANT_PAD = "ToCopyBackward0", "CloneBackward0", "ConstantPadNdBackward0"
+#: That of `memopt.kernels.dropout`.
+_DROPOUT = "SeededDropoutFunctionBackward"
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _MODES = {
     f"{name}Pad{rank}DBackward0": mode
@@ -22,10 +24,17 @@ _MODES = {
 _FILL_KEY = "memopt.fill"
 
 #: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
-#: ("permute", dims), ("reflect" or "replicate", pads) or ("constant", Padding); pads as `torch.nn.functional.pad` takes
-#: them.
+#: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("dropout", Mask); pads as
+#: `torch.nn.functional.pad` takes them.
 Step = tuple[str, Any]
 _COPIES = frozenset({"clone", "constant", *_MODES.values()})
+
+
+class Mask(Protocol):
+    """What a dropout did to a tensor, in numbers (`memopt.kernels.dropout`): hashable, equal where it is the same."""
+
+    def on(self, x: Tensor) -> Tensor:
+        """`x` dropped out."""
 
 
 @dataclass(eq=False)
@@ -87,12 +96,27 @@ class Source:
     def is_only_cast(self) -> bool:
         return all(what == "cast" for what, _ in self.steps)
 
+    @property
+    def before_dropout(self) -> Source | None:
+        """What the first dropout on the way read, which was as it had been made; None where there was no dropout."""
+        first = self._first_dropout
+        return None if first is None else Source(self.node, self.steps[:first])
+
+    @property
+    def is_only_cast_since_dropout(self) -> bool:
+        """Whether nothing but casts and dropouts came after the first dropout."""
+        return all(what in ("cast", "dropout") for what, _ in self.steps[self._first_dropout :])
+
+    @property
+    def _first_dropout(self) -> int | None:
+        return next((i for i, (what, _) in enumerate(self.steps) if what == "dropout"), None)
+
 
 def source_of(node: Node) -> Source:
-    """Where the output of `node` comes from, below casts, clones, pads and the views between them.
+    """Where the output of `node` comes from, below casts, dropouts, clones, pads and the views between them.
 
     Autocast and adapters cast; attention's output is copied into another layout for the linear behind it; convolutions
-    with borders of their own read a padded copy.
+    with borders of their own read a padded copy; adapters read a dropped-out one.
     """
     steps: list[Step] = []
     while node is not None:
@@ -111,6 +135,8 @@ def source_of(node: Node) -> Source:
             steps.append((_MODES[name], tuple(map(signed, node._saved_padding))))
         elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
             steps.append(("constant", _padding(node)))
+        elif name == _DROPOUT and getattr(node, "read_unchanged", False):
+            steps.append(("dropout", node.mask))
         else:
             break
         node, output = node.next_functions[0]
@@ -137,6 +163,9 @@ def done_again(value: Tensor, step: Step) -> Tensor:
     if what == "constant":
         padding: Padding = how
         return padding.around(value)
+    if what == "dropout":
+        mask: Mask = how
+        return mask.on(value)
     if what in ("reflect", "replicate"):
         return F.pad(value, how, mode=what)
     return value.transpose(*how) if what == "transpose" else value.permute(how)

@@ -52,7 +52,7 @@ def remade_of(node: Node) -> Remade:
 
 
 class Handle:
-    """Stands for a tensor that `node` can make again."""
+    """Stands for a tensor that `node` can make again. It counts as a holder from `taken` on."""
 
     __slots__ = ("_form", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
 
@@ -66,7 +66,21 @@ class Handle:
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._form: _Form = (source.steps, base.stride(), tensor.device)
         self._remade = remade_of(node)
+
+    def taken(self) -> Handle:
+        """The handle itself, which autograd is about to hold."""
         self._remade.holders += 1
+        return self
+
+    @property
+    def has_others(self) -> bool:
+        """Whether autograd holds handles of the same node's output."""
+        return self._remade.holders > 0
+
+    @property
+    def may_be_coded(self) -> bool:
+        """Whether the node keeps less as long as nobody makes its output again (`memopt.saved.codable`)."""
+        return getattr(self._node, "slot", None) is not None
 
     def unpack(self) -> Tensor:
         remade = self._remade

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from memopt.saved.handles import Handle, remade_of
 from memopt.saved.kept import Forwarded, Kept
 from memopt.saved.pinned import Holder, PinnedStorages
 from memopt.saved.rules import RULES, Node, Rule
+from memopt.saved.sampled import Importance, SampledInput, Sampling
 from memopt.saved.savers import may_be_a_function
+from memopt.saved.slots import Slot, settle
 from memopt.saved.versions import is_unchanged
 
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
@@ -37,6 +39,7 @@ _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 #: Under these names nodes of PyTorch's own show the hooks of the tensors that the rules read.
 _RAW_SAVED = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw_saved_output")
 ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
+S = TypeVar("S", bound=Slot)
 
 
 class RecomputeScope:
@@ -94,7 +97,7 @@ class _Pack:
     """The pack hook of one scope."""
 
     __slots__ = (
-        "_borrowed", "_codables", "_compressor", "_first_node", "_outer_pack", "_outer_unpack", "_pinned",
+        "_borrowed", "_compressor", "_first_node", "_outer_pack", "_outer_unpack", "_pinned", "_slots",
         "compression", "families", "inside", "outer",
     )  # fmt: skip
 
@@ -114,15 +117,16 @@ class _Pack:
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
-        # What a foreign hook keeps is its own affair.
-        self._pinned = None if restricted else PinnedStorages()
+        # What a foreign hook keeps is its own affair, and what is run again inside backward is used up at once.
+        exchanges = not restricted and not _is_in_backward()
+        self._pinned = PinnedStorages() if exchanges else None
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
-        if compression is not None and hidden is not None and not restricted:
+        if compression is not None and hidden is not None and exchanges:
             self._compressor = Compressor(compression, hidden, self._keep)
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
-        self._codables: list[weakref.ref[Codable]] = []
+        self._slots: list[weakref.ref[Slot]] = []
         autograd: Any = torch._C._autograd
         self._first_node: int = autograd._get_sequence_nr() if restricted else -1
 
@@ -148,6 +152,11 @@ class _Pack:
 
     def _handle(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
         """What to keep for a tensor that can be made again."""
+        followed = self._followed(tensor, of_casts_only=of_casts_only)
+        return None if followed is None else followed.taken()
+
+    def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
+        """How to make a tensor again, if that can be done."""
         base = tensor._base
         if base is None:
             base = tensor
@@ -174,26 +183,31 @@ class _Pack:
     def _keep(self, tensor: Tensor) -> Packed:
         return self._held(tensor)[0]
 
-    def codable(self, encode: Callable[[Tensor], Tensor]) -> Codable | None:
-        """A slot for an activation's input; None where a foreign hook keeps what is saved."""
+    def codable(self, encode: Callable[[Tensor], Tensor], *, of_output: bool) -> Codable | None:
+        """A slot for what an activation keeps; None where a foreign hook keeps what is saved."""
         if self._pinned is None:
             return None
-        slot = Codable(encode, self._held_unless_remade, self._keep)
-        # Whoever reads the output may stand outside of an inner scope.
+        return self._gathered(Codable(encode, self._held_unless_remade, self._keep, of_output=of_output))
+
+    def sampled(self, sampling: Sampling, importance: Importance | None) -> SampledInput | None:
+        """A slot for a linear's input; None where a foreign hook keeps what is saved."""
+        if self._pinned is None:
+            return None
+        return self._gathered(SampledInput(sampling, importance, self._held, self._followed, self._keep))
+
+    def _gathered(self, slot: S) -> S:
+        # Whoever reads an output may stand outside of an inner scope.
         outermost = self
         while outermost.inside is not None:
             outermost = outermost.inside
-        outermost._codables.append(weakref.ref(slot))
+        outermost._slots.append(weakref.ref(slot))
         return slot
 
     def settle(self) -> None:
         """The module is done: exchange what is kept for what takes less."""
         if self._pinned is not None:
             self._pinned.settle()
-        for reference in self._codables:
-            slot = reference()
-            if slot is not None:
-                slot.settle()
+        settle(self._slots)
         if self._compressor is not None:
             self._compressor.settle()
 
@@ -206,21 +220,23 @@ class _Pack:
         return _kept_by_a_scope(node)
 
 
-def save_as_code(apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor]) -> Tensor | None:
+def save_as_code(
+    apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
+) -> Tensor | None:
     """Output of an activation whose input may be kept as a code when the innermost scope's module is done.
 
     Args:
-        apply: runs an autograd function that saves its input alone, and keeps the slot it is given.
-        encode: the code, one tensor, of that input.
+        apply: runs an autograd function that saves its input alone (`of_output`: its output), and keeps the slot it
+            is given.
+        encode: the code, one tensor, of that.
 
     Returns:
         None where no scope is active; then nothing was run.
     """
-    autograd: Any = torch._C._autograd
-    top = autograd._top_saved_tensors_default_hooks(False)
-    if top is None or not isinstance(top[0], _Pack):
+    pack = _innermost()
+    if pack is None:
         return None
-    slot = top[0].codable(encode)
+    slot = pack.codable(encode, of_output=of_output)
     if slot is None:
         return apply(None)
     with saved_tensors_hooks(slot.pack, _unpack):
@@ -230,14 +246,55 @@ def save_as_code(apply: Callable[[Codable | None], Tensor], encode: Callable[[Te
     return output
 
 
+def save_sampled(
+    apply: Callable[[SampledInput], Tensor], sampling: Sampling, importance: Importance | None = None
+) -> Tensor | None:
+    """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done.
+
+    Args:
+        apply: runs an autograd function that saves its input and then its weight, and keeps the slot it is given.
+        sampling: how rows are drawn.
+        importance: what is known of the output's gradient.
+
+    Returns:
+        None where no scope is active, or a foreign hook keeps what is saved; then nothing was run.
+    """
+    pack = _innermost()
+    slot = None if pack is None else pack.sampled(sampling, importance)
+    if slot is None:
+        return None
+    with saved_tensors_hooks(slot.pack, _unpack):
+        return apply(slot)
+
+
+def _is_in_backward() -> bool:
+    """Whether this thread is running backward, as it does when reentrant checkpointing runs a forward again."""
+    autograd: Any = torch._C
+    return bool(autograd._current_graph_task_id() != -1)
+
+
+def _innermost() -> _Pack | None:
+    """The innermost scope, where no other hook is inside it."""
+    autograd: Any = torch._C._autograd
+    top = autograd._top_saved_tensors_default_hooks(False)
+    return top[0] if top is not None and isinstance(top[0], _Pack) else None
+
+
 def _is_followed(rule: Rule, source: Source) -> bool:
     """Whether what was done to the output of a node with `rule` may be done again.
 
     Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
     then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
-    are made on the spot, by autocast or an adapter.
+    are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads.
     """
-    if rule.of_copies_only:
+    read = source.before_dropout
+    if read is not None:
+        if not source.is_only_cast_since_dropout:
+            return False
+        if rule.of_copies_only:
+            return read.copies <= 1
+        source = read
+    elif rule.of_copies_only:
         return source.copies == 1 or (source.copies == 0 and source.casts > 0)
     return source.is_only_cast or (source.copies == 1 and source.casts == 0 and is_unchanged(source.node))
 

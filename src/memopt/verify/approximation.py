@@ -21,7 +21,7 @@ from memopt.patches.swap import is_swapped, original_class, swap_state
 from memopt.recipe import Recipe
 from memopt.verify.gradient import Gradients, training_gradients
 from memopt.verify.inputs import probe_inputs
-from memopt.verify.models import free_memory, load_patched, load_stock
+from memopt.verify.models import NOTHING_SAMPLED, free_memory, load_patched, load_stock
 from memopt.verify.verdict import Check
 from memopt.walk.batch import Batch
 
@@ -44,7 +44,7 @@ def verify_approximation(
     exact_loss, exact = training_gradients(stock, probes, _DTYPE)
     del stock
     free_memory()
-    forced = ("activations.where=all",)
+    forced = ("activations.where=all", NOTHING_SAMPLED)
     model = load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs, dtype=_DTYPE, overrides=forced)
     torch.manual_seed(0)  # of codes that round at random
     with _watched(model) as errors:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt.verify.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
+    NOTHING_SAMPLED,
     cast_inputs,
     choose_reference,
     floating_outputs,
@@ -49,7 +50,9 @@ def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Ba
     del stock
     free_memory()
     patched_loss, patched_gradients = training_gradients(
-        load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs), probes, dtype
+        load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs, overrides=[NOTHING_SAMPLED]),
+        probes,
+        dtype,
     )
     free_memory()
     truth_model = load_stock(folder, dtype=reference.dtype, trust_remote_code=trust_remote_code)

@@ -19,6 +19,8 @@ from memopt.checkpoint.manifest import read_manifest
 from memopt.walk.batch import Batch, placed
 from memopt.walk.build import load_config, model_class
 
+#: What a recipe does beside sampling is checked without its noise.
+NOTHING_SAMPLED = "linears.method=exact"
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
 

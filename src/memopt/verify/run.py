@@ -86,13 +86,19 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
 
 def _gradient(folder: Path, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
     recipe = load_recipe(read_manifest(folder).recipe)
-    if recipe.is_exact:
+    if recipe.approximates:
+        from memopt.verify.approximation import verify_approximation
+
+        checks = verify_approximation(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    else:
         from memopt.verify.gradient import verify_gradient
 
-        return verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
-    from memopt.verify.approximation import verify_approximation
+        checks = verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+    if recipe.samples:
+        from memopt.verify.sampling import verify_sampling
 
-    return verify_approximation(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        checks += verify_sampling(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    return checks
 
 
 def _no_original(level: Level) -> Check:

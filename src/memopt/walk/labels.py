@@ -91,7 +91,7 @@ class Labels:
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
         """`source` was contracted with the parameter `weight`."""
-        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, shape)))
+        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, shape, source.shape[-1])))
         if self.training:
             return
         origin = self._origin(source)

@@ -121,7 +121,9 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     assert labels is not None
     head = labels.loss_head(mode.parameters)
     verdicts = judge(mode, head.parameter if head else None)
-    linears, activations = labels.linear_sites(), labels.activation_sites()
+    activations = labels.activation_sites()
+    held_by = observed.held_by
+    linears = tuple(replace(x, held_by=held_by.get(x.parameter, ())) for x in labels.linear_sites())
     rejected = {name: record.rejected for name, record in mode.norms.items() if record.rejected}
     norms = tuple(
         norm_site(name, record.probe, record.width, verdicts.get(name))
@@ -152,7 +154,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
-        notes=tuple(_notes(observed, norms)),
+        notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in held_by])),
         traces=tuple(observed.traces),
     )
 
@@ -177,7 +179,7 @@ def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
     return max(widths, key=lambda width: (widths[width], width), default=0)
 
 
-def _notes(observed: Observed, norms: Sequence[NormSite]) -> Iterator[str]:
+def _notes(observed: Observed, norms: Sequence[NormSite], unknown: Sequence[str]) -> Iterator[str]:
     if not observed.calls:
         last = observed.traces[-1][1] if observed.traces else "no inputs"
         yield f"no forward of the model runs here ({last}): modules were probed one by one, what reads them is unknown"
@@ -187,3 +189,6 @@ def _notes(observed: Observed, norms: Sequence[NormSite]) -> Iterator[str]:
     idle = [norm.name for norm in norms if not norm.executed]
     if idle and len(idle) < len(norms):
         yield f"no forward of the walk ran {len(idle)} of {len(norms)} norms, for example {idle[0]}"
+    if unknown and observed.calls:
+        yield f"who else keeps the inputs of {len(unknown)} linears is not known (no training forward with gradients \
+reached them), for example {unknown[0]}"

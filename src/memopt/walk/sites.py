@@ -199,11 +199,15 @@ class LinearSite:
     parameter: str
     module: str
     shape: tuple[int, ...]
+    width: int = 0
+    """Channels of its input; 0 where they were not seen."""
     bias: str | None = None
     fed_by: str | None = None
     """What made the input: a norm or activation module, a gated MLP, a weight, or None."""
     input_shared_with: tuple[str, ...] = ()
     """Weights of other linears that read the very same storage."""
+    held_by: tuple[str, ...] = ()
+    """What else than linears keeps that storage for backward when the stock model trains, as ``"relu in mlp.act"``."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.walk.holders import input_holders
 from memopt.walk.inputs import Call
 from memopt.walk.labels import Labels
 from memopt.walk.parts import every_call
@@ -30,10 +31,15 @@ class Observed:
     lookalikes: dict[str, str]
     calls: Sequence[Call]
     traces: list[tuple[str, str]]
+    held_by: Mapping[str, tuple[str, ...]]
+    """Weight of a linear -> what else keeps its input for backward; without those of which that is not known."""
 
 
 def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_labels: bool) -> Observed:
-    """Probe the modules of `model`, then watch every call that runs, in eval and in train mode."""
+    """Probe the modules of `model`, then watch every call that runs, in eval and in train mode.
+
+    With labels, one more forward asks autograd who keeps the linears' inputs.
+    """
     norms, lookalikes, activations = _probe_all(model)
     labels = Labels(model, activations) if with_labels else None
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -45,10 +51,13 @@ def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_l
         mode.forget()
         return [mode.run(target, call) for _ in range(repeats)][-1]
 
-    with plain_torch(float64=not on_meta), mode.watch():
-        calls = every_call(model, inputs, run=run)
+    with plain_torch(float64=not on_meta):
+        with mode.watch():
+            calls = every_call(model, inputs, run=run)
+        weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
+        held_by = input_holders(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces)
+    return Observed(mode, labels, lookalikes, calls, traces, held_by)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:

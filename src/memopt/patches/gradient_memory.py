@@ -1,0 +1,177 @@
+"""How large the gradient of each token was at a sample's last visit, one number for each linear, on the host.
+
+A batch with an index of its samples is one :class:`Step`: it recalls what is known of them, and hears of their
+gradients in backward. Nothing waits for the device but the start of the next batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memopt.errors import InputsError
+
+#: A stale 0 must not keep a row out: no less than this part of the mean of the known rows.
+_FLOOR = 0.05
+#: A gradient of 0 is held as this, for 0 says that nothing is known. A normal number in bf16 and fp32.
+_LEAST = 1e-30
+
+
+class GradientMemory:
+    """|dY| of each token at its sample's last visit, for each sampled linear of a model.
+
+    The table is bf16 (samples, max_tokens, linears) on the host: 2 * samples * max_tokens * linears bytes in each
+    process. A token's place is its number among the real tokens of its sequence, whatever the padding; tokens beyond
+    `max_tokens` are not remembered. Memory of the host is taken up as samples are visited for the first time.
+    """
+
+    def __init__(self, samples: int, max_tokens: int, linears: int) -> None:
+        """
+        Raises:
+            InputsError: there are no samples, or no tokens to remember.
+        """
+        if samples < 1 or max_tokens < 1:
+            raise InputsError(
+                f"A memory of gradients is for at least one sample and one token, not {samples} and {max_tokens}."
+            )
+        self.samples, self.max_tokens, self.linears = samples, max_tokens, linears
+        self._table: Tensor | None = torch.zeros(samples, max_tokens, linears, dtype=torch.bfloat16)
+        self._heard: list[Step] = []
+        self._lock = threading.Lock()
+        self.calls = self.indexed = self.written = 0
+        """Training forwards of the model, those of them that came with an index, and batches that were written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table; 0 once it was forgotten."""
+        return 0 if self._table is None else self._table.nbytes
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a table, not forgotten yet."""
+        return self._table is not None
+
+    def __str__(self) -> str:
+        return (
+            f"The memory of gradients takes {self.nbytes / 1e6:,.1f} MB of the host in each process: 2 bytes for each "
+            f"of {self.samples:,} samples x {self.max_tokens:,} tokens x {self.linears:,} sampled linears."
+        )
+
+    def begin(self, index: Tensor) -> Step | None:
+        """A step over the samples `index`, int (batch,) on any device; None once the table was forgotten.
+
+        Raises:
+            InputsError: an index is outside of the table.
+        """
+        rows = index.detach().flatten().cpu().long()
+        if self._table is None or not len(rows):
+            return None
+        if bool((rows < 0).any()) or bool((rows >= self.samples).any()):
+            raise InputsError(
+                f"A batch holds sample {int(rows.max() if rows.min() >= 0 else rows.min())}, but gradients are "
+                f"remembered for samples 0 to {self.samples - 1}.",
+                "Make the memory with the dataset that is trained on.",
+            )
+        self.indexed += 1
+        return Step(self, rows, self._table[rows])
+
+    def hear(self, step: Step) -> None:
+        """`step` has something to write."""
+        with self._lock:
+            self._heard.append(step)
+
+    def flush(self) -> None:
+        """Write down what was heard since the last time; done at the start of each training forward."""
+        with self._lock:
+            heard, self._heard = self._heard, []
+        for step in heard:
+            for linears, norms in step.take():
+                self._write(step.rows, linears, norms)
+
+    def forget(self) -> None:
+        """Let the table go; the linears go on without it."""
+        self._table, self._heard = None, []
+
+    def _write(self, rows: Tensor, linears: Sequence[int], norms: Tensor) -> None:
+        """`norms`: fp32 (batch, max_tokens, linears), 0 where nothing is known."""
+        if self._table is None:
+            return
+        self.written += 1
+        where = (rows[:, None], slice(None), torch.tensor(linears)[None])
+        new, old = norms.bfloat16().transpose(1, 2), self._table[where[0], :, where[2]]
+        # A step with a gradient that is not finite is one that a loss scaler skips: what was known stays.
+        self._table[where[0], :, where[2]] = torch.where((new > 0) & new.isfinite(), new, old)
+
+
+class Step:
+    """What is known of the samples of one batch, and heard of them."""
+
+    def __init__(self, memory: GradientMemory, rows: Tensor, known: Tensor) -> None:
+        """
+        Args:
+            rows: int64 (batch,) on the host.
+            known: bf16 (batch, max_tokens, linears) on the host, 0 where nothing is known.
+        """
+        self.rows = rows
+        self._memory, self._lock = memory, threading.Lock()
+        self._is_known = (known > 0).flatten(0, 1).any(0).tolist()
+        self._known = known if any(self._is_known) else None
+        self._there: dict[torch.device, Tensor] = {}
+        self._heard: dict[torch.device, tuple[Tensor, set[int]]] = {}
+
+    def places(self, batch: int, length: int, real: Tensor | None, device: torch.device) -> Tensor:
+        """int64 (batch, length) on `device`: each token's place in the table, `max_tokens` for one that has none.
+
+        Args:
+            real: bool (batch * length,), false for padding; None if no token is.
+        """
+        end = self._memory.max_tokens
+        if real is None:
+            return torch.arange(length, device=device).clamp(max=end).expand(batch, -1)
+        real = real.view(batch, length)
+        return torch.where(real, (real.cumsum(1) - 1).clamp(max=end), end)
+
+    def recall(self, linear: int, places: Tensor) -> Tensor | None:
+        """fp32 (batch * length,): the norms of a linear's gradient at the last visit, at least a twentieth of the mean
+        of those that are known, and that mean where none is; None where nothing is known."""
+        if self._known is None or not self._is_known[linear]:
+            return None
+        table = self._there.get(places.device)
+        if table is None:
+            # A border for the tokens without a place.
+            bordered = torch.nn.functional.pad(self._known, (0, 0, 0, 1))
+            table = self._there[places.device] = bordered.to(places.device, non_blocking=True)
+        norms = table[:, :, linear].float().gather(1, places).flatten()
+        known = norms > 0
+        largest = norms.amax()
+        mean = largest * ((norms / largest).sum() / known.sum())  # the sum itself may be beyond fp32
+        values = torch.where(known, norms, mean).maximum(_FLOOR * mean)
+        # None of this batch's tokens may be among those that are known.
+        return torch.where(known.any(), values, 1.0)
+
+    def hear(self, linear: int, places: Tensor, norms: Tensor) -> None:
+        """Note (batch * length,) norms of a linear's gradient; those of several calls are added like sides."""
+        device, end = norms.device, self._memory.max_tokens
+        with self._lock:
+            if not self._heard:
+                self._memory.hear(self)
+            if device not in self._heard:
+                shape = (self._memory.linears, len(self.rows), end + 1)
+                self._heard[device] = torch.zeros(shape, dtype=torch.float32, device=device), set()
+            heard, linears = self._heard[device]
+            linears.add(linear)
+            new = norms.float().view(places.shape).clamp(min=_LEAST)
+            heard[linear].scatter_(1, places, torch.hypot(heard[linear].gather(1, places), new))
+
+    def take(self) -> list[tuple[list[int], Tensor]]:
+        """What was heard: linears and (batch, max_tokens, linears) of them on the host; nothing of it is left here."""
+        with self._lock:
+            heard, self._heard = self._heard, {}
+        taken = []
+        for norms, linears in heard.values():
+            chosen = sorted(linears)
+            taken.append((chosen, norms.cpu()[chosen, :, :-1].permute(1, 2, 0)))
+        return taken

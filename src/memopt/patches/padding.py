@@ -1,0 +1,112 @@
+"""Rows of padding tokens in a linear's input, left out of its sample once they have been seen to get no gradient.
+
+An attention mask says which tokens are padding, but not that they do not count: a model may read them all the same. So
+a linear draws them like any others until its gradients have shown twice in a row that they do not, goes on looking, and
+draws them again for good should one count later.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+#: Gradients without any on padding, one after the other, after which padding is left out.
+_ENOUGH = 2
+_SILENT, _QUIET, _COUNTS = 0, 1, 2
+
+
+@dataclass
+class _Seen:
+    """What was seen of one linear."""
+
+    name: str
+    quiet: int = 0
+    """Gradients without any on padding, since the last that had one."""
+    counted: bool = False
+    """Padding got a gradient after it had been left out."""
+
+
+class PaddingWatch:
+    """What the linears of one model have seen of their gradients at padding, by their numbers.
+
+    Deepcopied and pickled without what was not settled.
+    """
+
+    def __init__(self) -> None:
+        self._linears: list[_Seen] = []
+        self._notes: list[tuple[int, Tensor, bool]] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._linears)
+
+    def add(self, name: str) -> int:
+        """A number for a linear, the next one."""
+        self._linears.append(_Seen(name))
+        return len(self._linears) - 1
+
+    def leaves_out(self, linear: int) -> bool:
+        """Whether padding is left out of the linear's samples."""
+        seen = self._linears[linear]
+        return seen.quiet >= _ENOUGH and not seen.counted
+
+    def note(self, linear: int, norms: Tensor, real: Tensor, left_out: bool) -> None:
+        """Look at a gradient, without waiting for the device.
+
+        Args:
+            norms: (n,), the norms of the rows of the gradient of the linear's output.
+            real: bool (n,), false for padding.
+            left_out: whether a sample was drawn without padding.
+        """
+        if norms.is_meta or isinstance(norms, FakeTensor):
+            return
+        with self._lock:
+            self._notes.append((linear, _verdict(norms, real), left_out))
+
+    def settle(self) -> None:
+        """Draw the conclusions from all that was noted; one transfer from each device."""
+        with self._lock:
+            notes, self._notes = self._notes, []
+        devices = dict.fromkeys(verdict.device for _, verdict, _ in notes)
+        for device in devices:
+            there = [note for note in notes if note[1].device == device]
+            verdicts = torch.stack([verdict for _, verdict, _ in there]).tolist()
+            for (linear, _, left_out), verdict in zip(there, verdicts, strict=True):
+                self._conclude(linear, verdict, left_out)
+
+    def _conclude(self, linear: int, verdict: int, left_out: bool) -> None:
+        seen = self._linears[linear]
+        if verdict == _QUIET:
+            seen.quiet += 1
+        elif verdict == _COUNTS and self.leaves_out(linear):
+            seen.counted = True
+            if left_out:
+                warnings.warn(
+                    f"Padding tokens got a gradient at '{seen.name}' for the first time; the gradient of its weight "
+                    "missed them in this one step, and from now on they are drawn like all tokens.",
+                    stacklevel=2,
+                )
+        elif verdict == _COUNTS:
+            seen.quiet = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_linears": self._linears}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+
+def _verdict(norms: Tensor, real: Tensor) -> Tensor:
+    """int8 (): whether padding counts. Silent where there is no padding, where no real row has a gradient either (all
+    that is behind a weight of zeros, as LoRA begins), and where one is not finite (a step that a loss scaler skips)."""
+    has = norms > 0
+    counts, quiet = (has & ~real).any(), (has & real).any() & ~real.all()
+    verdict = torch.where(counts, _COUNTS, torch.where(quiet, _QUIET, _SILENT))
+    return torch.where(norms.isfinite().all(), verdict, _SILENT).to(torch.int8)

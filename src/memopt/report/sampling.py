@@ -1,0 +1,109 @@
+"""What sampling costs: the error of weights' gradients that a probe batch predicts, beside the exact alternative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LinearError:
+    """Expected relative root mean square error of the gradient of one linear's weight."""
+
+    module: str
+    first: float
+    """Rows drawn by the norms of the input alone, as on a sample's first visit."""
+    known: float
+    """Rows drawn by the norms of input and output gradient: the best that remembering the last visit can reach."""
+    gradient: float
+    """Norm of the exact gradient."""
+
+
+@dataclass(frozen=True)
+class SamplingErrors:
+    """The sampled linears of one model on one batch."""
+
+    method: str
+    budget: float
+    probe: str
+    """What the batch was, in words."""
+    linears: tuple[LinearError, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    """(weight, reason) of linears that keep their whole input."""
+    why_not: str = ""
+    """Why nothing was measured, where that is so."""
+
+    def together(self, *, known: bool = False) -> float:
+        """Of all sampled weights: errors of independent draws add in squares."""
+        size = sum(linear.gradient**2 for linear in self.linears)
+        errors = (((linear.known if known else linear.first) * linear.gradient) ** 2 for linear in self.linears)
+        return math.sqrt(sum(errors) / size) if size else 0.0
+
+
+def sampling_lines(errors: SamplingErrors) -> Iterator[str]:
+    """The result in sentences."""
+    budget = f"{errors.budget:.0%}"
+    yield f"Sampled linears: {errors.method}, {budget} of the rows; forward and input gradients stay exact."
+    if not errors.linears and not errors.why_not:
+        yield "  No linear of this model is sampled: each input is also held by somebody else, or can be made again."
+        yield from _refusals(errors.refused)
+    elif errors.why_not:
+        yield f"  Expected error of dW: not measured, because {errors.why_not}."
+    else:
+        yield f"  Expected relative RMSE of dW on the probe batch ({errors.probe}):"
+        for name, group in _alike(errors.linears):
+            yield f"    {name}: {_spread([each.first for each in group])}; {_known(group)}"
+        yield f"    all sampled weights: {errors.together():.2f}; {errors.together(known=True):.2f} at best"
+        yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
+    yield f"  Exact alternative: {accumulation(errors.budget)}."
+
+
+def accumulation(budget: float) -> str:
+    """What keeps as few rows with no error at all."""
+    steps = math.ceil(1 / budget - 1e-9)
+    return f"micro-batches of 1/{steps} of the batch, accumulated over {steps} passes: no more rows are kept, no error"
+
+
+def sampling_dict(errors: SamplingErrors) -> dict[str, Any]:
+    """Fields of the report's JSON document."""
+    return {
+        "method": errors.method,
+        "budget": errors.budget,
+        "probe": errors.probe,
+        "not_measured": errors.why_not or None,
+        "relative_rmse": errors.together() if errors.linears else None,
+        "relative_rmse_at_best": errors.together(known=True) if errors.linears else None,
+        "linears": [
+            {"module": each.module, "relative_rmse": each.first, "relative_rmse_at_best": each.known}
+            for each in errors.linears
+        ],
+        "refused": [{"weight": weight, "reason": reason} for weight, reason in errors.refused],
+        "exact_alternative": accumulation(errors.budget),
+    }
+
+
+def _refusals(refused: Sequence[tuple[str, str]]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for weight, reason in refused:
+        seen.setdefault(weight.rpartition(".")[0].rpartition(".")[2], reason)
+    for name, reason in list(seen.items())[:6]:
+        yield f"    {name}: {reason}"
+
+
+def _alike(linears: Sequence[LinearError]) -> list[tuple[str, list[LinearError]]]:
+    groups: dict[str, list[LinearError]] = {}
+    for linear in linears:
+        words = ["#" if part.isdigit() else part for part in linear.module.split(".")]
+        groups.setdefault(".".join(words), []).append(linear)
+    return list(groups.items())
+
+
+def _known(group: Sequence[LinearError]) -> str:
+    return f"{_spread([each.known for each in group])} at best"
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, high, middle = min(values), max(values), sorted(values)[len(values) // 2]
+    return f"{middle:.2f}" if len(values) == 1 else f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -1,0 +1,143 @@
+"""The input of a linear, kept whole or as a sample of its rows: decided when the scope's module is done.
+
+Where the linears that read one storage are all that hold it, one sample of its rows serves them all. Where somebody
+else keeps it too, sampling would free nothing, and the gradient stays exact. So it does where the input can be made
+again from what is kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from memopt.kernels.sampled_rows import gather_rows, row_norms
+from memopt.kernels.sampling import Method, rows_kept, sample_rows
+from memopt.saved.compression import Compressible, Packed
+from memopt.saved.handles import Handle
+from memopt.saved.slots import Slot, tensor_of
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How rows are drawn."""
+
+    method: Method = "systematic"
+    budget: float = 0.3
+    """Part of the rows that is kept."""
+
+
+class Importance(Protocol):
+    """What one linear knows of its output's gradient before it is there."""
+
+    def __call__(self, rows: int, like: Tensor) -> Tensor | None:
+        """fp32 (rows,) on the device of `like`: the norm of each row's gradient up to a common factor, 0 for a row that
+        gets none; None where nothing is known."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a matrix X that stand for all of it in dY^T X."""
+
+    rows: Packed
+    """int32 (k,)."""
+    weights: Packed
+    """fp32 (k,): what the product of each row counts."""
+    kept: Packed
+    """(k, width): the rows themselves, unscaled."""
+
+
+class SampledInput(Slot):
+    """The slot of one linear's input. `pack` is a saved-tensor hook for the call that saves it, and then a weight."""
+
+    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "sample")
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        importance: Importance | None,
+        pack: Callable[[Tensor], Any],
+        follow: Callable[[Tensor], Handle | None],
+        keep: Callable[[Tensor], Packed],
+    ) -> None:
+        """
+        Args:
+            pack: how a tensor is kept whole: what autograd holds, and what holds the tensor in there.
+            follow: how a tensor can be made again, if it can.
+            keep: how a new tensor is kept.
+        """
+        super().__init__()
+        self._sampling, self._importance, self._keep = sampling, importance, keep
+        self._pack, self._follow = pack, follow
+        self._handle: Handle | None = None
+        self.sample: Sample | None = None
+        """Set when the sample has taken the place of the input."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        if hasattr(self, "packed"):  # the weight, which is saved after the input
+            return self._pack(tensor)[0]
+        handle = self._follow(tensor)
+        if handle is not None and not handle.may_be_coded:
+            self.packed = handle.taken()
+            return self
+        self._handle = handle
+        self.packed, holder = self._pack(tensor)
+        if holder is not None and not tensor.is_leaf and tensor.dim() > 1:
+            self.held = Compressible(self.packed, holder, tensor)
+        return self
+
+    def unpack(self) -> Tensor:
+        """The input or, once there is a `sample`, its rows."""
+        return self.packed.unpack()
+
+    #: What an input is made from can give way to a code only if the input is not made again.
+    rank = 0
+
+    def prepare(self) -> None:
+        if self._handle is not None and self._handle.has_others:
+            # Others need what it is made from, so that stays, and the input itself costs nothing.
+            self.stay()
+            self.held = None
+
+    def stay(self) -> None:
+        if self._handle is not None:
+            self.packed, self._handle = self._handle.taken(), None
+
+    def gives_way(self) -> bool:
+        rows = _matrix(tensor_of(self)).shape[0]
+        return rows_kept(rows, self._sampling.budget) < rows
+
+    def exchange(self, together: Sequence[Slot]) -> None:
+        group = [slot for slot in together if isinstance(slot, SampledInput) and slot.held is not None]
+        readers = [slot for slot in group if _view(slot) == _view(self)]
+        self.sample = next((slot.sample for slot in readers if slot.sample is not None), None)
+        if self.sample is None:
+            self.sample = self._draw(readers)
+        self.packed, self._handle = self.sample.kept, None
+
+    def _draw(self, readers: Sequence[SampledInput]) -> Sample:
+        x = _matrix(tensor_of(self))
+        scores = row_norms(x)
+        importance = _together([slot._importance for slot in readers], x)
+        if importance is not None:
+            scores = scores * importance
+        rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
+        return Sample(self._keep(rows), self._keep(weights), self._keep(gather_rows(x, rows)))
+
+
+def _together(each: Sequence[Importance | None], x: Tensor) -> Tensor | None:
+    """The norm of the gradient rows of all readers side by side; None where that of one of them is unknown."""
+    known = [None if importance is None else importance(len(x), x) for importance in each]
+    squares = [norms.square() for norms in known if norms is not None]
+    return sum(squares[1:], squares[0]).sqrt() if squares and len(squares) == len(known) else None
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _view(slot: SampledInput) -> Any:
+    tensor = tensor_of(slot)
+    return tensor.storage_offset(), tensor.size(), tensor.stride()

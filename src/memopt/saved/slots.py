@@ -1,0 +1,84 @@
+"""Tensors that a scope may exchange for something smaller when its module is done, each in a slot of its own.
+
+What an operation saves is in use until the scope's module returns, and only then is it known who else holds it. So a
+scope gathers slots and settles them at its end: where nobody but slots refers to a storage, and each of them can do
+without it, all of them give way. One that cannot keeps the storage for all, and then all stay exact.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from memopt.saved.compression import Compressible, Packed
+from memopt.saved.pinned import only_held_by
+
+
+class Slot:
+    """What autograd holds in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "held", "packed")
+
+    packed: Packed
+    held: Compressible | None
+    """The tensor, while it may be exchanged."""
+
+    def __init__(self) -> None:
+        self.held = None
+
+    def unpack(self) -> Tensor:
+        return self.packed.unpack()
+
+    #: Slots of a lower rank are settled first.
+    rank = 1
+
+    def prepare(self) -> None:
+        """Called for every slot before the first is exchanged."""
+
+    def gives_way(self) -> bool:
+        """Whether the tensor is not needed as it is."""
+        raise NotImplementedError
+
+    def exchange(self, together: Sequence[Slot]) -> None:
+        """Hold what is kept instead. `together` are all the slots of the storage, in the order of their making."""
+        raise NotImplementedError
+
+    def stay(self) -> None:
+        """The storage cannot be let go."""
+
+
+def tensor_of(slot: Slot) -> Tensor:
+    """The tensor of a slot that holds one."""
+    assert slot.held is not None
+    return slot.held.holder.tensor
+
+
+def settle(references: Iterable[weakref.ref[Slot]]) -> None:
+    """Exchange what can be; afterwards no slot can be exchanged any more."""
+    slots = [slot for reference in references if (slot := reference()) is not None]
+    for slot in slots:
+        if slot.held is not None:
+            slot.prepare()
+    groups: dict[int, list[Slot]] = {}
+    for slot in slots:
+        if slot.held is not None:
+            groups.setdefault(tensor_of(slot).untyped_storage()._cdata, []).append(slot)
+    for group in sorted(groups.values(), key=lambda group: min(slot.rank for slot in group)):
+        if _gives_way(group):
+            with torch.no_grad():
+                for slot in group:
+                    slot.exchange(group)
+        else:
+            for slot in group:
+                slot.stay()
+    for slot in slots:
+        slot.held = None
+
+
+def _gives_way(group: Sequence[Slot]) -> bool:
+    """Whether nobody but these slots, which hold one storage, needs it."""
+    willing = all(slot.held is not None and slot.held.is_settled and slot.gives_way() for slot in group)
+    return willing and only_held_by([tensor_of(slot) for slot in group])

@@ -1,0 +1,140 @@
+"""The memory of gradients for `transformers.Trainer`; `memopt.sampling` is where to import it from."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Subset
+from transformers import TrainerCallback
+
+from memopt.errors import InputsError
+from memopt.patches.gradient_memory import GradientMemory
+from memopt.patches.visits import INDEX, declare_index
+from memopt.sampling import IndexedDataset, remember_gradients
+
+logger = logging.getLogger(__name__)
+
+#: How many samples are looked at to find out how long they are.
+_LOOKED_AT = 1000
+
+
+class GradientMemoryCallback(TrainerCallback):
+    """Lets a patched model's sampled linears remember gradients from one epoch to the next.
+
+        Trainer(model, args, train_dataset=IndexedDataset(data), callbacks=[GradientMemoryCallback()])
+
+    Each process of a distributed run remembers what it saw itself. The memory is let go when training ends. Raises
+    InputsError or ModelError at the start of training where the data set is no IndexedDataset, or nothing is sampled.
+    """
+
+    def __init__(self, max_tokens: int | None = None) -> None:
+        """
+        Args:
+            max_tokens: how many tokens of a sample are remembered; None takes the longest of 1,000 samples.
+        """
+        self.max_tokens = max_tokens
+        self.memory: GradientMemory | None = None
+        """While training goes on."""
+        self._checked = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Before the data loader asks the model for the names of its inputs."""
+        if model is not None:
+            declare_index(model)
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        dataset = _indexed(getattr(train_dataloader, "dataset", None))
+        assert model is not None
+        self.memory = remember_gradients(model, dataset, self.max_tokens or _longest(dataset))
+        self._checked = False
+        logger.info("%s", self.memory)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.memory is None or self._checked:
+            return
+        self._checked = True
+        self.memory.flush()
+        if reason := _why_empty(self.memory):
+            warnings.warn(f"No gradients are remembered: {reason}.", stacklevel=2)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.memory is not None:
+            self.memory.forget()
+        self.memory = None
+
+
+def _indexed(dataset: Any) -> IndexedDataset:
+    """
+    Raises:
+        InputsError: it is no IndexedDataset, nor a part of one.
+    """
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if isinstance(dataset, IndexedDataset):
+        return dataset
+    name = type(dataset).__name__
+    if not (hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)):
+        raise InputsError(
+            f"The training data is a stream ({name}), whose samples have no number under which to remember their "
+            "gradients."
+        )
+    raise InputsError(
+        f"The training data ({name}) does not number its samples.",
+        "Give the Trainer train_dataset=memopt.sampling.IndexedDataset(dataset).",
+    )
+
+
+def _longest(dataset: IndexedDataset) -> int:
+    """The number of tokens of the longest of the samples that are looked at.
+
+    Raises:
+        InputsError: none has tokens.
+    """
+    step = -(-len(dataset) // _LOOKED_AT) or 1
+    with torch.random.fork_rng(devices=[]):
+        longest = max((_tokens(dataset[i]) for i in range(0, len(dataset), step)), default=0)
+    if not longest:
+        raise InputsError(
+            "How many tokens a sample has cannot be told from it.", "Give GradientMemoryCallback(max_tokens=...)."
+        )
+    return longest
+
+
+def _tokens(sample: dict[str, Any]) -> int:
+    mask, *others = (sample.get(key) for key in ("attention_mask", "input_ids", "decoder_input_ids", "labels"))
+    if mask is not None:
+        others[0] = torch.as_tensor(mask).flatten().nonzero()
+    return max(len(value) if isinstance(value, Sized) and _is_sequence(value) else 0 for value in others)
+
+
+def _is_sequence(value: Any) -> bool:
+    return not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+
+
+def _why_empty(memory: GradientMemory) -> str | None:
+    if memory.written:
+        return None
+    if memory.indexed:
+        return (
+            "batches came with an index, but no sampled linear got a gradient for tokens of theirs (under activation "
+            "checkpointing linears do not know of them)"
+        )
+    if memory.calls:
+        return (
+            f"batches came without '{INDEX}', so something on the way from the data set to the model, such as the "
+            "data collator, leaves it out"
+        )
+    return "the patched model was not run where gradients are recorded, or a compiler runs it"
