@@ -1,4 +1,4 @@
-"""What the plan makes of norms: cautions are kept or folded as the recipe says."""
+"""What the plan makes of norms with cautions, and of linears that might be sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from memopt.errors import RecipeError
 from memopt.plan import Plan, make_plan
 from memopt.recipe import load_recipe
-from memopt.walk.sites import Consumer, LinearSite, NormSite, Reach, Sites
+from memopt.walk.sites import ActivationSite, Consumer, DropoutSite, LinearSite, NormSite, Reach, Sites
 
 CAUTION = "its output is returned as last_hidden_state by model"
 LAST = NormSite(
@@ -74,3 +74,108 @@ def test_a_norm_runs_again_where_that_saves_something(intermediates: bool, fed_b
     )
     entry = next(entry for entry in make_plan(sites, load_recipe("exact")).entries if entry.site == "norm")
     assert entry.action == action
+
+
+# --- linears that might be sampled -----------------------------------------------------------------------------------
+
+BLOCK = "layers.0"
+FC2 = LinearSite(f"{BLOCK}.fc2.weight", f"{BLOCK}.fc2", (8, 32), 32)
+GELU = ActivationSite(f"{BLOCK}.act", "gelu_erf", True, next_linear=FC2.parameter)
+RELU = ActivationSite(f"{BLOCK}.act", "relu", True, next_linear=FC2.parameter)
+NORM = NormSite(f"{BLOCK}.norm", "layer", 8, 1e-5, f"{BLOCK}.norm.weight")
+QUERY, KEY = (
+    LinearSite(f"{BLOCK}.{name}.weight", f"{BLOCK}.{name}", (8, 8), 8, input_shared_with=(f"{BLOCK}.{other}.weight",))
+    for name, other in (("q", "k"), ("k", "q"))
+)
+
+
+def reasons(
+    *linears: LinearSite, recipe: str = "sampled", settings: tuple[str, ...] = (), **sites: object
+) -> dict[str, str]:
+    """Last part of each linear's module -> "sample", or why it is not."""
+    found = Sites("M", "m", linears=linears, blocks=(BLOCK,), hidden_size=8, **sites)  # type: ignore[arg-type]
+    plan = make_plan(found, load_recipe(recipe, settings))
+    entries = (entry for entry in plan.entries if entry.kind == "linear")
+    return {e.site.split(".")[-2]: "sample" if e.action == "sample" else e.reason for e in entries}
+
+
+def test_what_nobody_else_holds_is_sampled() -> None:
+    assert reasons(FC2) == {"fc2": "sample"}
+    assert reasons(FC2, recipe="exact") == {"fc2": "exact as it is"}
+
+
+def test_an_input_that_an_operation_keeps_is_not() -> None:
+    held = replace(FC2, held_by=("scaled_dot_product_attention in layers.0.attn",))
+    assert reasons(held) == {"fc2": "0 bytes: also held by scaled_dot_product_attention in layers.0.attn"}
+
+
+def test_an_input_that_is_made_again_is_not_unless_a_code_takes_the_place_of_what_it_is_made_from() -> None:
+    fed = replace(FC2, fed_by=GELU.name)
+    assert reasons(fed, activations=(GELU,)) == {"fc2": "sample"}
+    exact = reasons(fed, activations=(GELU,), settings=("activations.code=none",))
+    assert exact == {"fc2": f"0 bytes: made again from what {GELU.name} keeps anyway"}
+
+
+def test_a_relu_holds_it_unless_it_keeps_a_mask() -> None:
+    held = replace(FC2, fed_by=RELU.name, held_by=(f"relu in {RELU.name}",))
+    assert reasons(held, activations=(RELU,)) == {"fc2": "sample"}
+    whole = reasons(held, activations=(RELU,), settings=("activations.relu=output",))
+    assert whole == {"fc2": f"0 bytes: also held by relu in {RELU.name}"}
+
+
+def test_a_norm_that_keeps_its_output_holds_it() -> None:
+    fed = [replace(site, fed_by=NORM.name) for site in (QUERY, KEY)]
+    shared = reasons(*fed, norms=(NORM,))
+    assert all(reason.startswith(f"0 bytes: also held by the norm {NORM.name}") for reason in shared.values())
+    assert reasons(*fed, norms=(NORM,), settings=("norms.method=none",)) == {"q": "sample", "k": "sample"}
+
+
+def test_one_reader_that_keeps_it_keeps_it_for_all() -> None:
+    assert reasons(QUERY, KEY) == {"q": "sample", "k": "sample"}
+    left = reasons(QUERY, KEY, settings=("linears.targets=[q]",))
+    assert left == {"q": f"0 bytes: also held by {KEY.parameter}", "k": "excluded by the recipe's targets or ignore"}
+
+
+def test_experts_adapters_and_heads_are_left() -> None:
+    experts = replace(FC2, shape=(4, 8, 32))
+    assert "not one matrix" in reasons(experts)["fc2"]
+    head = LinearSite("head.weight", "head", (8, 8), 8)
+    assert "outside of the repeated blocks" in reasons(head)["head"]
+    assert "1 channels only" in reasons(replace(FC2, width=1))["fc2"]
+
+
+def test_the_exact_alternative_is_named_with_every_plan_that_samples() -> None:
+    sites = Sites("M", "m", linears=(FC2,), blocks=(BLOCK,), hidden_size=8)
+    (note,) = (note for note in make_plan(sites, load_recipe("wta-crs")).notes if "gradient accumulation" in note)
+    assert "30%" in note
+    none = make_plan(replace(sites, linears=()), load_recipe("wta-crs"))
+    assert any("samples no linear" in note for note in none.notes)
+
+
+@pytest.mark.parametrize(("recipe", "action"), [("exact", "keep"), ("wta-crs", "seed")])
+def test_dropouts_keep_seeds_where_the_recipe_says_so(recipe: str, action: str) -> None:
+    drop, off = DropoutSite("drop", 0.1), DropoutSite("off", 0.0)
+    function = DropoutSite("attention", 0.1, is_module=False)
+    plan = make_plan(Sites("M", "m", dropouts=(drop, off, function)), load_recipe(recipe))
+    assert {entry.site: entry.action for entry in plan.entries} == {"drop": action, "off": "keep", "attention": "keep"}
+
+
+def test_patterns_that_match_no_linear_are_told() -> None:
+    sites = Sites("M", "m", linears=(FC2,), blocks=(BLOCK,), hidden_size=8)
+    notes = make_plan(sites, load_recipe("wta-crs", ["linears.targets=fc3"])).notes
+    assert any("linears.targets 'fc3' matches no linear" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("linears.method=topk", r"linears\.method.*cannot be 'topk'"),
+        ("linears.budget=0", r"linears\.budget"),
+        ("linears.budget=1.5", r"linears\.budget"),
+        ("linears.budgit=0.5", "Did you mean 'budget'"),
+        ("dropouts.method=mask", r"dropouts\.method.*cannot be 'mask'"),
+    ],
+)
+def test_bad_settings_are_errors(setting: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("sampled", [setting])

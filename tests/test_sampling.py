@@ -20,7 +20,6 @@ from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.visits import Visits, patch_visits, visits_of
 from memopt.sampling import INDEX, GradientMemory, IndexedDataset, remember_gradients
 from memopt.saved.sampled import Sampling
-from tests.factories import tiny_model
 
 SAMPLES, LENGTH, WIDTH, OUT = 6, 8, 5, 4
 #: bf16 has 8 bits of mantissa; |dY| itself is rounded in fp32, which is far less.
@@ -382,6 +381,8 @@ def test_gradients_stay_right_on_average_with_a_stale_memory() -> None:
 
 
 def test_what_cannot_be_remembered_is_refused_in_words() -> None:
+    from tests.factories import tiny_model  # transformers is slow to import, and the processes below import this file
+
     model = patched()
     with pytest.raises(InputsError, match=r"does not number its samples.*IndexedDataset"):
         remember_gradients(model, Numbers(), 8)  # type: ignore[arg-type]
@@ -423,7 +424,7 @@ def _one_rank(rank: int, folder: str) -> None:
 
 
 def test_under_ddp_each_process_remembers_what_it_saw(tmp_path: Any) -> None:
-    torch.multiprocessing.start_processes(_one_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    torch.multiprocessing.spawn(_one_rank, (str(tmp_path),), nprocs=2)
     tables, gradients = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
     assert torch.equal(gradients[0], gradients[1])
     for rank in range(2):

@@ -25,7 +25,7 @@ _HOMES = {
     "Recipe": "memopt.recipe",
     "load_recipe": "memopt.recipe",
 }
-_ROOMS = ("plan", "verify", "report")
+_ROOMS = ("plan", "verify", "report", "sampling")
 
 __all__ = ["Plan", "Recipe", "__version__", "load", "load_recipe", "make_plan", "patch", "plan_for", "unpatch"]
 

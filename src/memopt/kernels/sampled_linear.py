@@ -5,7 +5,7 @@
                 dW = sum_j weight_j dy[row_j]^T x[row_j], if its slot holds a sample; else dy^T x, exact
 
 With the samplers of `memopt.kernels.sampling` the expectation of dW is the exact one. The input is kept in a slot that
-may exchange it for its rows (`memopt.saved.sampled`). After WTA-CRS (https://arxiv.org/abs/2305.15265), which scales the
+may exchange it for its rows (`memopt.saved.sampled`). After WTA-CRS (https://arxiv.org/abs/2305.15265), which scales
 rows of x; here the few rows of dy are scaled, in fp32, so that rows of x are kept as they are.
 """
 

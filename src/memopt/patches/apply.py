@@ -233,7 +233,9 @@ def _scoped_families(plan: Plan) -> dict[str, frozenset[str]]:
     left |= {
         modules_of[site.next_linear]: {"activation"}
         for site in sites.activations
-        if site.next_linear in modules_of and site.gated_mlp is None and site.name not in rewritten
+        if site.next_linear in modules_of
+        and site.gated_mlp is None
+        and site.name not in rewritten
         # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be made again.
         and not (site.keeps_its_output and plan.recipe.selects(site.name))
     }

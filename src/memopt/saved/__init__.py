@@ -5,7 +5,8 @@
 `versions` tells whether what was copied had been changed before;
 `scope` is the context manager that puts a handle in the place of such a tensor (`handles`; all else is `kept`);
 `pinned` copies small views that are kept out of the large storages that they would keep alive;
-`compression` keeps what stays in fewer bits, and `codable` an activation's input as a code of the derivative;
+`slots` are settled when a module is done: `codable` keeps an activation's input as a code of the derivative, `sampled`
+a linear's as a sample of its rows; `compression` keeps what stays in fewer bits;
 `savers` tells what PyTorch itself saves from what somebody's function saves.
 """
 

@@ -122,7 +122,7 @@ class SampledInput(Slot):
         scores = row_norms(x)
         importance = _together([slot._importance for slot in readers], x)
         if importance is not None:
-            scores = scores * importance
+            scores = scores.double() * importance  # the product of two small norms may be below fp32
         rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
         return Sample(self._keep(rows), self._keep(weights), self._keep(gather_rows(x, rows)))
 

@@ -159,7 +159,8 @@ def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
         status=_status(abs(mean - 1), STANDARD_ERRORS * error + _ROUNDING),
         metric="part of the exact gradient that the draws contain, less 1", value=mean - 1,
         threshold=STANDARD_ERRORS * error + _ROUNDING,
-        threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of the mean over the draws", reference=reference, n=DRAWS,
+        threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of the mean over the draws", reference=reference,
+        n=DRAWS,
     )  # fmt: skip
     yield Check(
         id="sampling.noise", level="gradient", subject=f"{len(draws.weights)} sampled weights",
