@@ -132,7 +132,10 @@ gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels and blocks on a G
 	  echo "==> python -m benchmarks.$$name --check"; \
 	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.$$name --check \
 	    --json benchmarks/results/$$name.json --plot benchmarks/results/$$name.svg || status=$$?; \
-	done; exit $$status
+	done; \
+	echo "==> python -m benchmarks.sampled_kernels"; \
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.sampled_kernels \
+	  --json benchmarks/results/sampled_kernels.json || status=$$?; exit $$status
 
 format: $(STAMP) ## format the code and sort its imports
 	@$(BIN)/ruff check --select I --fix .

@@ -130,7 +130,7 @@ def _why_empty(memory: GradientMemory) -> str | None:
     if memory.indexed:
         return (
             "batches came with an index, but no sampled linear got a gradient for tokens of theirs (under activation "
-            "checkpointing linears do not know of them)"
+            "checkpointing nothing is sampled)"
         )
     if memory.calls:
         return (

@@ -1,8 +1,8 @@
 """What sampled linears know of a call of their model: which rows are padding, and which samples the batch holds.
 
 The model's own forward notes its attention masks, and the sample index that came with the batch, for the time of the
-call; its linears look there. A linear in a call of another model, or outside of any (reentrant activation checkpointing
-runs blocks again in backward), knows nothing and draws rows by their own norms.
+call; its linears look there. A linear in a call of another model, or outside of any, knows nothing and draws rows by
+their own norms.
 """
 
 from __future__ import annotations
