@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -36,14 +37,15 @@ class RowSample(Protocol):
     weights: Unpacked
 
 
-class Slot(Protocol):
-    """Where the input is kept."""
-
-    sample: RowSample | None
-
-
 #: Told the norms of the output gradient's rows, fp32 (n,).
 Report = Callable[[Tensor], None]
+
+
+class Slot(Protocol):
+    """Where the input is kept, and what is kept with it."""
+
+    sample: RowSample | None
+    report: Report | None
 
 
 class SampledLinearFunction(torch.autograd.Function):
@@ -61,13 +63,17 @@ class SampledLinearFunction(torch.autograd.Function):
         report: Report | None,
     ) -> Tensor:
         """`stock(x)`, which is x W^T + b; with `transposed` the weight is (in, out)."""
-        ctx.transposed, ctx.report = transposed, report
+        ctx.transposed, slot.report = transposed, report
         # Autograd owns the slot, and lets it go after backward, however long the graph stays.
         ctx.slot = weakref.ref(slot)
-        ctx.shape, ctx.dtype, ctx.compute = x.shape, x.dtype, autocast_dtype(x) or x.dtype
+        autocast = None if x.dtype == torch.float64 else autocast_dtype(x)  # fp64 is not cast
+        ctx.shape, ctx.dtype, ctx.compute = x.shape, x.dtype, autocast or x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        return stock(x)
+        with _no_casts_left(x):
+            y = stock(x)
+        # The output of a function may be changed in place unless it is a view, as that of a linear with a bias is.
+        return y if y._base is None else torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,9 +90,17 @@ class SampledLinearFunction(torch.autograd.Function):
                 dweight = _dweight(ctx.slot().sample, rows, kept, weight, ctx.transposed, ctx.compute)
             if needs[2]:
                 dbias = rows.sum(0).to(ctx.bias_dtype)
-            if ctx.report is not None:
-                ctx.report(row_norms(rows))
+            report = ctx.slot().report
+            if report is not None:
+                report(row_norms(rows))
         return dx, dweight, dbias, None, None, None, None
+
+
+def _no_casts_left(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast as it is, without its cache: before PyTorch 2.10 a cast that is made inside a function has no graph, and
+    who reads the weight later in the same region would find that one, and give the weight no gradient."""
+    dtype = autocast_dtype(x)
+    return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype, cache_enabled=False)
 
 
 def _dweight(

@@ -47,8 +47,7 @@ def sampling_lines(errors: SamplingErrors) -> Iterator[str]:
     budget = f"{errors.budget:.0%}"
     yield f"Sampled linears: {errors.method}, {budget} of the rows; forward and input gradients stay exact."
     if not errors.linears and not errors.why_not:
-        yield "  No linear of this model is sampled: each input is also held by somebody else, or can be made again."
-        yield from _refusals(errors.refused)
+        yield "  No linear of this model is sampled."
     elif errors.why_not:
         yield f"  Expected error of dW: not measured, because {errors.why_not}."
     else:
@@ -57,6 +56,9 @@ def sampling_lines(errors: SamplingErrors) -> Iterator[str]:
             yield f"    {name}: {_spread([each.first for each in group])}; {_known(group)}"
         yield f"    all sampled weights: {errors.together():.2f}; {errors.together(known=True):.2f} at best"
         yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
+    if errors.refused:
+        yield "  Kept whole:"
+        yield from _refusals(errors.refused)
     yield f"  Exact alternative: {accumulation(errors.budget)}."
 
 
@@ -85,19 +87,26 @@ def sampling_dict(errors: SamplingErrors) -> dict[str, Any]:
 
 
 def _refusals(refused: Sequence[tuple[str, str]]) -> Iterator[str]:
-    seen: dict[str, str] = {}
+    """A line for each reason, with the names of the linears, those of one layer for all."""
+    reasons: dict[str, str] = {}
     for weight, reason in refused:
-        seen.setdefault(weight.rpartition(".")[0].rpartition(".")[2], reason)
-    for name, reason in list(seen.items())[:6]:
-        yield f"    {name}: {reason}"
+        reasons.setdefault(_any_layer(weight.rpartition(".")[0]).rpartition("#.")[2], reason)
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    for reason, alike in names.items():
+        yield f"    {', '.join(alike)}: {reason}"
 
 
 def _alike(linears: Sequence[LinearError]) -> list[tuple[str, list[LinearError]]]:
     groups: dict[str, list[LinearError]] = {}
     for linear in linears:
-        words = ["#" if part.isdigit() else part for part in linear.module.split(".")]
-        groups.setdefault(".".join(words), []).append(linear)
+        groups.setdefault(_any_layer(linear.module), []).append(linear)
     return list(groups.items())
+
+
+def _any_layer(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
 def _known(group: Sequence[LinearError]) -> str:

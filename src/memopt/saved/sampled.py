@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from memopt.kernels.sampled_rows import gather_rows, row_norms
@@ -18,6 +19,10 @@ from memopt.kernels.sampling import Method, rows_kept, sample_rows
 from memopt.saved.compression import Compressible, Packed
 from memopt.saved.handles import Handle
 from memopt.saved.slots import Slot, tensor_of
+
+
+#: Bytes of an index and a weight.
+_PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Sample:
 class SampledInput(Slot):
     """The slot of one linear's input. `pack` is a saved-tensor hook for the call that saves it, and then a weight."""
 
-    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "sample")
+    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "report", "sample")
 
     def __init__(
         self,
@@ -74,6 +79,8 @@ class SampledInput(Slot):
         self._handle: Handle | None = None
         self.sample: Sample | None = None
         """Set when the sample has taken the place of the input."""
+        self.report: Callable[[Tensor], None] | None = None
+        """Told of the gradient. It may hold tensors, so it goes with the input, however long the graph stays."""
 
     def pack(self, tensor: Tensor) -> Any:
         if hasattr(self, "packed"):  # the weight, which is saved after the input
@@ -92,7 +99,7 @@ class SampledInput(Slot):
         """The input or, once there is a `sample`, its rows."""
         return self.packed.unpack()
 
-    #: What an input is made from can give way to a code only if the input is not made again.
+    #: What an input is made from can give way to a code only if the input is not made again, whoever reads either.
     rank = 0
 
     def prepare(self) -> None:
@@ -106,8 +113,11 @@ class SampledInput(Slot):
             self.packed, self._handle = self._handle.taken(), None
 
     def gives_way(self) -> bool:
-        rows = _matrix(tensor_of(self)).shape[0]
-        return rows_kept(rows, self._sampling.budget) < rows
+        x = tensor_of(self)
+        rows = x.shape[:-1].numel()
+        kept = rows_kept(rows, self._sampling.budget)
+        # Of an expanded input the storage may take less than the sample.
+        return kept < rows and kept * (x.shape[-1] * x.element_size() + _PER_ROW) < x.untyped_storage().nbytes()
 
     def exchange(self, together: Sequence[Slot]) -> None:
         group = [slot for slot in together if isinstance(slot, SampledInput) and slot.held is not None]

@@ -32,7 +32,7 @@ class Slot:
     def unpack(self) -> Tensor:
         return self.packed.unpack()
 
-    #: Slots of a lower rank are settled first.
+    #: Storages are settled in the order of the highest rank among their slots.
     rank = 1
 
     def prepare(self) -> None:
@@ -66,7 +66,7 @@ def settle(references: Iterable[weakref.ref[Slot]]) -> None:
     for slot in slots:
         if slot.held is not None:
             groups.setdefault(tensor_of(slot).untyped_storage()._cdata, []).append(slot)
-    for group in sorted(groups.values(), key=lambda group: min(slot.rank for slot in group)):
+    for group in sorted(groups.values(), key=lambda group: max(slot.rank for slot in group)):
         if _gives_way(group):
             with torch.no_grad():
                 for slot in group:
