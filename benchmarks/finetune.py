@@ -29,7 +29,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ class Run:
     kept: int
     """Bytes that the first batch's forward keeps for backward."""
     seconds: float
+    train_loss: float | None = None
+    """Mean loss of the steps of the last epoch, where that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Row:
     gradient_error: float
     kept: float
     """Share of stock's bytes."""
+    train_loss_difference: Spread | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,19 +107,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CannotRun, MemoptError) as error:
         print(error, file=sys.stderr)
         return EXIT_CANNOT_RUN
-    runs: list[Run] = []
-    for seed in range(arguments.seeds):
-        for run in runs_of(task, seed, arguments.steps, arguments.recipes):
-            runs.append(run)
-            print(f"seed {seed}, {run.variant}: accuracy {run.accuracy:.4f}, {run.seconds:.0f} s", file=sys.stderr)
-            if arguments.json:
-                write_json(arguments.json, document(runs, task, command, arguments.steps))
+    runs = collect(
+        lambda seed: runs_of(task, seed, arguments.steps, arguments.recipes),
+        arguments.seeds,
+        arguments.json,
+        lambda runs: document(runs, task, command, arguments.steps),
+    )
     rows = summarize(runs)
     Console(width=None if sys.stdout.isatty() else 130).print(table(rows))
     lines = shortfalls(rows)
     for line in lines:
         print(f"falls short: {line}", file=sys.stderr)
     return EXIT_SHORT if arguments.check and lines else EXIT_OK
+
+
+def collect(
+    runs_of: Callable[[int], Iterator[Run]],
+    seeds: int,
+    path: Path | None,
+    document: Callable[[Sequence[Run]], dict[str, Any]],
+) -> list[Run]:
+    """All runs of `seeds` seeds; tells of each on stderr, and writes what there is to `path` after each."""
+    runs: list[Run] = []
+    for seed in range(seeds):
+        for run in runs_of(seed):
+            runs.append(run)
+            print(f"seed {seed}, {run.variant}: accuracy {run.accuracy:.4f}, {run.seconds:.0f} s", file=sys.stderr)
+            if path is not None:
+                write_json(path, document(runs))
+    return runs
 
 
 def runs_of(task: Task, seed: int, steps: int, recipes: Sequence[str]) -> Iterator[Run]:
@@ -167,7 +186,13 @@ def _row(variant: str, runs: Sequence[Run], stock: Sequence[Run]) -> Row:
         loss_difference=spread([run.loss - base.loss for run, base in pairs]),
         gradient_error=statistics.fmean([run.gradient_error for run in runs]),
         kept=statistics.fmean([run.kept / base.kept for run, base in pairs]),
+        train_loss_difference=_difference([(run.train_loss, base.train_loss) for run, base in pairs]),
     )
+
+
+def _difference(pairs: Sequence[tuple[float | None, float | None]]) -> Spread | None:
+    known = [one - other for one, other in pairs if one is not None and other is not None]
+    return spread(known) if len(known) == len(pairs) else None
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -204,7 +229,10 @@ def table(rows: Sequence[Row]) -> Table:
     title = "Fine-tune of MiniLM-L6, mean ± deviation over the seeds, then paired difference to stock ± standard error"
     result = Table(title=title, title_justify="left")
     result.add_column("recipe", no_wrap=True)
-    columns = ("accuracy", "loss", "accuracy - stock", "asked for", "loss - stock", "gradient error", "kept")
+    columns = ["accuracy", "loss", "accuracy - stock", "asked for", "loss - stock", "gradient error", "kept"]
+    with_training = any(row.train_loss_difference is not None for row in rows)
+    if with_training:
+        columns.insert(5, "training loss - stock")
     for column in columns:
         result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -216,11 +244,16 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.accuracy_difference.mean:+.2%} ± {row.accuracy_difference.error:.2%}" if paired else "",
             f">= {least_difference(row, rows):+.2%}" if is_judged(row) else "",
             f"{row.loss_difference.mean:+.4f} ± {row.loss_difference.error:.4f}" if paired else "",
+            *([_signed(row.train_loss_difference) if paired else ""] if with_training else []),
             f"{row.gradient_error:.2g}" if paired else "",
             f"{row.kept:.1%}",
             style="bold red" if falls_short(row, rows) else None,
         )
     return result
+
+
+def _signed(difference: Spread | None) -> str:
+    return "" if difference is None else f"{difference.mean:+.4f} ± {difference.error:.4f}"
 
 
 def document(runs: Sequence[Run], task: Task, command: str, steps: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@
     python -m benchmarks.finetune_sampled --check          exit 1 where the recipe's sampler loses accuracy
     python -m benchmarks.finetune_sampled --json FILE      also write the numbers, after every run
 
-Model, sentences and pairing are those of `benchmarks.finetune`, but all weights are trained, over three epochs of a
-small set, so that a sentence comes again and `remembered` can draw by the gradients of its last visit. Padding counts
+Model, sentences and pairing are those of `benchmarks.finetune`, but all weights are trained, over two epochs of a small
+set, so that a sentence comes again and `remembered` can draw by the gradients of its last visit. Padding counts
 as any other row until it was seen to get no gradient.
 
 `accumulated` is the exact alternative at equal memory: micro-batches so small that their forward keeps no more than
@@ -23,6 +23,7 @@ import argparse
 import itertools
 import platform
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,12 +37,12 @@ from torch import nn
 
 import memopt
 from benchmarks import finetune_task as finetune
-from benchmarks.finetune import AGAIN, STOCK, Row, Run, falls_short, relative_error, summarize, table
+from benchmarks.finetune import AGAIN, STOCK, Row, Run, collect, falls_short, relative_error, summarize, table
 from benchmarks.finetune_task import Batch, CannotRun, Gradients, Task
-from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version, write_json
+from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version
 from memopt.report.account import account
 
-SEEDS, EPOCHS, TRAINED, TESTS = 5, 3, 512, 512
+SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
 LEARNING_RATE = 1e-4
 ACCUMULATED = "accumulated"
 #: Keys of the recipe under which every linear of a block is the last holder of its input.
@@ -85,13 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return EXIT_CANNOT_RUN
     task = Task(task.train[:: len(task.train) // TRAINED][:TRAINED], task.test)
-    runs: list[Run] = []
-    for seed in range(arguments.seeds):
-        for run in runs_of(task, seed, arguments.epochs, arguments.every_linear):
-            runs.append(run)
-            print(f"seed {seed}, {run.variant}: accuracy {run.accuracy:.4f}, {run.seconds:.0f} s", file=sys.stderr)
-            if arguments.json:
-                write_json(arguments.json, document(runs, task, command, arguments.epochs, arguments.every_linear))
+    runs = collect(
+        lambda seed: runs_of(task, seed, arguments.epochs, arguments.every_linear),
+        arguments.seeds,
+        arguments.json,
+        lambda runs: document(runs, task, command, arguments.epochs, arguments.every_linear),
+    )
     rows = summarize(runs)
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     lines = [row.variant for row in rows if _is_judged(row) and falls_short(row, rows)]
@@ -124,11 +124,13 @@ def runs_of(task: Task, seed: int, epochs: int, every: bool) -> Iterator[Run]:
         kept = _kept(model, _part(batches[0], 0, micro))
         kept_by_own = kept if variant == OWN else kept_by_own
         torch.manual_seed(seed)
-        gradients = _train(model, batches, micro, isinstance(variant, Variant) and variant.remembers, task)
+        remembers = isinstance(variant, Variant) and variant.remembers
+        gradients, losses = _train(model, batches, micro, remembers, task)
         reference = reference or gradients
         accuracy, loss = finetune.score(model, task.test)
         error = relative_error(gradients, reference)
-        yield Run(name, seed, accuracy, loss, error, kept, time.perf_counter() - started)
+        last = statistics.fmean(losses[-len(batches) // epochs :])
+        yield Run(name, seed, accuracy, loss, error, kept, time.perf_counter() - started, last)
 
 
 def build(seed: int, every: bool) -> nn.Module:
@@ -139,8 +141,14 @@ def build(seed: int, every: bool) -> nn.Module:
     return model.train()
 
 
-def _train(model: nn.Module, batches: Sequence[Batch], micro: int, remembers: bool, task: Task) -> Gradients:
-    """One step a batch, AdamW with a rate that falls to 0; returns all gradients of the first step."""
+def _train(
+    model: nn.Module, batches: Sequence[Batch], micro: int, remembers: bool, task: Task
+) -> tuple[Gradients, list[float]]:
+    """One step a batch, AdamW with a rate that falls to 0.
+
+    Returns:
+        All gradients of the first step, and the loss of every step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
     if remembers:
@@ -148,16 +156,20 @@ def _train(model: nn.Module, batches: Sequence[Batch], micro: int, remembers: bo
 
         remember_gradients(model, len(task.train), finetune.MOST_TOKENS)
     first: Gradients = {}
+    losses: list[float] = []
     for batch in batches:
         optimizer.zero_grad()
-        size = len(batch["labels"])
+        size, total = len(batch["labels"]), 0.0
         for start in range(0, size, micro):
             part = _part(batch, start, micro, indexed=remembers)
-            (model(**part).loss * (len(part["labels"]) / size)).backward()
+            loss = model(**part).loss * (len(part["labels"]) / size)
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
         first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         schedule.step()
-    return first
+    return first, losses
 
 
 def _part(batch: Batch, start: int, size: int, *, indexed: bool = False) -> Batch:
