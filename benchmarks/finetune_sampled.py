@@ -1,7 +1,7 @@
 """What sampled linears cost in a fine-tune: a pretrained encoder learns sentiment, every weight trained.
 
     python -m benchmarks.finetune_sampled                  the recipe `sampled`: what frees bytes is sampled
-    python -m benchmarks.finetune_sampled --every-linear   every linear of the blocks is, as in the paper's BERT
+    python -m benchmarks.finetune_sampled --every-linear   with stock norms and activations: three linears of a block
     python -m benchmarks.finetune_sampled --check          exit 1 where the recipe's sampler loses accuracy
     python -m benchmarks.finetune_sampled --json FILE      also write the numbers, after every run
 
@@ -12,9 +12,10 @@ as any other row until it was seen to get no gradient.
 `accumulated` is the exact alternative at equal memory: micro-batches so small that their forward keeps no more than
 the sampled recipe's forward of the whole batch, exact gradients, one optimizer step a batch.
 
-With `--every-linear` norms and activations are the stock ones and attention is eager, so that each linear of a block is
-the last holder of its input; noise comes from sampling alone. Without it the codes of the recipe's activations add
-theirs. The rule of `--check` is that of `benchmarks.finetune`, for the recipe's own sampler and for `accumulated`.
+With `--every-linear` norms and activations are the stock ones and attention is eager, so that the linears of a block,
+but for query, key and value, whose input is the block's own, are the last holders of their inputs; noise comes from
+sampling alone. Without it the codes of the recipe's activations add theirs. The rule of `--check` is that of
+`benchmarks.finetune`, for the recipe's own sampler and for `accumulated`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from memopt.report.account import account
 SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
 LEARNING_RATE = 1e-4
 ACCUMULATED = "accumulated"
-#: Keys of the recipe under which every linear of a block is the last holder of its input.
+#: Keys of the recipe under which the linears of a block, but for q, k and v, are the last holders of their inputs.
 EVERY = ("norms.method=none", "activations.method=none", "activations.code=none", "activations.relu=output")
 
 
@@ -198,7 +199,7 @@ def document(runs: Sequence[Run], task: Task, command: str, epochs: int, every: 
         "setting": {
             "model": finetune.MODEL,
             "trained": "every weight",
-            "sampled": "every linear of the blocks" if every else "where the recipe frees bytes",
+            "sampled": "output of attention, both linears of the MLP" if every else "where the recipe frees bytes",
             "data": "Rotten Tomatoes",
             "train": len(task.train),
             "test": len(task.test),
@@ -218,7 +219,11 @@ def document(runs: Sequence[Run], task: Task, command: str, epochs: int, every: 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--every-linear", action="store_true", help="sample every linear of the blocks")
+    parser.add_argument(
+        "--every-linear",
+        action="store_true",
+        help="with stock norms and activations",
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 where the recipe's sampler loses accuracy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"how many; {SEEDS} if left out")

@@ -130,6 +130,12 @@ def test_a_norm_that_keeps_its_output_holds_it() -> None:
     assert reasons(*fed, norms=(NORM,), settings=("norms.method=none",)) == {"q": "sample", "k": "sample"}
 
 
+def test_the_input_of_a_block_is_in_its_callers_hands() -> None:
+    given = replace(FC2, given_to=(BLOCK, f"{BLOCK}.mlp"))
+    assert reasons(given) == {"fc2": f"0 bytes: also held by the caller of {BLOCK}, whose input it is"}
+    assert reasons(replace(FC2, given_to=(f"{BLOCK}.mlp",))) == {"fc2": "sample"}
+
+
 def test_one_reader_that_keeps_it_keeps_it_for_all() -> None:
     assert reasons(QUERY, KEY) == {"q": "sample", "k": "sample"}
     left = reasons(QUERY, KEY, settings=("linears.targets=[q]",))

@@ -159,7 +159,7 @@ def _plan_linears(sites: Sites, recipe: Recipe, makers: Sequence[Entry]) -> Iter
         if recipe.samples and site.parameter in refusals:
             yield Entry("linear", site.parameter, "keep", refusals[site.parameter])
         elif recipe.samples:
-            reason = f"keeps {recipe.linears.budget:.0%} of the rows of its input for its weight's gradient"
+            reason = f"keeps {recipe.linears.budget:.0%} of the rows of its input, if nobody else holds it then"
             shared = ", one sample with " + ", ".join(site.input_shared_with) if site.input_shared_with else ""
             yield Entry("linear", site.parameter, "sample", reason + shared)
         elif site.input_shared_with:
@@ -201,6 +201,9 @@ def _not_sampled(site: LinearSite, sites: Sites, recipe: Recipe, rewritten: Mapp
         if maker.kind == "norm":
             return f"0 bytes: also held by the norm {maker.site}, or made again from what that keeps"
         return f"0 bytes: made again from what {maker.site} keeps anyway"
+    block = next((name for name in site.given_to if name in sites.blocks), None)
+    if block is not None:
+        return f"0 bytes: also held by the caller of {block}, whose input it is"
     others = [each for each in site.held_by if each.rpartition(" in ")[2] not in rewritten]
     return f"0 bytes: also held by {', '.join(others)}" if others else None
 

@@ -56,6 +56,14 @@ def test_values_and_gradients_are_those_of_the_stock_linear(leading, has_bias, t
     assert calls
 
 
+def test_the_output_may_be_changed_in_place():
+    z, weight, bias = draw(2, 3, 6), draw(4, 6, seed=1), draw(4, seed=2)
+    ours, stock = linear(offered(z, []), weight, bias), F.linear(torch.sin(z), weight, bias)
+    for y in (ours, stock):
+        y[:, 0].mul_(2)
+    assert_same(gradients(ours, [z, weight, bias]), gradients(stock, [z, weight, bias]))
+
+
 def test_the_gradient_of_a_transposed_weight_has_the_layout_of_its_parameter():
     z, parameter = draw(3, 6), draw(6, 4, seed=1)
     linear(offered(z, []), parameter.t(), None).sum().backward()

@@ -313,3 +313,11 @@ def test_a_forward_that_refuses_gradients_leaves_a_note() -> None:
     sites = walk_model(WritesIntoALeaf(), {"x": torch.randn(2, 3, WIDTH)})
     assert [linear.held_by for linear in sites.linears] == [(), ()]
     assert [note for note in sites.notes if "keeps the inputs of 2 linears is not known" in note]
+
+
+def test_modules_that_are_given_a_linears_input() -> None:
+    given = {site.parameter: site.given_to for site in walk_model(tiny_model("bert")).linears}
+    layer = "bert.encoder.layer.1"
+    assert given[f"{layer}.attention.self.query.weight"][:2] == (layer, f"{layer}.attention")
+    assert given[f"{layer}.intermediate.dense.weight"][0] == f"{layer}.intermediate"
+    assert given[f"{layer}.output.dense.weight"][0] == f"{layer}.output"

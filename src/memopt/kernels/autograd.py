@@ -37,3 +37,14 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
     if dtype is None and autocast_dtype(tensor) is None:
         return nullcontext()
     return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None)
+
+
+def not_a_view(output: Tensor) -> Tensor:
+    """What the forward of an autograd function returns of `output`, a new tensor, so that it may be changed in place.
+
+    Autograd refuses that for views, and `F.linear` with a bias returns a view of a matrix that nobody else has.
+    """
+    if output._base is None:
+        return output
+    alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+    return alias

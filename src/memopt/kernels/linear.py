@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt.kernels.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
 
 #: (dh, inputs) -> (gradient of each input, h)
 Differentiate = Callable[[Tensor, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
@@ -113,7 +113,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.differentiate, ctx.shape = differentiate, h.shape
         ctx.save_for_backward(weight, *inputs)
         with autocast_as(None, h):
-            return F.linear(h, weight, bias)
+            return not_a_view(F.linear(h, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.kernels.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
 from memopt.kernels.linear import weight_gradient
 from memopt.kernels.sampled_rows import row_norms, sampled_weight_gradient
 
@@ -45,6 +45,7 @@ class Slot(Protocol):
     """Where the input is kept, and what is kept with it."""
 
     sample: RowSample | None
+    dtype: torch.dtype | None
     report: Report | None
 
 
@@ -63,17 +64,16 @@ class SampledLinearFunction(torch.autograd.Function):
         report: Report | None,
     ) -> Tensor:
         """`stock(x)`, which is x W^T + b; with `transposed` the weight is (in, out)."""
-        ctx.transposed, slot.report = transposed, report
+        ctx.transposed = transposed
         # Autograd owns the slot, and lets it go after backward, however long the graph stays.
         ctx.slot = weakref.ref(slot)
         autocast = None if x.dtype == torch.float64 else autocast_dtype(x)  # fp64 is not cast
         ctx.shape, ctx.dtype, ctx.compute = x.shape, x.dtype, autocast or x.dtype
+        slot.dtype, slot.report = ctx.compute, report
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
         with _no_casts_left(x):
-            y = stock(x)
-        # The output of a function may be changed in place unless it is a view, as that of a linear with a bias is.
-        return y if y._base is None else torch.ops.aten._unsafe_view(y, y.shape)
+            return not_a_view(stock(x))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,8 +97,8 @@ class SampledLinearFunction(torch.autograd.Function):
 
 
 def _no_casts_left(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast as it is, without its cache: before PyTorch 2.10 a cast that is made inside a function has no graph, and
-    who reads the weight later in the same region would find that one, and give the weight no gradient."""
+    """Autocast as it is, without its cache: in older PyTorch (its issue 158232) a cast that is made inside a function
+    has no graph, and who reads the weight later in the same region would find that one, and give it no gradient."""
     dtype = autocast_dtype(x)
     return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype, cache_enabled=False)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memopt.kernels.linear import is_plain
@@ -68,7 +69,7 @@ def _forward(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     # A frozen weight asks for no input. A tool that computes weight or bias from something else takes them away.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
-    if steps_aside() or len(given) != 1 or not as_patched or not is_plain(weight):
+    if steps_aside() or len(given) != 1 or not as_patched or not is_plain(weight) or not _may_be_sampled(given[0]):
         return stock(module, *args, **kwargs)
     call = rewrite.visits.call(rewrite.number, given[0])
     importance, report = (None, None) if call is None else (call.importance, call.report)
@@ -81,3 +82,8 @@ def _forward(
         importance,
     )
     return run(given[0]) if y is None else y
+
+
+def _may_be_sampled(x: Any) -> bool:
+    # One without a gradient is kept whole, and then the stock module does not even keep the weight.
+    return is_plain(x) and x.requires_grad and x.layout is torch.strided and not x.is_nested

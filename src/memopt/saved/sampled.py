@@ -20,7 +20,6 @@ from memopt.saved.compression import Compressible, Packed
 from memopt.saved.handles import Handle
 from memopt.saved.slots import Slot, tensor_of
 
-
 #: Bytes of an index and a weight.
 _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 
@@ -51,13 +50,13 @@ class Sample:
     weights: Packed
     """fp32 (k,): what the product of each row counts."""
     kept: Packed
-    """(k, width): the rows themselves, unscaled."""
+    """(k, width): the rows themselves, unscaled, in the dtype that all who read them use."""
 
 
 class SampledInput(Slot):
     """The slot of one linear's input. `pack` is a saved-tensor hook for the call that saves it, and then a weight."""
 
-    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "report", "sample")
+    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "dtype", "report", "sample")
 
     def __init__(
         self,
@@ -79,6 +78,8 @@ class SampledInput(Slot):
         self._handle: Handle | None = None
         self.sample: Sample | None = None
         """Set when the sample has taken the place of the input."""
+        self.dtype: torch.dtype | None = None
+        """What its rows are cast to before they are used, where that is known."""
         self.report: Callable[[Tensor], None] | None = None
         """Told of the gradient. It may hold tensors, so it goes with the input, however long the graph stays."""
 
@@ -134,7 +135,10 @@ class SampledInput(Slot):
         if importance is not None:
             scores = scores.double() * importance  # the product of two small norms may be below fp32
         rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
-        return Sample(self._keep(rows), self._keep(weights), self._keep(gather_rows(x, rows)))
+        kept, dtypes = gather_rows(x, rows), {slot.dtype or x.dtype for slot in readers}
+        if len(dtypes) == 1:  # autocast's, say
+            kept = kept.to(dtypes.pop())
+        return Sample(self._keep(rows), self._keep(weights), self._keep(kept))
 
 
 def _together(each: Sequence[Importance | None], x: Tensor) -> Tensor | None:

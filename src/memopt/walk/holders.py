@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,19 @@ _COPIES, _SCALES = frozenset({"_to_copy", "clone", "index", "index_select"}), fr
 _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
 
+class Held(NamedTuple):
+    """Who else holds the input of one linear."""
+
+    by: tuple[str, ...]
+    """The operations other than linears that keep it, as ``"relu in mlp.act"``."""
+    given_to: tuple[str, ...]
+    """The modules around the linear that were given it, the outermost first: their callers hold it while they run."""
+
+
 def input_holders(
     model: nn.Module, calls: Sequence[Call], weights: Collection[str], table: ParameterTable
-) -> dict[str, tuple[str, ...]]:
-    """For each of `weights`, the operations other than linears that keep its linear's input, as ``"relu in mlp.act"``.
+) -> dict[str, Held]:
+    """For each of `weights`, who else holds its linear's input.
 
     `calls` of `model`, whose parameters `table` names, run one after the other, in train mode and with gradients, until
     every linear was seen. A linear that runs several times has holders only if every one of its inputs has. Weights of
@@ -45,7 +54,7 @@ def input_holders(
     as it was.
     """
     missing = set(weights)
-    holders: dict[str, tuple[str, ...]] = {}
+    holders: dict[str, Held] = {}
     # Variants of a call mostly reach what it reaches: they come last.
     for seed, call in enumerate(sorted(calls, key=lambda call: "plain" not in call.label.split())):
         if not missing:
@@ -59,7 +68,7 @@ def input_holders(
     return holders
 
 
-def _holders_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> dict[str, tuple[str, ...]]:
+def _holders_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> dict[str, Held]:
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
@@ -93,6 +102,7 @@ class _Reading:
     weight: str
     source: Tensor
     function: int
+    given_to: tuple[str, ...]
 
 
 class _Watch:
@@ -102,6 +112,8 @@ class _Watch:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.table = table
         self.modules: list[str] = []
+        #: Storages of the arguments of each of these.
+        self.given: list[frozenset[int | None]] = []
         self.function, self.calls = "", 0
         self.readings: list[_Reading] = []
         self._saved: list[tuple[weakref.ref[_Slot], int, str]] = []
@@ -124,19 +136,19 @@ class _Watch:
             stack.enter_context(_Contractions(self))
             yield
 
-    def holders(self) -> dict[str, tuple[str, ...]]:
-        """Holders by weight; asked while the graph of the forward lives."""
+    def holders(self) -> dict[str, Held]:
+        """By weight; asked while the graph of the forward lives."""
         linears = {(reading.function, storage_key(reading.source)) for reading in self.readings}
         held: dict[int | None, dict[str, None]] = {}
         for reference, function, who in self._saved:
             slot = reference()
             if slot is not None and slot.storage is not None and (function, slot.storage._cdata) not in linears:
                 held.setdefault(slot.storage._cdata, {})[who] = None
-        found: dict[str, tuple[str, ...]] = {}
+        found: dict[str, Held] = {}
         for reading in self.readings:
-            now, before = tuple(held.get(storage_key(reading.source), ())), found.get(reading.weight)
-            everyone = tuple(dict.fromkeys((*before, *now))) if before is not None else now
-            found[reading.weight] = everyone if now and before != () else ()
+            now = Held(tuple(held.get(storage_key(reading.source), ())), reading.given_to)
+            before = found.get(reading.weight)
+            found[reading.weight] = now if before is None else Held(*map(_every_time, before, now))
         return found
 
     def _pack(self, tensor: Tensor) -> _Slot:
@@ -152,9 +164,11 @@ class _Watch:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.modules.append(self.names.get(id(module), self.here))
+        self.given.append(frozenset(storage_key(each) for each in args if isinstance(each, Tensor)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.modules.pop()
+        self.given.pop()
 
 
 class _Functions(TorchFunctionMode):
@@ -207,7 +221,9 @@ class _Contractions(TorchDispatchMode):
 
     def _read(self, weight: nn.Parameter, source: Tensor) -> None:
         watch = self.watch
-        watch.readings.append(_Reading(watch.table.name(weight, watch.here), source, watch.calls))
+        key = storage_key(source)
+        given = (name for name, keys in zip(watch.modules, watch.given, strict=True) if key is not None and key in keys)
+        watch.readings.append(_Reading(watch.table.name(weight, watch.here), source, watch.calls, tuple(given)))
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
         """The parameter that `tensor` is a view of, or a copy."""
@@ -248,6 +264,11 @@ def _trained(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(False)
+
+
+def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...]:
+    """All of both; nobody where one call had nobody."""
+    return tuple(dict.fromkeys((*before, *now))) if before and now else ()
 
 
 def _is_number(value: Any) -> bool:

@@ -23,6 +23,7 @@ from memopt.walk.blocks import find_blocks
 from memopt.walk.build import build_driven_twin, build_meta, clone_to_meta
 from memopt.walk.config import load_config
 from memopt.walk.gated import with_form
+from memopt.walk.holders import Held
 from memopt.walk.sites import NormSite, Sites
 from memopt.walk.sum_norm import sum_norm_sites
 from memopt.walk.twin_proofs import with_proofs
@@ -123,7 +124,12 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     verdicts = judge(mode, head.parameter if head else None)
     activations = labels.activation_sites()
     held_by = observed.held_by
-    linears = tuple(replace(x, held_by=held_by.get(x.parameter, ())) for x in labels.linear_sites())
+    nobody = Held((), ())
+    linears = tuple(
+        replace(x, held_by=held.by, given_to=held.given_to)
+        for x in labels.linear_sites()
+        for held in [held_by.get(x.parameter, nobody)]
+    )
     rejected = {name: record.rejected for name, record in mode.norms.items() if record.rejected}
     norms = tuple(
         norm_site(name, record.probe, record.width, verdicts.get(name))

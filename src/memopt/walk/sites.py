@@ -208,6 +208,8 @@ class LinearSite:
     """Weights of other linears that read the very same storage."""
     held_by: tuple[str, ...] = ()
     """What else than linears keeps that storage for backward when the stock model trains, as ``"relu in mlp.act"``."""
+    given_to: tuple[str, ...] = ()
+    """The modules around it that are given its input, the outermost first: their callers hold it while they run."""
 
 
 @dataclass(frozen=True)

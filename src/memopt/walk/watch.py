@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.walk.holders import input_holders
+from memopt.walk.holders import Held, input_holders
 from memopt.walk.inputs import Call
 from memopt.walk.labels import Labels
 from memopt.walk.parts import every_call
@@ -31,7 +31,7 @@ class Observed:
     lookalikes: dict[str, str]
     calls: Sequence[Call]
     traces: list[tuple[str, str]]
-    held_by: Mapping[str, tuple[str, ...]]
+    held_by: Mapping[str, Held]
     """Weight of a linear -> what else keeps its input for backward; without those of which that is not known."""
 
 
