@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda runs: document(runs, task, command, arguments.epochs, arguments.every_linear),
     )
     rows = summarize(runs)
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 180).print(table(rows))
     lines = [row.variant for row in rows if _is_judged(row) and falls_short(row, rows)]
     for line in lines:
         print(f"falls short: {line}", file=sys.stderr)
