@@ -66,7 +66,7 @@ class Line:
 #: Name -> (recipe, changes, LoRA).
 COLUMNS: dict[str, tuple[str | None, tuple[str, ...], bool]] = {
     "full": (None, (), False),
-    "full, exact": ("exact-unfolded", ("activations.relu=mask", "dropouts.method=seed"), False),
+    "full, exact": ("exact-unfolded", ("dropouts.method=seed",), False),
     "full, wta-crs": ("wta-crs", (), False),
     # Stock norms, so that q, k, v and wi alone hold their inputs, and all of them are sampled.
     "full, linears only": ("wta-crs", ("norms.method=none", "activations.relu=output", "dropouts.method=none"), False),
