@@ -15,6 +15,7 @@ import memopt
 from memopt.kernels.codes import FLAG_GROUP
 from memopt.kernels.sampling import rows_kept
 from memopt.report.account import account, live_bytes
+from memopt.saved.sampled import _together
 
 WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 20
 ROWS = BATCH * TOKENS
@@ -201,6 +202,18 @@ def test_a_module_that_runs_twice_keeps_a_sample_for_each() -> None:
     # The codes do not touch this gradient: it is right on average.
     assert float((draws.mean(0) - exact).norm()) < 3 * spread / 200**0.5
     assert spread > 0.05 * float(exact.norm())
+
+
+def test_gradients_that_are_known_to_be_tiny_still_count() -> None:
+    known = torch.tensor([1e-30, 2e-30, 0.0])
+
+    def importance(rows: int, like: Tensor) -> Tensor:
+        return known[:rows]
+
+    together = _together([importance, importance], torch.zeros(3, 1))
+    assert together is not None
+    torch.testing.assert_close(together, known.double() * 2**0.5, rtol=1e-6, atol=0.0)
+    assert _together([importance, None], torch.zeros(3, 1)) is None
 
 
 # --- ReLU ------------------------------------------------------------------------------------------------------------

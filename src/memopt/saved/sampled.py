@@ -144,8 +144,9 @@ class SampledInput(Slot):
 def _together(each: Sequence[Importance | None], x: Tensor) -> Tensor | None:
     """The norm of the gradient rows of all readers side by side; None where that of one of them is unknown."""
     known = [None if importance is None else importance(len(x), x) for importance in each]
-    squares = [norms.square() for norms in known if norms is not None]
-    return sum(squares[1:], squares[0]).sqrt() if squares and len(squares) == len(known) else None
+    # In fp64, in which the square of no fp32 norm is 0: a row that counts must have a score.
+    norms = [each.double() for each in known if each is not None]
+    return torch.stack(norms).norm(dim=0) if norms and len(norms) == len(known) else None
 
 
 def _matrix(x: Tensor) -> Tensor:
