@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.codes import DerivativeCode, _apply, _encode, apply_code, derivative_code, encode
+from memopt.kernels.codes import RELU_MASK, DerivativeCode, _apply, _encode, apply_code, derivative_code, encode
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ SEED = 2**40 + 3
 CODES = {
     scheme: derivative_code("gelu_erf", scheme)
     for scheme in ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
-}
+} | {"mask": RELU_MASK}
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from memopt.kernels import codes, codes_triton
 from memopt.kernels.code_fit import KINDS
-from memopt.kernels.codes import PUBLISHED, SCHEMES, DerivativeCode, _apply, _encode, code_of, derivative_code
+from memopt.kernels.codes import (
+    PUBLISHED,
+    RELU_MASK,
+    SCHEMES,
+    DerivativeCode,
+    _apply,
+    _encode,
+    code_of,
+    derivative_code,
+)
 from memopt.kernels.codes_triton import launch_apply, launch_encode
 from memopt.kernels.counter import uniform
 from memopt.kernels.formulas import GRADIENTS
@@ -70,6 +79,15 @@ def test_bytes_and_gradients_are_those_of_the_reference(kind: str, scheme: str, 
     code, dh = derivative_code(kind, scheme), draw(count, seed=1)
     packed = check_encoding(draw(count, scale=2.0), code)
     assert torch.equal(launch_apply(dh, packed, code), _apply(dh, packed, code))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 9, 1024, 2003])
+def test_the_mask_of_a_relu_takes_one_bit_and_is_exact(count: int, dtype: torch.dtype) -> None:
+    h, dh = draw(count, dtype=dtype).relu(), draw(count, dtype=dtype, seed=1)
+    packed = check_encoding(h, RELU_MASK)
+    assert packed.numel() == -(-count // 8) - (-count // codes.FLAG_GROUP)
+    assert torch.equal(launch_apply(dh, packed, RELU_MASK), torch.where(h > 0, dh, 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
