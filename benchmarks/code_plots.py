@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.derivative_error import Row, measure
-from memopt.kernels.codes import apply_code, derivative_code, encode
-from memopt.kernels.formulas import GRADIENTS
+from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 
 KINDS = {"gelu_erf": "GELU", "silu": "SiLU"}
 _SHOWN = ("published", "2bit", "3bit", "4bit")

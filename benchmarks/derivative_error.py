@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from memopt.kernels.code_fit import KINDS
-from memopt.kernels.codes import PUBLISHED, SCHEMES, apply_code, derivative_code, encode
-from memopt.kernels.formulas import GRADIENTS
+from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.kernels.derivative_codes.codes import PUBLISHED, SCHEMES, apply_code, derivative_code, encode
+from memopt.kernels.derivative_codes.fit import KINDS
 
 RELU_STEP, PUBLISHED_SCHEME = "ReLU step", "published"
 RANGE, POINTS = 10.0, 2**20 + 1

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.activation import recomputed_activation
-from memopt.kernels.coded import coded_activation
-from memopt.kernels.codes import derivative_code
-from memopt.kernels.gated import gated_product, gated_product_fused
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.derivative_codes.codes import derivative_code
+from memopt.kernels.derivative_codes.function import coded_activation
+from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
+from memopt.kernels.norm.function import NormSpec, ms_norm
 
 EPS = 1e-6
 FORWARD, REMAKE, BACKWARD, BACKWARD_REMAKE = "forward", "remake", "backward", "backward + remake"
@@ -116,7 +116,7 @@ def _norm(name: str, spec: NormSpec, *, affine: bool) -> Op:
         return ms_norm(x, weight, bias, spec, x.dtype)
 
     def launchers(inputs: tuple[Tensor, ...], dy: Tensor) -> Launchers:
-        from memopt.kernels import norm_triton as kernels
+        from memopt.kernels.norm import forward_triton as kernels
 
         x = inputs[0].detach()
         weight, bias = (*(tensor.detach() for tensor in inputs[1:]), None, None)[:2]
@@ -177,7 +177,7 @@ def _liger_gated(kind: str) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 def _gated(name: str, kind: str) -> Op:
     def launchers(inputs: tuple[Tensor, ...], dh: Tensor) -> Launchers:
-        from memopt.kernels import gated_triton as kernels
+        from memopt.kernels.gated_mlp import function_triton as kernels
 
         gate, up = (tensor.detach() for tensor in inputs)
         return {
@@ -202,7 +202,7 @@ def _gated_fused(name: str, kind: str) -> Op:
     liger_gated = _liger_gated(kind)
 
     def launchers(inputs: tuple[Tensor, ...], dh: Tensor) -> Launchers:
-        from memopt.kernels import gated_triton as kernels
+        from memopt.kernels.gated_mlp import function_triton as kernels
 
         gate_up = inputs[0].detach()
         gate, up = gate_up.chunk(2, -1)
@@ -240,7 +240,7 @@ def _gated_fused(name: str, kind: str) -> Op:
 
 def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: str | None = None) -> Op:
     def launchers(inputs: tuple[Tensor, ...], dh: Tensor) -> Launchers:
-        from memopt.kernels import activation_triton as kernels
+        from memopt.kernels.activation import function_triton as kernels
 
         z = inputs[0].detach()
         return {
@@ -270,7 +270,8 @@ def _coded(name: str, kind: str, scheme: str) -> Op:
     code, stock = derivative_code(kind, scheme), _ACTIVATIONS[kind]
 
     def launchers(inputs: tuple[Tensor, ...], dh: Tensor) -> Launchers:
-        from memopt.kernels import activation_triton, codes_triton
+        from memopt.kernels.activation import function_triton as activation_triton
+        from memopt.kernels.derivative_codes import codes_triton
 
         z = inputs[0].detach()
         packed = codes_triton.launch_encode(z, code)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import triton
 
-from memopt.kernels.aot import TARGETS, Binary, capture
-from memopt.kernels.launches import VARIANTS, Sample, Variant
+from memopt.kernels.tools.aot import TARGETS, Binary, capture
+from memopt.kernels.tools.launches import VARIANTS, Sample, Variant
 
 RESULTS = Path(__file__).with_name("results") / "kernel_resources.json"
 ROWS = 512

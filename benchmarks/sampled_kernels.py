@@ -34,8 +34,8 @@ from benchmarks.measure import (
     document,
     write_json,
 )
-from memopt.kernels.sampled_rows import gather_rows, row_norms, sampled_weight_gradient
-from memopt.kernels.sampling import rows_kept, sample_rows
+from memopt.kernels.sampled_linear.rows import gather_rows, row_norms, sampled_weight_gradient
+from memopt.kernels.sampled_linear.sampling import rows_kept, sample_rows
 
 MODULE = "benchmarks.sampled_kernels"
 BUDGET = 0.3

@@ -40,7 +40,7 @@ from benchmarks.sampling_cases import (
     outcome,
 )
 from benchmarks.sampling_models import BUDGETS, MODELS, Errors, measure
-from memopt.kernels.sampling import METHODS, Method
+from memopt.kernels.sampled_linear.sampling import METHODS, Method
 
 SEED = 0
 #: Of the measured variance, relative to the formula's.

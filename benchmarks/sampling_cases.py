@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memopt.kernels.sampling import Method, expected_error, rows_kept, sample_rows
+from memopt.kernels.sampled_linear.sampling import Method, expected_error, rows_kept, sample_rows
 
 ROWS, BUDGET, DRAWS = 256, 0.3, 4000
 KEPT = rows_kept(ROWS, BUDGET)

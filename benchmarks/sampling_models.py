@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from memopt.kernels.sampling import METHODS, Method, expected_error, rows_kept
+from memopt.kernels.sampled_linear.sampling import METHODS, Method, expected_error, rows_kept
 
 #: Folder in models/, and the class that computes its loss.
 MODELS = {

@@ -27,21 +27,21 @@ import memopt
 from benchmarks.zoo_config import complete, complete_for_runs, default_config
 from memopt.errors import MemoptError, NegativeVerdict
 from memopt.patches.apply import apply, undo
-from memopt.plan import Plan, make_plan
-from memopt.recipe import load_recipe
+from memopt.plan.plan import Plan, make_plan
+from memopt.plan.recipe import load_recipe
 from memopt.report.account import account
-from memopt.walk.build import build_twin
-from memopt.walk.config import one_line
-from memopt.walk.inputs import Call, Calls, runnable_calls
-from memopt.walk.instantiate import instantiate
+from memopt.walk.aten.precision import precise
+from memopt.walk.calls.inputs import Call, Calls, runnable_calls
+from memopt.walk.calls.outputs import output_tensors
+from memopt.walk.calls.parts import every_call
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.calls.twin import build_twin
+from memopt.walk.folds.proof import folded
+from memopt.walk.models.config import one_line
+from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.shrink.config import shrunken
+from memopt.walk.models.shrink.depth import with_depth
 from memopt.walk.observe import walk_config
-from memopt.walk.outputs import output_tensors
-from memopt.walk.parts import every_call
-from memopt.walk.precision import precise
-from memopt.walk.preserve import preserved
-from memopt.walk.proof import folded
-from memopt.walk.shrink import shrunken
-from memopt.walk.shrink_depth import with_depth
 from memopt.walk.sites import NormSite
 
 #: Largest relative difference of an output or a gradient in fp64: a single rounding to fp32 (6e-8) would be seen.

@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from memopt.walk.config import config_nodes, integer_field, integer_fields
-from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink_depth import with_depth
+from memopt.walk.models.config import config_nodes, integer_field, integer_fields
+from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.shrink.depth import with_depth
 
 _ABSENT = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 _READ_BY_RUNS = r".*(top_?k.*|experts_per_tok)|n_group|clip_.*"

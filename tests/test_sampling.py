@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import memopt
 from memopt.errors import InputsError, ModelError
-from memopt.kernels.sampling import expected_error
-from memopt.patches.sampled_linear import patch_sampled_linear
+from memopt.kernels.sampled_linear.sampling import expected_error
+from memopt.patches.sampled_linear.module import patch_sampled_linear
+from memopt.patches.sampled_linear.visits import Visits, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
-from memopt.patches.visits import Visits, patch_visits, visits_of
 from memopt.sampling import INDEX, GradientMemory, IndexedDataset, remember_gradients
 from memopt.saved.sampled import Sampling
 

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 
 import memopt
 from memopt.errors import InputsError, ModelError
-from memopt.patches.visits import visits_of
+from memopt.patches.sampled_linear.visits import visits_of
 from memopt.sampling import INDEX, GradientMemoryCallback, IndexedDataset
 from tests.factories import tiny_model
 

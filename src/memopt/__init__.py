@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, unpatch
-    from memopt.plan import Plan, make_plan
-    from memopt.recipe import Recipe, load_recipe
+    from memopt.plan.plan import Plan, make_plan
+    from memopt.plan.recipe import Recipe, load_recipe
 
     __version__: str
 
@@ -20,10 +20,10 @@ _HOMES = {
     "plan_for": "memopt.api",
     "unpatch": "memopt.api",
     "load": "memopt.api",
-    "Plan": "memopt.plan",
-    "make_plan": "memopt.plan",
-    "Recipe": "memopt.recipe",
-    "load_recipe": "memopt.recipe",
+    "Plan": "memopt.plan.plan",
+    "make_plan": "memopt.plan.plan",
+    "Recipe": "memopt.plan.recipe",
+    "load_recipe": "memopt.plan.recipe",
 }
 _ROOMS = ("plan", "verify", "report", "sampling")
 

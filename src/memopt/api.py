@@ -13,8 +13,8 @@ from torch import nn
 
 from memopt.errors import ModelError, NegativeVerdict, RecipeError
 from memopt.patches.apply import Applied, apply, is_patched, undo
-from memopt.plan import Plan, make_plan
-from memopt.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.plan.plan import Plan, make_plan
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.walk.sites import Sites
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,8 +71,8 @@ def plan_for(
 
     `inputs` are those of `patch`.
     """
-    from memopt.walk.batch import given_batch
-    from memopt.walk.build import load_config
+    from memopt.walk.calls.batch import given_batch
+    from memopt.walk.models.config import load_config
     from memopt.walk.observe import walk_config
 
     rules = load_recipe(recipe)
@@ -104,9 +104,9 @@ def load(
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
-    from memopt.walk.batch import given_batch
-    from memopt.walk.build import load_config
-    from memopt.walk.build import model_class as natural_class
+    from memopt.walk.calls.batch import given_batch
+    from memopt.walk.models.config import load_config
+    from memopt.walk.models.config import model_class as natural_class
 
     directory = Path(directory)
     if not directory.is_dir():
@@ -132,7 +132,7 @@ def load(
 
 def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
     """`walk_model`; inputs that do not fit as they are may do in the model's dtype."""
-    from memopt.walk.batch import placed
+    from memopt.walk.calls.batch import placed
     from memopt.walk.observe import walk_model
 
     sites = walk_model(model, inputs)
@@ -149,7 +149,7 @@ def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None
     identity affine is taken for a folded one.
     """
     from memopt.checkpoint.manifest import CONFIG_KEY, read_manifest
-    from memopt.checkpoint.source import MANIFEST
+    from memopt.checkpoint.sources.source import MANIFEST
 
     if not (directory / MANIFEST).is_file():
         try:

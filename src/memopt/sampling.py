@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from memopt.errors import InputsError, ModelError
-from memopt.patches.gradient_memory import GradientMemory
-from memopt.patches.visits import INDEX, visits_of
+from memopt.patches.sampled_linear.gradient_memory import GradientMemory
+from memopt.patches.sampled_linear.visits import INDEX, visits_of
 
 if TYPE_CHECKING:
     from memopt.trainer_callback import GradientMemoryCallback

@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 from transformers import TrainerCallback
 
 from memopt.errors import InputsError
-from memopt.patches.gradient_memory import GradientMemory
-from memopt.patches.visits import INDEX, declare_index
+from memopt.patches.sampled_linear.gradient_memory import GradientMemory
+from memopt.patches.sampled_linear.visits import INDEX, declare_index
 from memopt.sampling import IndexedDataset, remember_gradients
 
 logger = logging.getLogger(__name__)

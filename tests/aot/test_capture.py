@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
-from memopt.kernels.aot import TARGETS, Binary, capture
-from memopt.kernels.launch import launch_config
+from memopt.kernels.base.launch import launch_config
+from memopt.kernels.tools.aot import TARGETS, Binary, capture
 
 BLOCK = 2048
 

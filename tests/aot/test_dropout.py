@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.kernels.aot import SHARED_LIMIT, TARGETS, Binary, capture
-from memopt.kernels.dropout_triton import launch_dropout
+from memopt.kernels.dropout.function_triton import launch_dropout
+from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
 
 DTYPES = [torch.bfloat16, torch.float32]
 #: A whole number of tiles, a whole number of vectors, neither.

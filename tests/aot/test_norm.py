@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.aot import capture
-from memopt.kernels.norm import NormSpec
-from memopt.kernels.norm_triton import launch_affine, launch_forward
+from memopt.kernels.norm.forward_triton import launch_affine, launch_forward
+from memopt.kernels.norm.function import NormSpec
+from memopt.kernels.tools.aot import capture
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

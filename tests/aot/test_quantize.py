@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from memopt.kernels.aot import SHARED_LIMIT, TARGETS, Binary, capture
-from memopt.kernels.quantize_triton import launch_dequantize, launch_quantize
+from memopt.kernels.quantize.quantize_triton import launch_dequantize, launch_quantize
+from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
 
 #: A whole number of tiles, a whole number of vectors, neither.
 SIZES = [2**20, 2**20 + 128 * 3, 2**20 + 3]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.kernel_resources import Case, binaries, cases
-from memopt.kernels.aot import SHARED_LIMIT, TARGETS, Binary
-from memopt.kernels.launches import VARIANTS
+from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary
+from memopt.kernels.tools.launches import VARIANTS
 
 VECTOR_BITS = 128
 

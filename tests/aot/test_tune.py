@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.kernels import tune
-from memopt.kernels.launch import LARGEST_TILE, LaunchConfig, parse_table, read_table
-from memopt.kernels.launches import VARIANTS
-from memopt.kernels.tune import Slot, candidates, choose, main, render, slots
+from memopt.kernels.base.launch import LARGEST_TILE, LaunchConfig, parse_table, read_table
+from memopt.kernels.tools import tune
+from memopt.kernels.tools.launches import VARIANTS
+from memopt.kernels.tools.tune import Slot, candidates, choose, main, render, slots
 
 SLOTS = list(slots())
 SLOT = Slot("activation_forward", "16", None, 4096)

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import derivative_error
 from benchmarks.derivative_error import RELU_STEP, TARGETS, Row, compare, measure, shortfalls
-from memopt.kernels.codes import derivative_code
-from memopt.kernels.formulas import GRADIENTS
+from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.kernels.derivative_codes.codes import derivative_code
 
 
 @pytest.fixture

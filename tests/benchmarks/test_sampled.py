@@ -64,7 +64,7 @@ def test_only_the_recipes_own_sampler_and_the_exact_alternative_are_judged() -> 
 
 
 def test_variants_are_recipes() -> None:
-    from memopt.recipe import load_recipe
+    from memopt.plan.recipe import load_recipe
 
     for variant in finetune_sampled.VARIANTS:
         for every in (False, True):

@@ -12,7 +12,7 @@ from benchmarks import sampling, sampling_cases, sampling_models
 from benchmarks.sampling import EXACT, Row, draw_case, model_shortfalls, shortfalls
 from benchmarks.sampling_cases import KEPT, Case, Outcome, cases, draw, outcome
 from benchmarks.sampling_models import BOTH, MODELS, Errors
-from memopt.kernels.sampling import METHODS, sample_rows
+from memopt.kernels.sampled_linear.sampling import METHODS, sample_rows
 
 SOUND = Outcome("flat", "crs", draws=4000, off=0.01, measured=1.0, expected=1.0, spread=0.004)
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 
 from benchmarks.zoo_config import complete, complete_for_runs, default_config
 from memopt.errors import ModelError
-from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink_depth import with_depth
+from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.shrink.depth import with_depth
 
 
 def _filled(config: PreTrainedConfig) -> PreTrainedConfig:

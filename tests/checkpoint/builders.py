@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from memopt.plan import Plan, make_plan
-from memopt.recipe import load_recipe
+from memopt.plan.plan import Plan, make_plan
+from memopt.plan.recipe import load_recipe
 from memopt.walk.sites import Consumer, NormSite, Sites
 
 HIDDEN = 24

@@ -18,7 +18,7 @@ import torch
 
 from memopt.checkpoint import atomic, shards
 from memopt.checkpoint.atomic import check_space, check_target, staged
-from memopt.checkpoint.source import open_source
+from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import OutputError
 from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
@@ -30,7 +30,7 @@ STUCK = """
     import signal, sys, time
     from pathlib import Path
     from memopt.checkpoint import writer
-    from memopt.checkpoint.source import open_source
+    from memopt.checkpoint.sources.source import open_source
     from tests.checkpoint.builders import rms_plan
 
     original = writer.write_shard

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memopt.checkpoint.fold import Fill, FoldPlan, Scale, ScalePart, Shift, map_names
-from memopt.checkpoint.header import TensorInfo
+from memopt.checkpoint.sources.header import TensorInfo
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors
 
@@ -205,7 +205,7 @@ def test_checkpoint_without_the_base_prefix_is_folded() -> None:
 
 
 def test_every_tensor_dtype_that_is_folded_is_a_torch_float() -> None:
-    from memopt.checkpoint.header import FLOAT_DTYPES
-    from memopt.checkpoint.source import torch_dtype
+    from memopt.checkpoint.sources.header import FLOAT_DTYPES
+    from memopt.checkpoint.sources.source import torch_dtype
 
     assert all(torch.finfo(torch_dtype(name)).bits >= 16 for name in FLOAT_DTYPES)

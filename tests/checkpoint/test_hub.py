@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from memopt.checkpoint import hub
-from memopt.checkpoint.hub import locate
+from memopt.checkpoint.sources import hub
+from memopt.checkpoint.sources.hub import locate
 from memopt.errors import ModelError
 
 

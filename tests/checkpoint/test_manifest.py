@@ -21,7 +21,7 @@ from memopt.checkpoint.manifest import (
     read_manifest,
 )
 from memopt.errors import ModelError
-from memopt.recipe import load_recipe
+from memopt.plan.recipe import load_recipe
 
 
 def manifest() -> Manifest:

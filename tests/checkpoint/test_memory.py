@@ -19,7 +19,7 @@ MEASURE = """
     import re, sys
     from pathlib import Path
     import torch
-    from memopt.checkpoint.source import open_source
+    from memopt.checkpoint.sources.source import open_source
     from memopt.checkpoint.writer import write_checkpoint
     from memopt.walk.sites import Consumer
     from tests.checkpoint.builders import plan_of, rms_norm

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from memopt.checkpoint import shards, writer
 from memopt.checkpoint.arithmetic import fold_bias, fold_weight
 from memopt.checkpoint.manifest import read_manifest
-from memopt.checkpoint.source import open_source, sha256
+from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import WriteResult, write_checkpoint
 from memopt.errors import NegativeVerdict
-from memopt.plan import Plan
+from memopt.plan.plan import Plan
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memopt.cli.main import main
-from memopt.walk import processed
-from memopt.walk.config import load_config
+from memopt.walk import observe
+from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_config
 from memopt.walk.sites import Sites
 from tests.factories import tiny_model
@@ -67,5 +67,5 @@ def unwalked_llama(saved_llama: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def llama(unwalked_llama: Path, llama_sites: Sites, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, with the walk's seconds spent once for all tests."""
-    monkeypatch.setattr(processed, "walk_config", lambda config, **options: llama_sites)
+    monkeypatch.setattr(observe, "walk_config", lambda config, **options: llama_sites)
     return unwalked_llama

@@ -163,7 +163,7 @@ def test_the_module_runs_like_the_command() -> None:
 
 
 def test_recipes_lists_every_shipped_recipe(memopt: Memopt) -> None:
-    from memopt.recipe import shipped
+    from memopt.plan.recipe import shipped
 
     text = memopt("recipes").out
     assert all(name in text for name in shipped())
@@ -173,7 +173,7 @@ def test_recipes_lists_every_shipped_recipe(memopt: Memopt) -> None:
 
 
 def test_a_printed_recipe_is_a_recipe(memopt: Memopt, tmp_path: Path) -> None:
-    from memopt.recipe import load_recipe
+    from memopt.plan.recipe import load_recipe
 
     (tmp_path / "mine.yaml").write_text(memopt("recipes", "exact").out)
     assert load_recipe(tmp_path / "mine.yaml") == load_recipe("exact")

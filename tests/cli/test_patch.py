@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from memopt.cli import patch as command
-from memopt.plan import Plan
+from memopt.plan.plan import Plan
 from memopt.verify.verdict import Verdict
 from memopt.verify.weights import verify_weights
 from tests.checkpoint.builders import plan_of, rms_norm

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.codes import RELU_MASK, DerivativeCode, _apply, _encode, apply_code, derivative_code, encode
+from memopt.kernels.derivative_codes.codes import (
+    RELU_MASK,
+    DerivativeCode,
+    _apply,
+    _encode,
+    apply_code,
+    derivative_code,
+    encode,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels import dropout
-from memopt.kernels.dropout import seeded_dropout
-from memopt.patches.dropout import patch_dropout
+from memopt.kernels.dropout import function as dropout
+from memopt.kernels.dropout.function import seeded_dropout
+from memopt.patches.dropout.module import patch_dropout
 
 pytestmark = pytest.mark.gpu
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memopt
-from memopt.kernels.activation import recomputed_activation
-from memopt.kernels.gated import gated_product, gated_product_fused
-from memopt.kernels.linear import linear
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
+from memopt.kernels.linear.function import linear
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from tests.factories import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -221,9 +221,9 @@ def test_rows_beyond_two_to_the_31_elements_are_as_any_other_rows(name):
 @pytest.fixture
 def launches(monkeypatch):
     """How often each operator's launchers are called; names of the modules of kernels are the keys."""
-    import memopt.kernels.activation_triton
-    import memopt.kernels.gated_triton
-    import memopt.kernels.norm_triton  # noqa: F401
+    import memopt.kernels.activation.function_triton
+    import memopt.kernels.gated_mlp.function_triton
+    import memopt.kernels.norm.forward_triton  # noqa: F401
 
     count: Counter[str] = Counter()
 
@@ -265,7 +265,7 @@ def test_patched_models_run_the_kernels(launches, name, expected, dtype):
 
 
 def test_the_switch_in_the_environment_turns_the_kernels_off(launches, monkeypatch):
-    from memopt.kernels import device
+    from memopt.kernels.base import device
 
     monkeypatch.setenv("MEMOPT_TRITON", "0")
     device._triton_is_there.cache_clear()

@@ -12,7 +12,7 @@ import transformers
 import memopt
 from memopt.verify.gradient import compare_gradients
 from memopt.verify.models import cast_inputs
-from memopt.walk.precision import precise
+from memopt.walk.aten.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memopt
-from memopt.recipe import load_recipe
+from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.gpu

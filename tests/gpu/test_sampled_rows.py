@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.sampled_rows import (
+from memopt.kernels.sampled_linear.rows import (
     _row_norms,
     _weight_gradient,
     gather_rows,
     row_norms,
     sampled_weight_gradient,
 )
-from memopt.kernels.sampling import METHODS, Method, sample_rows
+from memopt.kernels.sampled_linear.sampling import METHODS, Method, sample_rows
 from tests.triton.accuracy import assert_as_accurate
 
 pytestmark = pytest.mark.gpu

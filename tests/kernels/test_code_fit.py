@@ -8,10 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.errors import MemoptError
-from memopt.kernels import code_fit
-from memopt.kernels.code_fit import KINDS, differences, fit
-from memopt.kernels.codes import PUBLISHED, SCHEMES, CodeError, apply_code, code_of, derivative, derivative_code, encode
-from memopt.kernels.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.derivative_codes import fit as code_fit
+from memopt.kernels.derivative_codes.codes import (
+    PUBLISHED,
+    SCHEMES,
+    CodeError,
+    apply_code,
+    code_of,
+    derivative,
+    derivative_code,
+    encode,
+)
+from memopt.kernels.derivative_codes.fit import KINDS, differences, fit
 
 CODES = [(kind, scheme) for kind in KINDS for scheme in SCHEMES if scheme != "published" or kind in PUBLISHED]
 every_code = pytest.mark.parametrize(("kind", "scheme"), CODES)

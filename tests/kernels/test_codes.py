@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.kernels.codes import (
+from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.kernels.derivative_codes.codes import (
     FLAG_GROUP,
     PUBLISHED,
     apply_code,
@@ -20,7 +21,6 @@ from memopt.kernels.codes import (
     encode,
     fp32_below,
 )
-from memopt.kernels.formulas import GRADIENTS
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 #: One of each width and family.

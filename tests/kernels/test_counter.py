@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.counter import uniform
+from memopt.kernels.base.counter import uniform
 
 COUNT = 2**16
 #: Of a correlation of COUNT independent pairs, in standard deviations: seen once in two million.

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels import dropout
-from memopt.kernels.counter import uniform
-from memopt.kernels.dropout import seeded_dropout
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.dropout import function as dropout
+from memopt.kernels.dropout.function import seeded_dropout
 from memopt.saved.copies import done_again, source_of
 
 COUNT = 2**16

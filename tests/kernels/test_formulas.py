@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.formulas import ACTIVATIONS, GRADIENTS
-from memopt.walk import elementwise
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.walk.probes import elementwise
 
 KINDS = sorted(ACTIVATIONS)
 

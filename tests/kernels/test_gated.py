@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.formulas import ACTIVATIONS
-from memopt.kernels.gated import gated_product, gated_product_fused, product_backward_op, product_op
-from memopt.kernels.linear import linear
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused, product_backward_op, product_op
+from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
 
 TOKENS, INTERMEDIATE, HIDDEN = 5, 12, 4

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from memopt.errors import LaunchTableError
-from memopt.kernels import launch
-from memopt.kernels.launch import LaunchConfig, launch_config, override, parse_table, read_table, warps_of
+from memopt.kernels.base import launch
+from memopt.kernels.base.launch import LaunchConfig, launch_config, override, parse_table, read_table, warps_of
 
 KERNELS = [
     "norm_forward",
@@ -148,7 +148,7 @@ def test_an_entry_that_does_not_fit_is_refused_with_the_file_and_the_reason(laun
     with pytest.raises(LaunchTableError, match=reason) as error:
         parse_table(own_table(launches), "own.json")
     assert "own.json" in str(error.value)
-    assert "memopt.kernels.tune" in str(error.value)
+    assert "memopt.kernels.tools.tune" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"launches": []}'])
@@ -160,7 +160,7 @@ def test_text_that_is_no_table_is_refused(text: str) -> None:
 def test_looking_up_a_configuration_does_not_load_triton() -> None:
     code = (
         "import sys, torch\n"
-        "from memopt.kernels.launch import launch_config\n"
+        "from memopt.kernels.base.launch import launch_config\n"
         "launch_config('norm_forward', 64, torch.float32)\n"
         "assert not [name for name in sys.modules if name.endswith('_triton')]\n"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.linear import linear, offer, takes_offer, withdraw
+from memopt.kernels.linear.function import linear, offer, takes_offer, withdraw
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from memopt.kernels.norm import NormSpec, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.kernels.norm.function import NormSpec, affine, ms_norm, ms_norm_of_sum, normalize
 
 FAMILIES = [
     # kind, offset, has weight, has bias: the eight numeric families of transformers' norms

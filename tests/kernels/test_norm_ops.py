@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels import norm_ops
-from memopt.kernels.norm import NormSpec, ms_norm, ms_norm_of_sum
+from memopt.kernels.norm import ops as norm_ops
+from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
 from memopt.saved import RecomputeScope
 from tests.kernels.test_norm import FAMILIES, leaves, make, terms
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memopt.kernels.replay import replayed
+from memopt.kernels.replay.function import replayed
 from memopt.saved import RecomputeScope
 
 

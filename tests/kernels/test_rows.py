@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.rows import rows_of
+from memopt.kernels.base.rows import rows_of
 
 BASE = torch.arange(2 * 3 * 4 * 5 * 6)
 

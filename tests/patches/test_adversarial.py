@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import NegativeVerdict
-from memopt.walk.outputs import output_tensors
+from memopt.walk.calls.outputs import output_tensors
 from tests.walk import toys
 
 WIDTH = toys.WIDTH

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from memopt.patches.activation import patch_activation, unpatch_activation
+from memopt.patches.activation.module import patch_activation, unpatch_activation
 from memopt.report.account import account, live_bytes
-from memopt.walk.probe import probe_activation
+from memopt.walk.probes.probe import probe_activation
 from memopt.walk.sites import ActivationSite
 
 

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memopt
-from memopt.kernels import coded, codes
-from memopt.kernels.quantize import Quantized, dequantize
-from memopt.recipe import Recipe, load_recipe
+from memopt.kernels.derivative_codes import codes
+from memopt.kernels.derivative_codes import function as coded
+from memopt.kernels.quantize.quantize import Quantized, dequantize
+from memopt.plan.recipe import Recipe, load_recipe
 from memopt.report.account import live_bytes
 from memopt.saved import compression
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.counter import draw_seed
-from memopt.kernels.dropout import seeded_dropout
-from memopt.patches import dropout
-from memopt.patches.dropout import DropoutRewrite, patch_dropout, unpatch_dropout
+from memopt.kernels.base.counter import draw_seed
+from memopt.kernels.dropout.function import seeded_dropout
+from memopt.patches.dropout import module as dropout
+from memopt.patches.dropout.module import DropoutRewrite, patch_dropout, unpatch_dropout
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.report.account import live_bytes
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import memopt
-from memopt.patches.gated_mlp import GatedMLPRewrite
+from memopt.patches.gated_mlp.module import GatedMLPRewrite
 from memopt.patches.swap import is_swapped, swap_state
 from tests.factories import tiny_inputs, tiny_model
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import memopt
-from memopt.patches.linear import LinearRewrite, is_linear, patch_linear
+from memopt.patches.linear.module import LinearRewrite, is_linear, patch_linear
 from memopt.patches.swap import is_swapped, swap_state
 from tests.factories import tiny_model
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from memopt.plan import Entry
+from memopt.plan.plan import Entry
 from memopt.report.account import account, live_bytes
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu6": nn.ReLU6, "silu": nn.SiLU, "relu": nn.ReLU}

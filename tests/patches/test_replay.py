@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memopt.patches.replay import patch_replay, unpatch_replay
+from memopt.patches.replay.module import patch_replay, unpatch_replay
 from memopt.patches.swap import is_swapped
 from memopt.walk.sites import NormSite
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import memopt
-from memopt.kernels.sampling import METHODS, expected_error, rows_kept
-from memopt.patches.sampled_linear import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
+from memopt.kernels.sampled_linear.sampling import METHODS, expected_error, rows_kept
+from memopt.patches.sampled_linear.module import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
 from memopt.patches.swap import swap_state
 from memopt.saved.sampled import Sampling
 from memopt.saved.scope import RecomputeScope

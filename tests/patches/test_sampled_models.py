@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from memopt.patches.sampled_linear import SampledLinearRewrite
+from memopt.patches.sampled_linear.module import SampledLinearRewrite
 from memopt.patches.swap import is_swapped, swap_state
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}

@@ -15,12 +15,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import memopt
-from memopt.kernels.norm import ms_norm_of_sum
-from memopt.patches import norm, sum_norm
+from memopt.kernels.norm.function import ms_norm_of_sum
 from memopt.patches.apply import apply
-from memopt.patches.sum_norm import SumNormRewrite
+from memopt.patches.norm import module as norm
+from memopt.patches.sum_norm import module as sum_norm
+from memopt.patches.sum_norm.module import SumNormRewrite
 from memopt.patches.swap import is_swapped, swap_state
-from memopt.recipe import load_recipe
+from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
 FIRST = "bert.encoder.layer.0.attention.output"

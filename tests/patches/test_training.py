@@ -59,7 +59,7 @@ def test_sixty_steps_drift_no_more_than_a_perturbation_by_one_ulp(name):
 
 
 def test_a_wrong_norm_gradient_would_be_seen(monkeypatch):
-    import memopt.kernels.norm_ops as kernel
+    import memopt.kernels.norm.ops as kernel
 
     right = kernel.norm_backward
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.report.account import Account, account
-from memopt.walk.build import build_meta
+from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.factories import tiny_config, tiny_inputs, tiny_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.apply import apply
-from memopt.plan import make_plan
-from memopt.recipe import load_recipe
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import load_recipe
 from memopt.report.account import account, live_bytes
 from memopt.report.observer import SavedTensorObserver
 from memopt.walk.observe import walk_model

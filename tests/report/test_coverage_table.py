@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from memopt.plan import Entry, Plan
-from memopt.recipe import load_recipe
+from memopt.plan.plan import Entry, Plan
+from memopt.plan.recipe import load_recipe
 from memopt.report.terminal import coverage_table, coverage_totals
 from memopt.walk.sites import Sites
 

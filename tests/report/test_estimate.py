@@ -12,13 +12,13 @@ import transformers
 
 from memopt.errors import ModelError
 from memopt.patches.apply import apply
-from memopt.plan import make_plan
-from memopt.recipe import load_recipe
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import load_recipe
 from memopt.report import estimate
 from memopt.report.account import Account
 from memopt.report.estimate import trace_account
 from memopt.report.training import Training
-from memopt.walk.build import build_meta
+from memopt.walk.models.build import build_meta
 from memopt.walk.sites import Sites
 from tests.factories import tiny_model
 from tests.report.builders import named_config, real_account, sites_of

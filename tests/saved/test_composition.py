@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
 from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp, same
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.dropout import seeded_dropout
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.dropout.function import seeded_dropout
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.report.account import live_bytes
 from memopt.saved import RecomputeScope
 

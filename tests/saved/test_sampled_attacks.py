@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memopt
-from memopt.patches.sampled_linear import patch_sampled_linear
-from memopt.patches.visits import LinearCall
+from memopt.patches.sampled_linear.module import patch_sampled_linear
+from memopt.patches.sampled_linear.visits import LinearCall
 from memopt.report.account import account
 from memopt.sampling import remember_gradients
 from memopt.saved.sampled import Sampling

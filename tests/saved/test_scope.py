@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.norm import NormSpec, ms_norm
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
 from tests.saved.builders import Observer, Scoped, gradients, make_mlp, same
 

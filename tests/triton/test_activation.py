@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.activation import recomputed_activation
-from memopt.kernels.activation_triton import launch_backward, launch_forward
-from memopt.kernels.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.activation.function_triton import launch_backward, launch_forward
 from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels import codes, codes_triton
-from memopt.kernels.code_fit import KINDS
-from memopt.kernels.codes import (
+from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.derivative_codes import codes, codes_triton
+from memopt.kernels.derivative_codes.codes import (
     PUBLISHED,
     RELU_MASK,
     SCHEMES,
@@ -21,9 +22,8 @@ from memopt.kernels.codes import (
     code_of,
     derivative_code,
 )
-from memopt.kernels.codes_triton import launch_apply, launch_encode
-from memopt.kernels.counter import uniform
-from memopt.kernels.formulas import GRADIENTS
+from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
+from memopt.kernels.derivative_codes.fit import KINDS
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels import dropout_triton
-from memopt.kernels.counter import uniform
-from memopt.kernels.dropout import Mask, _dropped_out, _scale, seeded_dropout
-from memopt.kernels.dropout_triton import launch_dropout
-from memopt.kernels.launch import launch_config
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.base.launch import launch_config
+from memopt.kernels.dropout import function_triton as dropout_triton
+from memopt.kernels.dropout.function import Mask, _dropped_out, _scale, seeded_dropout
+from memopt.kernels.dropout.function_triton import launch_dropout
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
 

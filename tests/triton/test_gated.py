@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.formulas import ACTIVATIONS, GRADIENTS
-from memopt.kernels.gated import gated_product, gated_product_fused
-from memopt.kernels.gated_triton import launch_backward, launch_forward
-from memopt.kernels.linear import linear
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
+from memopt.kernels.gated_mlp.function_triton import launch_backward, launch_forward
+from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE

@@ -12,11 +12,13 @@ from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
-from memopt.kernels import activation_triton, gated_triton, norm_triton
-from memopt.patches import sum_norm
+from memopt.kernels.activation import function_triton as activation_triton
+from memopt.kernels.gated_mlp import function_triton as gated_triton
+from memopt.kernels.norm import forward_triton as norm_triton
+from memopt.patches.sum_norm import module as sum_norm
 from memopt.verify.gradient import compare_gradients
 from memopt.verify.models import cast_inputs
-from memopt.walk.precision import precise
+from memopt.walk.aten.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
 from tests.triton.conftest import DEVICE
 

@@ -12,11 +12,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from memopt.kernels import norm_backward_triton, norm_ops, norm_triton
-from memopt.kernels.device import runs_triton
-from memopt.kernels.launch import LaunchConfig, override
-from memopt.kernels.norm import NormSpec, affine, ms_norm, ms_norm_of_sum, norm_backward, normalize
-from memopt.kernels.norm_triton import launch_affine, launch_backward, launch_forward
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.launch import LaunchConfig, override
+from memopt.kernels.norm import backward_triton as norm_backward_triton
+from memopt.kernels.norm import forward_triton as norm_triton
+from memopt.kernels.norm import ops as norm_ops
+from memopt.kernels.norm.forward_triton import launch_affine, launch_backward, launch_forward
+from memopt.kernels.norm.function import NormSpec, affine, ms_norm, ms_norm_of_sum, norm_backward, normalize
 from memopt.saved import RecomputeScope
 from tests.kernels.test_norm import FAMILIES
 from tests.triton.conftest import DEVICE

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.kernels import counter, counter_triton, quantize_triton
-from memopt.kernels.quantize import GROUP, _dequantize, _quantize, dequantize, quantize
-from memopt.kernels.quantize_triton import launch_dequantize, launch_quantize
+from memopt.kernels.base import counter, counter_triton
+from memopt.kernels.quantize import quantize_triton
+from memopt.kernels.quantize.quantize import GROUP, _dequantize, _quantize, dequantize, quantize
+from memopt.kernels.quantize.quantize_triton import launch_dequantize, launch_quantize
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones
 

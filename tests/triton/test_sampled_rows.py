@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels import sampled_rows_triton as room
-from memopt.kernels.sampled_rows import _row_norms, _weight_gradient, gather_rows, row_norms, sampled_weight_gradient
-from memopt.kernels.sampled_rows_triton import launch_gather_rows, launch_row_norms, launch_weight_gradient
+from memopt.kernels.sampled_linear import rows_triton as room
+from memopt.kernels.sampled_linear.rows import (
+    _row_norms,
+    _weight_gradient,
+    gather_rows,
+    row_norms,
+    sampled_weight_gradient,
+)
+from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows, launch_row_norms, launch_weight_gradient
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge

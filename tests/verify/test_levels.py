@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import memopt.kernels.norm as norm_kernel
-import memopt.kernels.norm_ops as norm_steps
+import memopt.kernels.norm.function as norm_kernel
+import memopt.kernels.norm.ops as norm_steps
 import memopt.patches.scope as scope_patch
 from memopt.cli.main import main
 from memopt.errors import ModelError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import memopt.kernels.sampled_linear as sampled_linear
+import memopt.kernels.sampled_linear.function as sampled_linear
 import memopt.saved.sampled as sampled
 from memopt.cli.main import main
 from memopt.verify.sampling import DRAWS

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from memopt.checkpoint import shards, writer
 from memopt.checkpoint.fold import FoldPlan, Operation, Scale
-from memopt.checkpoint.source import open_source, sha256
+from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
 from memopt.verify import recompute

@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.walk.build import build_twin
-from memopt.walk.inputs import Calls, runnable_calls
+from memopt.walk.calls.inputs import Calls, runnable_calls
+from memopt.walk.calls.twin import build_twin
 
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
 _QWEN_VL_TEXT = {

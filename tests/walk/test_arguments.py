@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memopt.walk import arguments
-from memopt.walk.arguments.request import Request
-from memopt.walk.inputs import Variant, runnable_calls
+from memopt.walk.calls import arguments
+from memopt.walk.calls.arguments.request import Request
+from memopt.walk.calls.inputs import Variant, runnable_calls
 from tests.walk.configs import twin
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import BatchEncoding
 
 from memopt.errors import InputsError
-from memopt.walk.batch import check_names, describe, in_words, placed, read_batch, remade, rows_of, tokens_of
+from memopt.walk.calls.batch import check_names, describe, in_words, placed, read_batch, remade, rows_of, tokens_of
 from tests.factories import tiny_model
 from tests.stations import stations_batch
 

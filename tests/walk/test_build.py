@@ -23,8 +23,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.errors import ModelError
-from memopt.walk.build import build_meta, build_twin, clone_to_meta, load_config, model_class
-from memopt.walk.inputs import dummy_inputs
+from memopt.walk.calls.inputs import dummy_inputs
+from memopt.walk.calls.twin import build_twin
+from memopt.walk.models.build import build_meta, clone_to_meta
+from memopt.walk.models.config import load_config, model_class
 from tests.walk.configs import FAMILIES, llama_8b, llama_70b, make_config, tiny_llama, twin
 
 REMOTE_CONFIG = """

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from torch import nn
 
-from memopt.walk.build import build_meta
+from memopt.walk.models.build import build_meta
 from memopt.walk.observe import walk_config
 from memopt.walk.sites import NormSite, Sites
 from tests.factories import NAMES, tiny_config

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig
 
 from memopt.errors import InputsError
-from memopt.walk.build import build_driven_twin
-from memopt.walk.fit import fitted, fitting
+from memopt.walk.calls.fit import fitted, fitting
+from memopt.walk.calls.twin import build_driven_twin
+from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.observe import walk_config
-from memopt.walk.shrink import shrunken
 from tests.factories import tiny_config
 from tests.stations import StationsConfig, stations_batch
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memopt.walk.gated import with_form
+from memopt.walk.probes.gated import with_form
 from memopt.walk.sites import GatedMLPSite
 
 

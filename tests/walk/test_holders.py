@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.report.account import account
-from memopt.walk.build import build_meta, clone_to_meta
+from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.observe import find_sites, walk_config, walk_model
 from memopt.walk.sites import Sites
 from tests.factories import tiny_config, tiny_inputs, tiny_model

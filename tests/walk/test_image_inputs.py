@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memopt.walk.arguments import BATCH, LENGTH, candidates
-from memopt.walk.inputs import runnable_calls
-from memopt.walk.shrink import shrink
+from memopt.walk.calls.arguments import BATCH, LENGTH, candidates
+from memopt.walk.calls.inputs import runnable_calls
+from memopt.walk.models.shrink.config import shrink
 from tests.walk.configs import make_config
 
 PATCHES = {"patch_size": 4, "num_channels": 3}

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from memopt.errors import ModelError
-from memopt.walk.build import build_meta, build_twin
-from memopt.walk.inputs import Call, dummy_inputs, runnable_calls, training_targets
+from memopt.walk.calls.inputs import Call, dummy_inputs, runnable_calls, training_targets
+from memopt.walk.calls.twin import build_twin
+from memopt.walk.models.build import build_meta
 from tests.walk.configs import FAMILIES, MASKED, make_config, tiny_llama, twin, twin_calls
 
 WITH_LABELS = [name for name in FAMILIES if name != "clip_vision"]

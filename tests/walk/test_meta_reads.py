@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.walk.meta_reads import MetaReads
+from memopt.walk.aten.meta_reads import MetaReads
 
 
 def test_numbers_and_meta_tensors_mix() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.walk.build import build_meta
-from memopt.walk.meta_shapes import MetaShapes
-from memopt.walk.parts import every_call
+from memopt.walk.aten.meta_shapes import MetaShapes
+from memopt.walk.calls.parts import every_call
+from memopt.walk.models.build import build_meta
 from tests.walk.configs import make_config
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from transformers import CONFIG_MAPPING
 
-from memopt.walk.build import build_twin
+from memopt.walk.calls.twin import build_twin
 from memopt.walk.observe import walk_config
 from tests.walk.test_families import cautioned, folded
 

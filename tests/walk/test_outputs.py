@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.walk.outputs import auxiliary_fields
+from memopt.walk.calls.outputs import auxiliary_fields
 
 
 @pytest.mark.parametrize(

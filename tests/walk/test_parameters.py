@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
-from memopt.walk.parameters import SINGLE, Along, ParameterTable
+from memopt.walk.aten.parameters import SINGLE, Along, ParameterTable
 
 
 @pytest.fixture(params=["cpu", "meta"])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.walk.inputs import Call, runnable_calls
+from memopt.walk.calls.inputs import Call, runnable_calls
+from memopt.walk.calls.parts import every_call
+from memopt.walk.folds.proof import TOLERANCE, fold_error, prove
 from memopt.walk.observe import find_sites
-from memopt.walk.parts import every_call
-from memopt.walk.proof import TOLERANCE, fold_error, prove
 from memopt.walk.sites import NormSite, Sites
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.preserve import preserved
+from memopt.walk.calls.preserve import preserved
 
 
 class Caching(nn.Module):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from memopt.walk.probe import NormProbe, probe_activation, probe_norm
+from memopt.walk.probes.probe import NormProbe, probe_activation, probe_norm
 
 WIDTH = 12
 

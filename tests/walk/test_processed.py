@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
-from memopt.walk.build import build_meta
-from memopt.walk.processed import processed_batches, walk_folder
+from memopt.walk.calls.processed import processed_batches
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import walk_folder
 from tests.stations import STATIONS, StationsConfig
 
 

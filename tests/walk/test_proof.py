@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.inputs import Call
+from memopt.walk.calls.inputs import Call
+from memopt.walk.folds.proof import TOLERANCE, fold_bias, fold_weight, prove
 from memopt.walk.observe import find_sites
-from memopt.walk.proof import TOLERANCE, fold_bias, fold_weight, prove
 from memopt.walk.sites import Consumer, NormSite
 
 

@@ -10,11 +10,19 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from memopt.walk.build import build_meta
-from memopt.walk.config import config_nodes
-from memopt.walk.shrink import LARGE_PARAMETERS, MAX_PARAMETERS, VOCABULARY, ShrinkError, _cut_experts, shrink, shrunken
-from memopt.walk.shrink_rotary import fit_sections
-from memopt.walk.shrink_width import decide_widths, scale_widths
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import config_nodes
+from memopt.walk.models.shrink.config import (
+    LARGE_PARAMETERS,
+    MAX_PARAMETERS,
+    VOCABULARY,
+    ShrinkError,
+    _cut_experts,
+    shrink,
+    shrunken,
+)
+from memopt.walk.models.shrink.rotary import fit_sections
+from memopt.walk.models.shrink.width import decide_widths, scale_widths
 from tests.walk.configs import FAMILIES, llama_70b, make_config, tiny_llama, twin
 
 

@@ -8,9 +8,9 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from memopt.walk.instantiate import instantiate
-from memopt.walk.shrink import LIGHT_PARAMETERS, MAX_PARAMETERS, shrink, shrunken
-from memopt.walk.shrink_rest import cut_rest, halved
+from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.shrink.config import LIGHT_PARAMETERS, MAX_PARAMETERS, shrink, shrunken
+from memopt.walk.models.shrink.rest import cut_rest, halved
 from tests.walk.configs import make_config
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memopt.walk.build import clone_to_meta
+from memopt.walk.models.build import clone_to_meta
 from memopt.walk.observe import find_sites, walk_model
+from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, SumNormSite
-from memopt.walk.sum_norm import sum_norm_sites
 from tests.factories import tiny_model
 
 NORM = NormSite("norm", "layer", 16, 1e-5, "norm.weight", "norm.bias")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.walk.build import clone_to_meta
-from memopt.walk.inputs import Call
+from memopt.walk.calls.inputs import Call
+from memopt.walk.folds.proof import TOLERANCE, fold_error, prove
+from memopt.walk.models.build import clone_to_meta
 from memopt.walk.observe import find_sites
-from memopt.walk.proof import TOLERANCE, fold_error, prove
 from memopt.walk.sites import NormSite, Sites
 from tests.walk import toys
 

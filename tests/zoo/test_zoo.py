@@ -15,7 +15,7 @@ import transformers
 from benchmarks.coverage import COVERAGE
 from benchmarks.coverage_sums import lost
 from benchmarks.zoo import examine, model_types
-from memopt.kernels import norm_ops
+from memopt.kernels.norm import ops as norm_ops
 from memopt.saved import handles
 
 TYPES = model_types()

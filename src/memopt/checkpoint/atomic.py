@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from memopt.checkpoint.hub import cache_folder
 from memopt.checkpoint.manifest import is_patched
+from memopt.checkpoint.sources.hub import cache_folder
 from memopt.errors import OutputError
 
 _RENAME_EXCHANGE = 2

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from memopt.checkpoint.header import FLOAT_DTYPES, TensorInfo
-from memopt.plan import Plan
+from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo
+from memopt.plan.plan import Plan
 from memopt.walk.sites import Consumer, NormSite
 
 

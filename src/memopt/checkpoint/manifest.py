@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from memopt.checkpoint.fold import Fold
-from memopt.checkpoint.source import MANIFEST
+from memopt.checkpoint.sources.source import MANIFEST
 from memopt.errors import ModelError
-from memopt.recipe import Recipe
+from memopt.plan.recipe import Recipe
 
 SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
@@ -73,7 +73,7 @@ class InputsRecord:
     file: str | None
     """Name of the file that the user gave; None for a batch that the model's own processor made."""
     arguments: dict[str, Any]
-    """Form of each argument, as `memopt.walk.batch.describe` tells it."""
+    """Form of each argument, as `memopt.walk.calls.batch.describe` tells it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Manifest:
 
     def batch(self) -> dict[str, Any] | None:
         """The batch of `inputs` on the meta device: its shapes drive the walk again."""
-        from memopt.walk.batch import remade
+        from memopt.walk.calls.batch import remade
 
         return None if self.inputs is None else remade(self.inputs.arguments)
 

@@ -16,8 +16,8 @@ import torch
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.arithmetic import Pair, RangeChanges
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
-from memopt.checkpoint.header import TensorInfo
-from memopt.checkpoint.source import CheckpointSource, Shard, torch_dtype
+from memopt.checkpoint.sources.header import TensorInfo
+from memopt.checkpoint.sources.source import CheckpointSource, Shard, torch_dtype
 from memopt.checkpoint.tiles import tiles, view3
 
 _BLOCK = 8 << 20

@@ -32,9 +32,9 @@ from memopt.checkpoint.manifest import (
     add_config_key,
 )
 from memopt.checkpoint.shards import restore, write_shard
-from memopt.checkpoint.source import INDEX, MANIFEST, CheckpointSource, sha256
+from memopt.checkpoint.sources.source import INDEX, MANIFEST, CheckpointSource, sha256
 from memopt.errors import NegativeVerdict
-from memopt.plan import Plan
+from memopt.plan.plan import Plan
 
 _MAX_WORKERS = 4
 Progress = Callable[[int, int], None]

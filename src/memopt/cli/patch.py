@@ -14,11 +14,11 @@ from memopt.cli import common
 
 if TYPE_CHECKING:
     from memopt.checkpoint.manifest import InputsRecord
-    from memopt.checkpoint.source import CheckpointSource
+    from memopt.checkpoint.sources.source import CheckpointSource
     from memopt.checkpoint.writer import WriteResult
-    from memopt.plan import Plan
-    from memopt.recipe import Recipe
-    from memopt.walk.batch import Batch
+    from memopt.plan.plan import Plan
+    from memopt.plan.recipe import Recipe
+    from memopt.walk.calls.batch import Batch
 
 _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
@@ -53,7 +53,7 @@ def patch(
 
     The result is a plain checkpoint with the same tensor names, which stock transformers loads too.
     """
-    from memopt.recipe import load_recipe
+    from memopt.plan.recipe import load_recipe
 
     rules = load_recipe(recipe, settings or ())
     target = out or Path(f"{_model_name(model)}-memopt")
@@ -85,7 +85,7 @@ def _model_name(model: str) -> str:
 
 def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool) -> CheckpointSource:
     from memopt.checkpoint.manifest import is_patched
-    from memopt.checkpoint.source import open_source
+    from memopt.checkpoint.sources.source import open_source
     from memopt.errors import NegativeVerdict
 
     source = open_source(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
@@ -102,7 +102,7 @@ def _check_target(source: CheckpointSource, out: Path, force: bool) -> None:
 
 
 def _read(inputs: Path | None) -> Batch | None:
-    from memopt.walk.batch import given_batch
+    from memopt.walk.calls.batch import given_batch
 
     return given_batch(inputs)
 
@@ -116,10 +116,10 @@ def _plan(
 ) -> tuple[Plan, Batch | None]:
     """The plan, and the batch that drove the walk: the user's, one of the model's processor, or None."""
     from memopt.errors import NegativeVerdict
-    from memopt.plan import make_plan
-    from memopt.walk.batch import PASS_INPUTS, in_words
-    from memopt.walk.config import load_config
-    from memopt.walk.processed import walk_folder
+    from memopt.plan.plan import make_plan
+    from memopt.walk.calls.batch import PASS_INPUTS, in_words
+    from memopt.walk.models.config import load_config
+    from memopt.walk.observe import walk_folder
 
     config = load_config(source.root, trust_remote_code=trust_remote_code)
     sites, driven = walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
@@ -138,7 +138,7 @@ def _plan(
 
 def _record(inputs: Path | None, driven: Batch | None) -> InputsRecord | None:
     from memopt.checkpoint.manifest import InputsRecord
-    from memopt.walk.batch import describe
+    from memopt.walk.calls.batch import describe
 
     return None if driven is None else InputsRecord(None if inputs is None else inputs.name, describe(driven))
 

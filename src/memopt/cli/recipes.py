@@ -18,7 +18,7 @@ def recipes(
     """List the shipped recipes, or print one."""
     import yaml
 
-    from memopt.recipe import load_recipe, shipped
+    from memopt.plan.recipe import load_recipe, shipped
 
     if name is not None:
         recipe = load_recipe(name).model_dump(mode="json")

@@ -13,7 +13,7 @@ from memopt.errors import UsageError
 from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
 
 if TYPE_CHECKING:
-    from memopt.recipe import Recipe
+    from memopt.plan.recipe import Recipe
     from memopt.report.compare import Comparison
 
 
@@ -106,7 +106,7 @@ def report(
 def _with_noise(comparison: Comparison, rules: Recipe, inputs: Path | None, trust_remote_code: bool) -> Comparison:
     """What the recipe's sampling costs on the model's own weights, beside the bytes."""
     from memopt.verify.sampling import not_measured, predicted_errors
-    from memopt.walk.batch import given_batch
+    from memopt.walk.calls.batch import given_batch
 
     if comparison.training.train == "lora":
         errors = not_measured(rules, "an adapter that was not trained yet has no gradient to speak of")

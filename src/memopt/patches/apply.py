@@ -8,20 +8,20 @@ from typing import Any, Literal
 
 from torch import nn
 
-from memopt.kernels.formulas import ACTIVATIONS
-from memopt.patches.activation import ActivationRewrite, patch_activation, unpatch_activation
-from memopt.patches.dropout import DropoutRewrite, patch_dropout, unpatch_dropout
-from memopt.patches.gated_mlp import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp
-from memopt.patches.linear import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
-from memopt.patches.norm import NormRewrite, patch_norm, unpatch_norm
-from memopt.patches.replay import ReplayRewrite, patch_replay, unpatch_replay
-from memopt.patches.sampled_linear import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.patches.activation.module import ActivationRewrite, patch_activation, unpatch_activation
+from memopt.patches.dropout.module import DropoutRewrite, patch_dropout, unpatch_dropout
+from memopt.patches.gated_mlp.module import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp
+from memopt.patches.linear.module import LinearRewrite, patch_linear, trains_as_linear, unpatch_linear
+from memopt.patches.norm.module import NormRewrite, patch_norm, unpatch_norm
+from memopt.patches.replay.module import ReplayRewrite, patch_replay, unpatch_replay
+from memopt.patches.sampled_linear.module import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
+from memopt.patches.sampled_linear.visits import VisitRewrite, Visits, patch_visits, unpatch_visits
 from memopt.patches.scope import ScopeRewrite, patch_scope, unpatch_scope
-from memopt.patches.sum_norm import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
+from memopt.patches.sum_norm.module import SumNormRewrite, patch_sum_norm, unpatch_sum_norm
 from memopt.patches.swap import is_swapped, swap_state
-from memopt.patches.visits import VisitRewrite, Visits, patch_visits, unpatch_visits
-from memopt.plan import Plan
-from memopt.recipe import ActivationRules, Recipe
+from memopt.plan.plan import Plan
+from memopt.plan.recipe import ActivationRules, Recipe
 from memopt.saved.compression import Compression
 from memopt.saved.sampled import Sampling
 from memopt.walk.sites import ActivationSite

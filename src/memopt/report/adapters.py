@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.report.training import ALL_LINEAR
-from memopt.walk.config import one_line
+from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 
 

@@ -11,16 +11,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.manifest import Manifest, is_patched, read_manifest
 from memopt.errors import InputsError, MemoptError, ModelError
-from memopt.plan import make_plan
-from memopt.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.report.compare import Comparison
 from memopt.report.estimate import max_positions, trace_account
 from memopt.report.training import Training
-from memopt.walk.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
-from memopt.walk.build import build_meta, load_config
-from memopt.walk.config import model_class
+from memopt.walk.calls.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
+from memopt.walk.calls.processed import has_processor, processed_batches
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import load_config, model_class
 from memopt.walk.observe import find_sites, walk_config
-from memopt.walk.processed import has_processor, processed_batches
 from memopt.walk.sites import Sites
 
 _LONGEST_DEFAULT_SEQ = 2048
@@ -44,7 +44,7 @@ def compare_training(
         training: how it is trained; its `seq` gives way to `seq`, and its sizes to those of `inputs`.
         seq: tokens in a row; by default as many as the config allows, up to 2048.
         recipe: by default the one in the folder's manifest, else ``exact-unfolded``.
-        inputs: a batch of the size to report, or a file of one (`memopt.walk.batch.read_batch`).
+        inputs: a batch of the size to report, or a file of one (`memopt.walk.calls.batch.read_batch`).
         any_size: a batch of another size will do: the one that a patched folder remembers, or where no inputs can be
             guessed one that the folder's processor makes.
         revision: branch, tag or commit of a hub id.

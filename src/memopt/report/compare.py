@@ -67,7 +67,7 @@ class Comparison:
     after: Account
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
-    """Form of the batch that was given (`memopt.walk.batch.describe`); None for one that was made."""
+    """Form of the batch that was given (`memopt.walk.calls.batch.describe`); None for one that was made."""
     sampling: SamplingErrors | None = None
     """What sampling costs, where the recipe samples."""
 

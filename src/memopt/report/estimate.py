@@ -21,18 +21,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.patches.apply import apply
-from memopt.plan import make_plan
-from memopt.recipe import Recipe
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import Recipe
 from memopt.report.account import Account, account
 from memopt.report.adapters import add_adapters
 from memopt.report.emulate import CudaChoices, unpadded_masks
 from memopt.report.fake_reads import FakeReads
 from memopt.report.training import Precision, Training
-from memopt.walk.arguments import BATCH, LENGTH, forward_parameters
-from memopt.walk.batch import PASS_INPUTS, Batch
-from memopt.walk.build import build_meta
-from memopt.walk.config import config_nodes, one_line
-from memopt.walk.inputs import Call, dummy_inputs, training_targets
+from memopt.walk.calls.arguments import BATCH, LENGTH, forward_parameters
+from memopt.walk.calls.batch import PASS_INPUTS, Batch
+from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import config_nodes, one_line
 from memopt.walk.sites import NormSite, Sites
 
 #: Precision -> (dtype of the weights, dtype of autocast or None).

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memopt.plan import Entry, Plan
+from memopt.plan.plan import Entry, Plan
 
 if TYPE_CHECKING:
     from memopt.verify.verdict import Check, Verdict

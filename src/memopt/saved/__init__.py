@@ -10,7 +10,7 @@ a linear's as a sample of its rows; `compression` keeps what stays in fewer bits
 `savers` tells what PyTorch itself saves from what somebody's function saves.
 """
 
-from memopt.saved.rules import recomputable
+from memopt.recompute_rules import recomputable
 from memopt.saved.scope import RecomputeScope
 
 __all__ = ["RecomputeScope", "recomputable"]

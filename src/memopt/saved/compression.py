@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memopt.kernels.counter import draw_seed
-from memopt.kernels.quantize import Quantized, dequantize, quantize
+from memopt.kernels.base.counter import draw_seed
+from memopt.kernels.quantize.quantize import Quantized, dequantize, quantize
 from memopt.saved.pinned import Holder, only_held_by, stream_of
 
 #: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the

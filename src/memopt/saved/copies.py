@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.saved.rules import Node, signed
+from memopt.recompute_rules import Node
+from memopt.saved.rules import signed
 
 _CAST, _CLONE, _CONSTANT_PAD = "ToCopyBackward0", "CloneBackward0", "ConstantPadNdBackward0"
-#: That of `memopt.kernels.dropout`.
+#: That of `memopt.kernels.dropout.function`.
 _DROPOUT = "SeededDropoutFunctionBackward"
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _MODES = {
@@ -31,7 +32,8 @@ _COPIES = frozenset({"clone", "constant", *_MODES.values()})
 
 
 class Mask(Protocol):
-    """What a dropout did to a tensor, in numbers (`memopt.kernels.dropout`): hashable, equal where it is the same."""
+    """What a dropout did to a tensor, in numbers (`memopt.kernels.dropout.function`): hashable, equal where it is
+    the same."""
 
     def on(self, x: Tensor) -> Tensor:
         """`x` dropped out."""

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from memopt.recompute_rules import Node, Rule
 from memopt.saved.copies import Source, Step, done_again
-from memopt.saved.rules import Node, Rule
 
 _METADATA_KEY = "memopt"
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.kernels.sampled_rows import gather_rows, row_norms
-from memopt.kernels.sampling import Method, rows_kept, sample_rows
+from memopt.kernels.sampled_linear.rows import gather_rows, row_norms
+from memopt.kernels.sampled_linear.sampling import Method, rows_kept, sample_rows
 from memopt.saved.compression import Compressible, Packed
 from memopt.saved.handles import Handle
 from memopt.saved.slots import Slot, tensor_of

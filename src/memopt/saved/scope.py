@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.recompute_rules import RULES, Node, Rule
 from memopt.saved.codable import Codable
 from memopt.saved.compression import Compression, Compressor, Packed
 from memopt.saved.copies import Source, source_of
 from memopt.saved.handles import Handle, remade_of
 from memopt.saved.kept import Forwarded, Kept
 from memopt.saved.pinned import Holder, PinnedStorages
-from memopt.saved.rules import RULES, Node, Rule
 from memopt.saved.sampled import Importance, SampledInput, Sampling
 from memopt.saved.savers import may_be_a_function
 from memopt.saved.slots import Slot, settle

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from memopt.saved.rules import Node
+from memopt.recompute_rules import Node
 
 _METADATA_KEY = "memopt.version"
 

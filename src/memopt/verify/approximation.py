@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.codes import apply_code, derivative, encode
-from memopt.patches.activation import ActivationRewrite
+from memopt.kernels.derivative_codes.codes import apply_code, derivative, encode
+from memopt.patches.activation.module import ActivationRewrite
 from memopt.patches.swap import is_swapped, original_class, swap_state
-from memopt.recipe import Recipe
+from memopt.plan.recipe import Recipe
 from memopt.verify.gradient import Gradients, training_gradients
 from memopt.verify.inputs import probe_inputs
 from memopt.verify.models import NOTHING_SAMPLED, free_memory, load_patched, load_stock
 from memopt.verify.verdict import Check
-from memopt.walk.batch import Batch
+from memopt.walk.calls.batch import Batch
 
 #: Everything runs in fp32: its rounding (1e-6 of a gradient) is far below what any code costs.
 _DTYPE = torch.float32

@@ -30,7 +30,7 @@ from memopt.verify.models import (
     stored_dtype,
 )
 from memopt.verify.verdict import Check, ratio_status
-from memopt.walk.precision import precise
+from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25
 WARN_RATIO = 2.0

@@ -26,8 +26,8 @@ from memopt.verify.models import (
     stored_dtype,
 )
 from memopt.verify.verdict import Check, ratio_status
-from memopt.walk.batch import Batch
-from memopt.walk.precision import precise
+from memopt.walk.aten.precision import precise
+from memopt.walk.calls.batch import Batch
 
 #: (fewest elements, largest ratio). Few elements make a noisy ratio; PyTorch's benchmarks allow 10 for small tensors.
 _EACH_RATIO = ((500, 2.0), (16, 3.0), (0, 10.0))

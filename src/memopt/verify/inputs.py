@@ -15,11 +15,11 @@ from torch import nn
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import InputsError
 from memopt.verify.models import cast_inputs, stored_dtype
-from memopt.walk.batch import PASS_INPUTS, Batch, check_names, does_not_run, rows_of, tokens_of
-from memopt.walk.config import one_line
-from memopt.walk.inputs import runnable_calls, training_targets
-from memopt.walk.preserve import preserved
-from memopt.walk.processed import processed_batches
+from memopt.walk.calls.batch import PASS_INPUTS, Batch, check_names, does_not_run, rows_of, tokens_of
+from memopt.walk.calls.inputs import runnable_calls, training_targets
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.calls.processed import processed_batches
+from memopt.walk.models.config import one_line
 
 BATCH, TOKENS = 2, 128
 

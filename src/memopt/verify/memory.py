@@ -16,7 +16,7 @@ from torch import nn
 
 from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
-from memopt.recipe import load_recipe
+from memopt.plan.recipe import load_recipe
 from memopt.report.account import Account, account, live_bytes
 from memopt.report.estimate import trace_account
 from memopt.report.training import Precision, Training
@@ -24,7 +24,7 @@ from memopt.verify.gradient import training_loss
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import cast_inputs, free_memory, load_patched, load_stock, stored_dtype
 from memopt.verify.verdict import Check, ratio_status
-from memopt.walk.batch import Batch
+from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
 

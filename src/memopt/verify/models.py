@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
-from memopt.walk.batch import Batch, placed
-from memopt.walk.build import load_config, model_class
+from memopt.walk.calls.batch import Batch, placed
+from memopt.walk.models.config import load_config, model_class
 
 #: What a recipe does beside sampling is checked without its noise.
 NOTHING_SAMPLED = "linears.method=exact"

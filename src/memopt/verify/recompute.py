@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
-from memopt.checkpoint.source import CheckpointSource
+from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
 Floats = npt.NDArray[np.float64]

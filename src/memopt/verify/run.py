@@ -7,9 +7,9 @@ from pathlib import Path
 
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import ModelError, NegativeVerdict
-from memopt.recipe import load_recipe
+from memopt.plan.recipe import load_recipe
 from memopt.verify.verdict import LEVELS, Check, Level, Verdict
-from memopt.walk.batch import Batch, given_batch
+from memopt.walk.calls.batch import Batch, given_batch
 
 
 def verify(
@@ -40,7 +40,7 @@ def verify(
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
     read_manifest(folder)
     if against is not None:
-        from memopt.walk.config import load_config
+        from memopt.walk.models.config import load_config
 
         load_config(against, trust_remote_code=trust_remote_code)
         if is_patched(Path(against)):

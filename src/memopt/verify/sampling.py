@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from memopt.errors import MemoptError
-from memopt.kernels.sampling import expected_error, rows_kept
-from memopt.patches.sampled_linear import SampledLinearRewrite
+from memopt.kernels.sampled_linear.sampling import expected_error, rows_kept
+from memopt.patches.sampled_linear.module import SampledLinearRewrite
 from memopt.patches.swap import is_swapped, swap_state
-from memopt.recipe import Recipe
+from memopt.plan.recipe import Recipe
 from memopt.report.sampling import LinearError, SamplingErrors
 from memopt.saved.sampled import Sampling
 from memopt.verify.gradient import Gradients, training_gradients
 from memopt.verify.inputs import probe_inputs
 from memopt.verify.models import NOTHING_SAMPLED, free_memory, load_patched, load_stock
 from memopt.verify.verdict import Check, Status
-from memopt.walk.batch import Batch
+from memopt.walk.calls.batch import Batch
 
 #: Draws whose mean is compared, and how many standard errors it may be off.
 DRAWS, STANDARD_ERRORS = 32, 3.0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
-from memopt.checkpoint.source import CheckpointSource, open_source, sha256
+from memopt.checkpoint.sources.source import CheckpointSource, open_source, sha256
 from memopt.errors import ModelError
 from memopt.verify.recompute import Comparison, compare
 from memopt.verify.verdict import Check, Status

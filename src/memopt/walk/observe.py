@@ -18,17 +18,19 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from memopt.errors import InputsError, ModelError
-from memopt.walk.batch import Batch, check_names, does_not_run, placed
-from memopt.walk.blocks import find_blocks
-from memopt.walk.build import build_driven_twin, build_meta, clone_to_meta
-from memopt.walk.config import load_config
-from memopt.walk.gated import with_form
-from memopt.walk.holders import Held
+from memopt.walk.calls.batch import Batch, check_names, does_not_run, placed
+from memopt.walk.calls.processed import has_processor, processed_batches
+from memopt.walk.calls.twin import build_driven_twin
+from memopt.walk.flow.blocks import find_blocks
+from memopt.walk.flow.holders import Held
+from memopt.walk.flow.watch import Observed, observe
+from memopt.walk.folds.twin_proofs import with_proofs
+from memopt.walk.folds.verdict import judge, norm_site
+from memopt.walk.models.build import build_meta, clone_to_meta
+from memopt.walk.models.config import load_config
+from memopt.walk.probes.gated import with_form
+from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, Sites
-from memopt.walk.sum_norm import sum_norm_sites
-from memopt.walk.twin_proofs import with_proofs
-from memopt.walk.verdict import judge
-from memopt.walk.watch import Observed, norm_site, observe
 
 NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a checkpoint is written"
 
@@ -54,6 +56,26 @@ def walk_config(
         check_names(model, inputs)
         sites = find_sites(model, placed(inputs, "cpu", model.dtype))
         return with_proofs(sites if sites.ran else _guessed(model, sites, config, inputs), config, inputs)
+
+
+def walk_folder(
+    config: PreTrainedConfig, folder: Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
+) -> tuple[Sites, Batch | None]:
+    """`walk_config`, and the batch that drove it: `inputs`, one of the folder's processor, or None for guessed ones.
+
+    Raises:
+        ModelError: no model can be built from the config.
+        InputsError: the model does not take `inputs`, or does not run with them.
+    """
+    sites = walk_config(config, inputs=inputs, trust_remote_code=trust_remote_code)
+    if sites.ran or inputs is not None or not has_processor(folder):
+        return sites, inputs
+    for batch in processed_batches(build_meta(config), folder, trust_remote_code=trust_remote_code):
+        try:
+            return walk_config(config, inputs=batch, trust_remote_code=trust_remote_code), batch
+        except InputsError:
+            continue
+    return sites, None
 
 
 def _guessed(model: nn.Module, sites: Sites, config: PreTrainedConfig, inputs: Batch) -> Sites:

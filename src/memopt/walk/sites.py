@@ -1,8 +1,8 @@
 """What the walk finds: plain data about a model, with no module and no tensor in it.
 
 A *site* is a place of the model that a rewrite may change (a norm, a gated MLP, an activation, a
-linear, a dropout, the loss head). Sites are found by observing the data flow (`memopt.walk.shadow`)
-and by probing what a module computes (`memopt.walk.probe`), never by a class or architecture name.
+linear, a dropout, the loss head). Sites are found by observing the data flow (`memopt.walk.flow.shadow`)
+and by probing what a module computes (`memopt.walk.probes.probe`), never by a class or architecture name.
 Everything here is frozen and serialisable, so that a plan can be printed, stored and tested without
 torch. Module and parameter names are the dotted names of `named_modules` and `named_parameters`.
 """

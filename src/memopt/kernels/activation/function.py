@@ -1,0 +1,196 @@
+"""An elementwise activation that keeps its input only.
+
+    forward   h = f(z)          backward   dz = f'(z) * dh
+
+An activation composed of several operations makes autograd keep an intermediate for each (gelu_new keeps five
+tensors). This operator keeps z alone, and h can be made again from it, so the next linear keeps a handle inside a
+`memopt.saved.RecomputeScope`.
+
+Where Triton runs and f is a known activation, one kernel computes h and another dz, in fp32 with one rounding; a linear
+behind it gets h again from the same pass as dz (`memopt.kernels.linear.function`). Everywhere else h is computed
+with the very
+same function, and backward differentiates that function again at z, so value and gradient are those of the stock module
+to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.linear.function import offer
+from memopt.recompute_rules import Node, recomputable
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = None) -> Tensor:
+    """function(z), keeping z only.
+
+    Args:
+        z: any shape, floating point.
+        function: elementwise, without parameters and without randomness.
+        kind: the key of `formulas.ACTIVATIONS` that `function` computes; None where it is none of them.
+
+    Returns:
+        The value of function(z), with its shape and dtype.
+    """
+    compiling = torch.compiler.is_compiling()
+    h: Tensor
+    if kind in ACTIVATIONS and (compiling or runs_triton(z)) and _keeps_dtype(function, z):
+        h = activation(z, kind) if compiling else _by_kernel(z, kind)
+    elif compiling:
+        h = function(z)  # the compiler decides what to keep
+    else:
+        h = ActivationFunction.apply(z, function)  # type: ignore[no-untyped-call]
+    return h
+
+
+def _by_kernel(z: Tensor, kind: str) -> Tensor:
+    h: Tensor = KernelActivationFunction.apply(z, kind)  # type: ignore[no-untyped-call]
+    offer(h, (z,), functools.partial(_differentiate, kind=kind))
+    return h
+
+
+def _differentiate(dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    (z,) = inputs
+    dz, h = _gradient(dh, z, kind, remake=True)
+    assert h is not None
+    return (dz,), h
+
+
+def _keeps_dtype(function: Elementwise, z: Tensor) -> bool:
+    """Whether function(z) has the dtype of z. A module may compute in fp32 and leave it so, and under autocast some
+    operations (a power, a softplus) return fp32."""
+    if z.dtype == torch.float32 and autocast_dtype(z) is None:
+        return True
+    with torch.no_grad():
+        return function(z.new_empty(0)).dtype == z.dtype
+
+
+class ActivationFunction(torch.autograd.Function):
+    """Keeps z; differentiates `function` again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Elementwise) -> Tensor:
+        ctx.function, ctx.remakes_output = function, True
+        ctx.autocast = autocast_dtype(z)
+        ctx.save_for_backward(z)
+        return function(z)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        (z,) = ctx.saved_tensors
+        return differentiate(ctx.function, z, dh, ctx.autocast), None
+
+
+@recomputable("ActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
+def _replayed_output(node: Node) -> Tensor:
+    (z,) = node.saved_tensors
+    return remade(node.function, z, node.autocast)
+
+
+def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """function'(z) * dh, by autograd, in the dtypes that autocast to `autocast` (None: off) gave to the forward."""
+    # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
+    with torch.enable_grad(), autocast_as(autocast, z):
+        z = z.detach().requires_grad_()
+        h = function(z)
+    (dz,) = torch.autograd.grad(h, z, dh)
+    return dz
+
+
+def remade(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """function(z) again, under the same autocast."""
+    with autocast_as(autocast, z):
+        return function(z)
+
+
+class KernelActivationFunction(torch.autograd.Function):
+    """Keeps z; one kernel forward, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, kind: str) -> Tensor:
+        ctx.kind, ctx.remakes_output = kind, True
+        ctx.save_for_backward(z)
+        return _value(z, kind)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        (z,) = ctx.saved_tensors
+        return _gradient(dh, z, ctx.kind, remake=False)[0], None
+
+
+@recomputable("KernelActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
+def _output(node: Node) -> Tensor:
+    (z,) = node.saved_tensors
+    return _value(z, node.kind)
+
+
+def _value(z: Tensor, kind: str) -> Tensor:
+    if runs_triton(z):
+        from memopt.kernels.activation.function_triton import launch_forward
+
+        return launch_forward(z, kind)
+    with autocast_as(None, z):
+        return ACTIVATIONS[kind](z)
+
+
+def _gradient(dh: Tensor, z: Tensor, kind: str, *, remake: bool) -> tuple[Tensor, Tensor | None]:
+    """dz and, with `remake`, h"""
+    if runs_triton(dh, z):
+        from memopt.kernels.activation.function_triton import launch_backward
+
+        return launch_backward(dh, z, kind, remake)
+    with autocast_as(None, z):
+        return GRADIENTS[kind](dh.to(z.dtype), z), ACTIVATIONS[kind](z) if remake else None
+
+
+@torch.library.custom_op("memopt::activation", mutates_args=())
+def activation(z: Tensor, kind: str) -> Tensor:
+    """f(z) with the strides of ``torch.empty_like(z)``."""
+    return _laid_out_like(z, _value(z, kind))
+
+
+@torch.library.custom_op("memopt::activation_backward", mutates_args=())
+def activation_backward(dh: Tensor, z: Tensor, kind: str) -> Tensor:
+    """f'(z) * dh with the strides of ``torch.empty_like(z)``."""
+    return _laid_out_like(z, _gradient(dh, z, kind, remake=False)[0])
+
+
+@activation.register_fake
+def _(z: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(z)
+
+
+@activation_backward.register_fake
+def _(dh: Tensor, z: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(z)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    z, ctx.kind = inputs
+    ctx.save_for_backward(z)
+
+
+def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+    (z,) = ctx.saved_tensors
+    return activation_backward(dh, z, ctx.kind), None
+
+
+activation.register_autograd(_backward, setup_context=_setup)
+
+
+def _laid_out_like(z: Tensor, result: Tensor) -> Tensor:
+    """`result` with the strides that the fake kernels promise."""
+    promised = torch.empty_like(z)
+    return result if result.stride() == promised.stride() else promised.copy_(result)

@@ -1,0 +1,89 @@
+"""Triton kernels of the known activations: forward and backward, one pass each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memopt.kernels.activation.scalar_triton import gradient, value, value_and_slope
+from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, tile, tiling, write
+
+
+@triton.jit(do_not_specialize=["count"])
+def activation_forward_kernel(  # type: ignore[no-untyped-def]
+    z_ptr, h_ptr,
+    count, hidden,
+    z_n1, z_n2, z_s0, z_s1, z_s2,
+    h_n1, h_n2, h_s0, h_s1, h_s2,
+    KIND: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """h = f(z)"""
+    row, col, inside = tile(count, hidden, FLAT, ROWS, COLS)
+    z = read(z_ptr, offsets(row, col, z_n1, z_n2, z_s0, z_s1, z_s2, FLAT), inside, EVEN)
+    write(h_ptr, offsets(row, col, h_n1, h_n2, h_s0, h_s1, h_s2, FLAT), value(z, KIND), inside, EVEN)
+
+
+@triton.jit(do_not_specialize=["count"])
+def activation_backward_kernel(  # type: ignore[no-untyped-def]
+    dh_ptr, z_ptr, dz_ptr, h_ptr,
+    count, hidden,
+    z_n1, z_n2, z_s0, z_s1, z_s2,
+    dh_n1, dh_n2, dh_s0, dh_s1, dh_s2,
+    dz_n1, dz_n2, dz_s0, dz_s1, dz_s2,
+    REMAKE: tl.constexpr,
+    KIND: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """dz = f'(z) * dh,   h = f(z)"""
+    row, col, inside = tile(count, hidden, FLAT, ROWS, COLS)
+    z = read(z_ptr, offsets(row, col, z_n1, z_n2, z_s0, z_s1, z_s2, FLAT), inside, EVEN)
+    dh = read(dh_ptr, offsets(row, col, dh_n1, dh_n2, dh_s0, dh_s1, dh_s2, FLAT), inside, EVEN)
+    h, slope = value_and_slope(z, KIND)
+    place = offsets(row, col, dz_n1, dz_n2, dz_s0, dz_s1, dz_s2, FLAT)
+    write(dz_ptr, place, gradient(dh, z, slope, KIND), inside, EVEN)
+    if REMAKE:
+        write(h_ptr, place, h, inside, EVEN)
+
+
+def launch_forward(z: Tensor, kind: str) -> Tensor:
+    """h = f(z), with the dtype and (where z has no gaps) the strides of z.
+
+    Moves z.element_size() bytes per element in and as many out, which is the floor.
+    """
+    h = torch.empty_like(z)
+    if not z.numel():
+        return h
+    tiles = tiling("activation_forward", z, h)
+    if tiles is None:
+        return h.copy_(launch_forward(z.contiguous(), kind))
+    with on_device_of(z):
+        activation_forward_kernel[tiles.grid](
+            z, h, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], KIND=kind, **tiles.meta
+        )
+    return h
+
+
+def launch_backward(dh: Tensor, z: Tensor, kind: str, remake: bool = False) -> tuple[Tensor, Tensor | None]:
+    """dz = f'(z) * dh and, with `remake`, h = f(z) (else None), with the dtype and, where z is dense, the strides of z.
+
+    Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded.
+    """
+    dz = torch.empty_like(z)
+    h = torch.empty_like(z) if remake else None
+    if not z.numel():
+        return dz, h
+    tiles = tiling("activation_backward", z, dh, dz)
+    if tiles is None:
+        # The rows of z and dz are read as they are where dh alone stands in the way.
+        dh = in_rows(dh)
+        tiles = tiling("activation_backward", z, dh, dz)
+    if tiles is None:
+        packed_dz, packed_h = launch_backward(dh.contiguous(), z.contiguous(), kind, remake)
+        return dz.copy_(packed_dz), None if h is None or packed_h is None else h.copy_(packed_h)
+    with on_device_of(z):
+        activation_backward_kernel[tiles.grid](
+            dh, z, dz, dz if h is None else h, tiles.count, tiles.hidden,
+            *tiles.rows[0], *tiles.rows[1], *tiles.rows[2], REMAKE=remake, KIND=kind, **tiles.meta,
+        )  # fmt: skip
+    return dz, h

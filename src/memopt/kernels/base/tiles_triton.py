@@ -1,0 +1,140 @@
+"""How the elementwise kernels divide their work: one tile of elements per program.
+
+A tile is a run of adjacent elements where all tensors lie in memory alike (flat), and some rows by some columns where
+they do not. In both each thread reads one vector of 128 bits per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memopt.kernels.base.launch import launch_config
+from memopt.kernels.base.rows import Rows, rows_of
+
+
+@triton.jit
+def tile(count, hidden, FLAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows and columns of this program's tile (int64), and which of them are inside."""
+    if FLAT:
+        row = tl.program_id(0).to(tl.int64)
+        col = row * COLS + tl.arange(0, COLS)
+        inside = col < hidden
+    else:
+        row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        col = (tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS))[None, :]
+        inside = (row < count) & (col < hidden)
+    return row, col, inside
+
+
+@triton.jit
+def offsets(row, col, n1, n2, s0, s1, s2, FLAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the elements of a tile lie in a tensor with these `Rows`, in elements from its pointer."""
+    offset = col
+    if not FLAT:
+        # n1 and n2 are 1 for evenly spaced rows; Triton compiles a 1 into the kernel, and no division is left.
+        offset = (row // (n1 * n2)) * s0 + ((row // n2) % n1) * s1 + (row % n2) * s2 + col
+    return offset
+
+
+@triton.jit
+def read(ptr, offset, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements in fp32; 0 outside."""
+    x = tl.load(ptr + offset) if EVEN else tl.load(ptr + offset, mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def write(ptr, offset, x, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Round `x` once and store it."""
+    if EVEN:
+        tl.store(ptr + offset, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + offset, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A launch of an elementwise kernel over tensors of one shape."""
+
+    grid: tuple[int, ...]
+    count: int
+    hidden: int
+    rows: tuple[tuple[int, int, int, int, int], ...]
+    """n1, n2, s0, s1, s2 of each tensor."""
+    meta: dict[str, int | bool]
+    """FLAT, EVEN, ROWS, COLS and the options of the launch."""
+
+
+_FLAT_ROWS = (1, 1, 0, 0, 0)
+
+
+def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
+    """How `kernel` walks over `tensors`, which have one shape and at least one element.
+
+    Returns:
+        None where a tensor has elements that neither lie like those of the others nor in rows (see `rows_of`).
+    """
+    first = tensors[0]
+    flat = _lie_alike(tensors)
+    rows = [] if flat else [rows_of(tensor) for tensor in tensors]
+    described = [r for r in rows if r is not None]
+    if len(described) != len(rows):
+        return None
+    count, hidden = (1, first.numel()) if flat else (described[0].count, first.size(-1))
+    config = launch_config(kernel, hidden, first.dtype)
+    tile_size = config.rows * config.block
+    cols = tile_size if flat else min(config.block, triton.next_power_of_2(hidden))
+    tile_rows = 1 if flat else tile_size // cols
+    return Tiling(
+        grid=(triton.cdiv(hidden, cols),) if flat else (triton.cdiv(count, tile_rows), triton.cdiv(hidden, cols)),
+        count=count,
+        hidden=hidden,
+        rows=tuple(_arguments(r) for r in described) or (_FLAT_ROWS,) * len(tensors),
+        meta={
+            "FLAT": flat,
+            "EVEN": hidden % cols == 0 and count % tile_rows == 0,
+            "ROWS": tile_rows,
+            "COLS": cols,
+            "num_warps": config.num_warps,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """`tensor` itself where its elements lie in rows, else a contiguous copy."""
+    return tensor if rows_of(tensor) is not None else tensor.contiguous()
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device_of(tensor) if torch.cuda.is_available() else nullcontext()
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether element i of memory is the same element of every tensor, and there are no gaps."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    stride = tensors[0].stride()
+    return _is_dense(tensors[0]) and all(tensor.stride() == stride for tensor in tensors)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _arguments(rows: Rows) -> tuple[int, int, int, int, int]:
+    return (*rows.sizes, *rows.strides)

@@ -1,0 +1,301 @@
+"""An activation's derivative in 2, 3, 4 or 8 bits an element, and the gradient taken from them.
+
+    forward   code[i] = a small number that stands for f'(z[i])          backward   dz[i] = dh[i] * levels[code[i]]
+
+The forward value stays exact and z need not be kept; the gradient is approximate. Two families of codes:
+
+- Step codes (2 and 3 bits): the number of thresholds below z. f' is taken as a step function of z.
+- Value codes (4 and 8 bits): the nearest of equally spaced levels to f'(z), or, stochastic, one of the two around it
+  with an expectation of f'(z).
+
+Here are the codes, their packing and the reference in PyTorch. The thresholds and levels are those that
+`memopt.kernels.derivative_codes.fit` found (codes.json), but for the published ones below. Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopt.errors import MemoptError
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.base.autograd import autocast_as
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.base.device import runs_triton
+
+Elementwise = Callable[[Tensor], Tensor]
+
+SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
+#: Elements that share one flag for NaN.
+FLAG_GROUP = 1024
+
+#: Kind -> name, slopes a and thresholds c of the published derivative sum_i a_i [z > c_i]: arXiv 2406.16282 (ReGELU2,
+#: ReSiLU2). quick_gelu(z) = silu(1.702 z) / 1.702 has the slopes of SiLU and thresholds of c / 1.702.
+PUBLISHED: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
+    "gelu_erf": (
+        "ReGELU2",
+        (-0.04922261145617846, 1.0979632065417297, -0.048740595085551286),
+        (-3.1858810036855245, -0.001178821281161997, 3.190832613414926),
+    ),
+    "silu": (
+        "ReSiLU2",
+        (-0.04060357190528599, 1.080925428529668, -0.040321856624382146),
+        (-6.3050461001646445, -0.0008684942046214787, 6.325815242089708),
+    ),
+}
+PUBLISHED["quick_gelu"] = (*PUBLISHED["silu"][:2], tuple(c / 1.702 for c in PUBLISHED["silu"][2]))
+
+
+class CodeError(MemoptError, ValueError):
+    """There is no such code of this activation."""
+
+
+@dataclass(frozen=True)
+class DerivativeCode:
+    """What the codes of one activation mean."""
+
+    name: str
+    kind: str
+    """The key of `formulas.ACTIVATIONS`, or "other"."""
+    bits: int
+    """1, 2, 3, 4 or 8."""
+    thresholds: tuple[float, ...]
+    """Of a step code, rising; empty for a value code."""
+    levels: tuple[float, ...]
+    """The 2**bits values of the derivative, by code. Those of a value code are equally spaced and exact in fp32."""
+    stochastic: bool = False
+    error: float = math.nan
+    """Relative RMS error of the derivative for z ~ N(0, 1)."""
+    function: Elementwise | None = field(default=None, repr=False)
+    """The activation, where `kind` is "other"."""
+
+    @property
+    def step(self) -> float:
+        """Distance of a value code's levels."""
+        return self.levels[1] - self.levels[0]
+
+    def code_bytes(self, elements: int) -> int:
+        """Bytes of the packed codes, without the flags."""
+        return -(-elements * self.bits // 8)
+
+    def packed_bytes(self, elements: int) -> int:
+        """Bytes that :func:`encode` gives for so many elements."""
+        return self.code_bytes(elements) - (-elements // FLAG_GROUP)
+
+
+#: ReLU's derivative is one bit of its input, or of its output: this code is exact.
+RELU_MASK = DerivativeCode("mask", "relu", 1, thresholds=(0.0,), levels=(0.0, 1.0), error=0.0)
+
+
+def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
+    """The codes of f'(z), packed.
+
+    Args:
+        z: any shape and strides; fp16, bf16, fp32 or fp64.
+        seed: of a stochastic code; any integer, modulo 2**64.
+
+    Returns:
+        uint8, one dimension: ceil(n * bits / 8) bytes of codes, in which the code of element i (in logical order)
+        begins at bit i * bits, low bits first, then ceil(n / 1024) flags: 1 where one of these 1024 elements is NaN
+        (value codes: where its derivative is not finite).
+    """
+    if runs_triton(z) and (code.thresholds or code.kind in ACTIVATIONS):
+        from memopt.kernels.derivative_codes.codes_triton import launch_encode
+
+        return launch_encode(z, code, seed)
+    with torch.no_grad():
+        return _encode(z.reshape(-1), code, seed)
+
+
+def apply_code(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
+    """dh * f'(z), where `packed` is what :func:`encode` gave for z.
+
+    Args:
+        dh: shaped like z; any strides.
+
+    Returns:
+        Contiguous, with the shape and dtype of dh. Computed in fp32 (fp64 for fp64 dh) and rounded once. All elements
+        that share a flag which is set are NaN.
+
+    Raises:
+        ValueError: `packed` does not hold the codes of so many elements.
+    """
+    if packed.numel() != code.packed_bytes(dh.numel()):
+        raise ValueError(
+            f"{code.packed_bytes(dh.numel())} bytes hold the {code.bits}-bit codes of {dh.numel()} elements, "
+            f"not {packed.numel()}. Pass the tensor that encode() gave for an activation of the gradient's shape."
+        )
+    if runs_triton(dh):
+        from memopt.kernels.derivative_codes.codes_triton import launch_apply
+
+        return launch_apply(dh, packed, code)
+    with torch.no_grad():
+        return _apply(dh.reshape(-1), packed, code).view(dh.shape)
+
+
+@functools.cache
+def derivative_code(kind: str, scheme: str) -> DerivativeCode:
+    """The code of a known activation.
+
+    Args:
+        kind: a key of `formulas.ACTIVATIONS` whose derivative is continuous, or nearly.
+        scheme: one of :data:`SCHEMES`.
+
+    Raises:
+        CodeError: the scheme is unknown, or this kind has no code of that scheme.
+    """
+    _require_scheme(scheme)
+    fitted = _fitted()
+    found = fitted.get(kind, {}).get(scheme)
+    if found is None:
+        known = ", ".join(sorted(kind for kind, schemes in fitted.items() if scheme in schemes))
+        raise CodeError(f"The derivative of {kind!r} has no {scheme} code.", f"Kinds that have one: {known}.")
+    if scheme == "published":
+        return published_code(kind, found["error"])
+    return DerivativeCode(scheme, kind, *_meaning(found, scheme), "stochastic" in scheme, found["error"])
+
+
+def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
+    """The code of any smooth activation, fitted now (about a second). Keep what it returns.
+
+    Args:
+        function: elementwise, without randomness, differentiable by autograd in fp64; its derivative has a limit on
+            either side.
+        scheme: one of :data:`SCHEMES` but "published".
+
+    Raises:
+        CodeError: the scheme is unknown or belongs to known activations, or the derivative has no limits.
+    """
+    from memopt.kernels.derivative_codes.fit import fit
+
+    _require_scheme(scheme)
+    if scheme == "published":
+        raise CodeError("The published codes are those of GELU and SiLU.", "Use derivative_code() or another scheme.")
+    found = fit(function, scheme)
+    return DerivativeCode(scheme, "other", *_meaning(found, scheme), "stochastic" in scheme, found["error"], function)
+
+
+def published_code(kind: str, error: float = math.nan) -> DerivativeCode:
+    """The published 2-bit code of a key of :data:`PUBLISHED`."""
+    name, slopes, thresholds = PUBLISHED[kind]
+    return DerivativeCode(name, kind, 2, thresholds, (0.0, *itertools.accumulate(slopes)), error=error)
+
+
+def derivative(function: Elementwise, z: Tensor) -> Tensor:
+    """f'(z) by autograd, shaped like z."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(function(z).sum(), z)
+    return slope
+
+
+def bits_of(scheme: str) -> int:
+    return int(scheme[0])
+
+
+def _require_scheme(scheme: str) -> None:
+    if scheme not in SCHEMES:
+        raise CodeError(f"There is no code named {scheme!r}.", f"Codes: {', '.join(SCHEMES)}.")
+
+
+@functools.cache
+def _fitted() -> dict[str, dict[str, Any]]:
+    text = resources.files("memopt.kernels.derivative_codes").joinpath("codes.json").read_text()
+    codes: dict[str, dict[str, Any]] = json.loads(text)["codes"]
+    return codes
+
+
+def _meaning(found: dict[str, Any], scheme: str) -> tuple[int, tuple[float, ...], tuple[float, ...]]:
+    """bits, thresholds and levels of an entry of codes.json."""
+    bits = bits_of(scheme)
+    if "thresholds" in found:
+        return bits, tuple(found["thresholds"]), tuple(found["levels"])
+    return bits, (), tuple(found["low"] + i * found["step"] for i in range(2**bits))
+
+
+# --- reference -------------------------------------------------------------------------------------------------------
+
+
+def _encode(z: Tensor, code: DerivativeCode, seed: int) -> Tensor:
+    z = z if z.dtype == torch.float64 else z.float()
+    if code.thresholds:
+        codes = torch.zeros_like(z, dtype=torch.uint8)
+        for threshold in code.thresholds:
+            codes += z > (threshold if z.dtype == torch.float64 else fp32_below(threshold))
+        flagged = z.isnan()
+    else:
+        slope = _slope(z, code)
+        flagged = ~slope.isfinite()
+        codes = _nearest(slope.masked_fill(flagged, code.levels[0]), code, seed)
+    groups = _padded(flagged, FLAG_GROUP).view(-1, FLAG_GROUP)
+    return torch.cat([_pack(codes, code.bits)[: code.code_bytes(z.numel())], groups.any(1).to(torch.uint8)])
+
+
+def _slope(z: Tensor, code: DerivativeCode) -> Tensor:
+    with autocast_as(None, z):
+        if code.kind in GRADIENTS:
+            return GRADIENTS[code.kind](torch.ones_like(z), z)
+        assert code.function is not None
+        return derivative(code.function, z)
+
+
+def _nearest(slope: Tensor, code: DerivativeCode, seed: int) -> Tensor:
+    """Number of the level nearest to `slope`; stochastic: of one of the two around it."""
+    place = (slope - code.levels[0]) * (1 / code.step)
+    if code.stochastic:
+        below = place.floor()
+        # floor(place + u) without the rounding of the sum, which would favour the level above.
+        index = torch.arange(place.numel(), device=place.device)
+        number = below + (uniform(index, seed) < place - below)
+    else:
+        number = (place + 0.5).floor()
+    return number.clamp(0, len(code.levels) - 1).to(torch.uint8)
+
+
+def _apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
+    elements, code_bytes = dh.numel(), code.code_bytes(dh.numel())
+    precision = torch.float64 if dh.dtype == torch.float64 else torch.float32
+    levels = torch.tensor(code.levels, dtype=precision, device=dh.device)
+    codes = _unpack(packed[:code_bytes], code.bits)[:elements]
+    flagged = packed[code_bytes:].bool().repeat_interleave(FLAG_GROUP)[:elements]
+    slope = levels[codes.int()].masked_fill(flagged, math.nan)
+    return (dh.to(precision) * slope).to(dh.dtype)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Eight codes make `bits` bytes; what is missing at the end counts as 0."""
+    eights = _padded(codes, 8).view(-1, 8)
+    words = torch.zeros(len(eights), dtype=torch.int64, device=codes.device)
+    for i in range(8):
+        words |= eights[:, i].long() << bits * i
+    return torch.stack([(words >> 8 * i & 0xFF).to(torch.uint8) for i in range(bits)], 1).view(-1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    eights = _padded(packed, bits).view(-1, bits)
+    words = torch.zeros(len(eights), dtype=torch.int64, device=packed.device)
+    for i in range(bits):
+        words |= eights[:, i].long() << 8 * i
+    return torch.stack([(words >> bits * i & 2**bits - 1).to(torch.uint8) for i in range(8)], 1).view(-1)
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, -tensor.numel() % multiple))
+
+
+def fp32_below(value: float) -> float:
+    """The largest fp32 number that is not above `value`: z > value and z > this are the same for every fp32 z."""
+    nearest = np.float32(value)
+    if float(nearest) > value:
+        nearest = np.nextafter(nearest, np.float32(-math.inf))
+    return float(nearest)

@@ -1,0 +1,256 @@
+"""Finds the thresholds and levels of the codes of an activation's derivative.
+
+    python -m memopt.kernels.derivative_codes.fit            write codes.json beside this file
+    python -m memopt.kernels.derivative_codes.fit --check    exit 1 where codes.json is not what this finds
+
+A step code minimises the integral of (f' - its steps)**2 over the whole line, with the outer levels at the limits of
+f' so that the integral is finite. Dynamic programming on a grid finds the best segments. Newton's method then solves
+what holds at a minimum: f' at a threshold is the mean of the levels beside it, and a level is the mean of f' over its
+segment, (f(b) - f(a)) / (b - a). A value code's levels run from the minimum to the maximum of f'. All in fp64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.kernels.derivative_codes.codes import (
+    PUBLISHED,
+    SCHEMES,
+    CodeError,
+    Elementwise,
+    bits_of,
+    derivative,
+    published_code,
+)
+
+SHIPPED = Path(__file__).with_name("codes.json")
+#: The kinds with a continuous derivative that goes from one limit to another. That of tanh and sigmoid comes back to
+#: the same one: of its best steps there are two sets, each the other's mirror image.
+KINDS = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "elu")
+TOLERANCE = 1e-9
+
+_CELLS = 1600
+_DECIMALS = 12
+#: Where the derivative is taken for its limit.
+_FAR = 64.0
+_NORMAL_RANGE, _NORMAL_POINTS = 10.0, 2**20 + 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where codes.json differs")
+    arguments = parser.parse_args(argv)
+    codes = {kind: {scheme: _entry(kind, scheme) for scheme in _schemes_of(kind)} for kind in KINDS}
+    if not arguments.check:
+        SHIPPED.write_text(_document(codes))
+        return 0
+    lines = list(differences(json.loads(SHIPPED.read_text())["codes"], codes))
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0
+
+
+def fit(function: Elementwise, scheme: str) -> dict[str, Any]:
+    """The code of `function`: "thresholds", "levels" and "error" of a step code, "low", "step" and "error" of a value
+    code (level i is low + i * step).
+
+    Raises:
+        CodeError: the derivative of `function` has no limit on either side.
+    """
+    bits = bits_of(scheme)
+    if bits <= 3:
+        thresholds, levels = _fit_steps(function, bits)
+        rounded = ([round(x, _DECIMALS) + 0.0 for x in numbers] for numbers in (thresholds.tolist(), levels.tolist()))
+        found: dict[str, Any] = dict(zip(("thresholds", "levels"), rounded, strict=True))
+        error = step_error(function, found["thresholds"], found["levels"])
+    else:
+        low, step = _fit_values(function, bits)
+        found = {"low": low, "step": step}
+        error = _value_error(function, low, step, 2**bits, stochastic="stochastic" in scheme)
+    return {**found, "error": round(error, _DECIMALS)}
+
+
+def step_error(function: Elementwise, thresholds: list[float], levels: list[float]) -> float:
+    """RMS(steps - f') / RMS(f') for z ~ N(0, 1)."""
+    z, weight = _normal()
+    slope = derivative(function, z)
+    # Number of thresholds strictly below z.
+    codes = torch.bucketize(z, torch.tensor(thresholds, dtype=z.dtype))
+    squares = (torch.tensor(levels, dtype=z.dtype)[codes] - slope).square()
+    return math.sqrt((weight @ squares).item() / (weight @ slope.square()).item())
+
+
+def differences(shipped: Any, found: Any, where: str = "codes.json") -> Iterator[str]:
+    """One sentence for everything in which two documents differ by more than 1e-9."""
+    if isinstance(found, dict) and isinstance(shipped, dict) and found.keys() == shipped.keys():
+        for key, value in found.items():
+            yield from differences(shipped[key], value, f"{where}, {key}")
+    elif isinstance(found, list) and isinstance(shipped, list) and len(found) == len(shipped):
+        for i, value in enumerate(found):
+            yield from differences(shipped[i], value, f"{where}[{i}]")
+    elif not (isinstance(found, float) and isinstance(shipped, float) and abs(found - shipped) <= TOLERANCE):
+        yield f"{where}: {shipped!r} is there, {found!r} is found."
+
+
+def _schemes_of(kind: str) -> tuple[str, ...]:
+    return SCHEMES if kind in PUBLISHED else SCHEMES[1:]
+
+
+def _entry(kind: str, scheme: str) -> dict[str, Any]:
+    if scheme != "published":
+        return fit(ACTIVATIONS[kind], scheme)
+    code = published_code(kind)
+    return {"error": round(step_error(ACTIVATIONS[kind], list(code.thresholds), list(code.levels)), _DECIMALS)}
+
+
+# --- step codes ------------------------------------------------------------------------------------------------------
+
+
+def _fit_steps(function: Elementwise, bits: int) -> tuple[Tensor, Tensor]:
+    limits = _limits(function)
+    edges = torch.linspace(-1, 1, _CELLS + 1, dtype=torch.float64) * _reach(function, limits)
+    coarse = edges[_best_edges(function, edges, limits, 2**bits)]
+    fine = _polished(function, coarse, limits)
+    return fine, _levels(function, fine, limits)
+
+
+def _limits(function: Elementwise) -> tuple[float, float]:
+    """f' at minus and plus infinity."""
+    far = torch.tensor([-_FAR, -0.75 * _FAR, 0.75 * _FAR, _FAR], dtype=torch.float64)
+    low, nearly_low, nearly_high, high = derivative(function, far).tolist()
+    if not (abs(low - nearly_low) < 1e-6 and abs(high - nearly_high) < 1e-6):  # also where one is NaN
+        raise CodeError(
+            f"The derivative of this activation has no limit: it is {low:g} at {-_FAR:g} and {high:g} at {_FAR:g}, and "
+            f"{nearly_low:g} and {nearly_high:g} a quarter nearer to 0.",
+            "Codes are for activations that become straight lines on either side; keep its input instead.",
+        )
+    return low, high
+
+
+def _reach(function: Elementwise, limits: tuple[float, float]) -> float:
+    """How far from 0 the derivative still differs from its limits."""
+    for reach in (8.0, 16.0, 32.0):
+        ends = derivative(function, torch.tensor([-reach, reach], dtype=torch.float64)).tolist()
+        if all(abs(end - limit) < 1e-3 for end, limit in zip(ends, limits, strict=True)):
+            return reach
+    return _FAR
+
+
+def _best_edges(function: Elementwise, edges: Tensor, limits: tuple[float, float], count: int) -> Tensor:
+    """The count - 1 edges between the `count` segments with the least sum of squares, the outer ones at the limits."""
+    slope = derivative(function, (edges[1:] + edges[:-1]) / 2)
+
+    def up_to(values: Tensor) -> Tensor:
+        return torch.cat([values.new_zeros(1), values.cumsum(0)])
+
+    sums, squares = up_to(slope), up_to(slope.square())
+    index = torch.arange(len(edges))
+    cells = (index[None, :] - index[:, None]).double()
+    # From edge i (row) to edge j (column), with the mean as the level.
+    cost = squares[None, :] - squares[:, None] - (sums[None, :] - sums[:, None]).square() / cells
+    cost.masked_fill_(cells <= 0, math.inf)
+    left, right = (up_to((slope - limit).square()) for limit in limits)
+    best, previous = left, []
+    for _ in range(count - 2):
+        best, chosen = (best[:, None] + cost).min(0)
+        previous.append(chosen)
+    path = [int((best + right[-1] - right).argmin())]
+    for chosen in reversed(previous):
+        path.append(int(chosen[path[-1]]))
+    return torch.tensor(path[::-1])
+
+
+def _polished(function: Elementwise, coarse: Tensor, limits: tuple[float, float]) -> Tensor:
+    """The thresholds at which the conditions of a minimum hold, near the `coarse` ones; those where f' has a jump or a
+    kink there, which Newton's method does not get past."""
+
+    def residual(thresholds: Tensor) -> Tensor:
+        levels = _levels(function, thresholds, limits)
+        return derivative(function, thresholds) - (levels[..., 1:] + levels[..., :-1]) / 2
+
+    thresholds, shift = coarse, 1e-5 * torch.eye(len(coarse), dtype=torch.float64)
+    for _ in range(20):
+        # Row i: how everything changes with threshold i.
+        jacobian = (residual(thresholds + shift) - residual(thresholds - shift)) / 2e-5
+        step, info = torch.linalg.solve_ex(jacobian.T, residual(thresholds))
+        if info:
+            return coarse
+        thresholds = thresholds - step
+    near = (thresholds - coarse).abs().max() < 0.25 and (thresholds.diff() > 0).all()
+    return thresholds if near and residual(thresholds).abs().max() < 1e-11 else coarse
+
+
+def _levels(function: Elementwise, thresholds: Tensor, limits: tuple[float, float]) -> Tensor:
+    """The means of f' between thresholds (last dimension), with the limits around them."""
+    low, high = (torch.full_like(thresholds[..., :1], limit) for limit in limits)
+    return torch.cat([low, function(thresholds).diff() / thresholds.diff(), high], -1)
+
+
+# --- value codes -----------------------------------------------------------------------------------------------------
+
+
+def _fit_values(function: Elementwise, bits: int) -> tuple[float, float]:
+    """The lowest level and the distance of 2**bits levels that span the values of f'.
+
+    Both are multiples of a power of two that is small (2**-22 for values up to 2) and large enough for every level to
+    be exact in fp32: level i is low + i * step without a table and without a rounding.
+    """
+    _limits(function)
+    least, most = -_greatest(lambda z: -derivative(function, z)), _greatest(lambda z: derivative(function, z))
+    unit = 2.0 ** (math.frexp(max(abs(least), abs(most)))[1] - 23)
+    low = math.floor(least / unit + 1e-3) * unit
+    step = math.ceil((most - low) / (2**bits - 1) / unit - 1e-3) * unit
+    return low, step
+
+
+def _greatest(slope: Elementwise) -> float:
+    z = torch.linspace(-_FAR, _FAR, 2**16 + 1, dtype=torch.float64)
+    for _ in range(4):
+        values = slope(z)
+        peak, width = z[values.argmax()].item(), (z[1] - z[0]).item()
+        z = torch.linspace(peak - width, peak + width, 1001, dtype=torch.float64).clamp(-_FAR, _FAR)
+    return values.max().item()
+
+
+def _value_error(function: Elementwise, low: float, step: float, count: int, *, stochastic: bool) -> float:
+    """RMS(level - f') / RMS(f') for z ~ N(0, 1); that of a stochastic code counts its variance."""
+    z, weight = _normal()
+    slope = derivative(function, z)
+    place = (slope - low) / step
+    if stochastic:
+        above = place - place.floor()
+        squares = above * (1 - above)
+    else:
+        squares = (place - (place + 0.5).floor().clamp(0, count - 1)).square()
+    return step * math.sqrt((weight @ squares).item() / (weight @ slope.square()).item())
+
+
+def _normal() -> tuple[Tensor, Tensor]:
+    """Points, and the weight of each under N(0, 1)."""
+    z = torch.linspace(-_NORMAL_RANGE, _NORMAL_RANGE, _NORMAL_POINTS, dtype=torch.float64)
+    weight = (-0.5 * z.square()).exp()
+    return z, weight / weight.sum()
+
+
+def _document(codes: dict[str, dict[str, Any]]) -> str:
+    """JSON with one code a line."""
+    kinds = []
+    for kind, schemes in codes.items():
+        lines = ",\n".join(f"      {json.dumps(scheme)}: {json.dumps(entry)}" for scheme, entry in schemes.items())
+        kinds.append(f"    {json.dumps(kind)}: {{\n{lines}\n    }}")
+    made = json.dumps({"made": "python -m memopt.kernels.derivative_codes.fit"})[1:-1]
+    return f'{{\n  {made},\n  "codes": {{\n' + ",\n".join(kinds) + "\n  }\n}\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

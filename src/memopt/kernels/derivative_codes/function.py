@@ -1,0 +1,130 @@
+"""An elementwise activation that keeps a few bits an element: a code of the derivative.
+
+    forward   h = f(z), exact          backward   dz = level(code(z)) * dh
+
+The codes are those of `memopt.kernels.derivative_codes.codes`. `coded_activation` keeps the code from the start;
+`CodableFunction` keeps
+z in a slot that may exchange it for the code (`memopt.saved.codable`), and differentiates exactly while it has z.
+`MaskableReluFunction` keeps h in such a slot, as a stock ReLU does, or its mask, which is exact.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation.function import differentiate, remade
+from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
+from memopt.kernels.base.counter import draw_seed
+from memopt.kernels.derivative_codes.codes import RELU_MASK, DerivativeCode, apply_code, encode
+from memopt.recompute_rules import RULES, Rule, recomputable
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+class Slot(Protocol):
+    """Where the input of an activation is kept."""
+
+    is_coded: bool
+
+
+def encode_anew(z: Tensor, code: DerivativeCode) -> Tensor:
+    """`encode` with a seed of its own, where the code rounds at random."""
+    return encode(z, code, draw_seed() if code.stochastic else 0)
+
+
+def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
+    """function(z), keeping code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
+
+    Args:
+        z: any shape, floating point.
+        function: elementwise, without parameters and without randomness.
+        code: of the derivative of `function`.
+
+    Returns:
+        The value of function(z), with its shape and dtype.
+    """
+    h: Tensor = CodedFunction.apply(z, function, code)  # type: ignore[no-untyped-call]
+    return h
+
+
+class CodedFunction(torch.autograd.Function):
+    """Keeps the code."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
+        ctx.code, ctx.dtype = code, z.dtype
+        ctx.save_for_backward(encode_anew(z, code))
+        return function(z)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
+        refuse_double_backward()
+        (packed,) = ctx.saved_tensors
+        return apply_code(dh, packed, ctx.code).to(ctx.dtype), None, None
+
+
+class CodableFunction(torch.autograd.Function):
+    """Keeps z; in backward it finds z or, if its slot says so, the code."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: Slot | None) -> Tensor:
+        ctx.function, ctx.code, ctx.dtype = function, code, z.dtype
+        # Autograd owns the slot, and lets it go after backward, however long the graph stays.
+        ctx.slot = None if slot is None else weakref.ref(slot)
+        ctx.autocast = autocast_dtype(z)
+        ctx.save_for_backward(z)
+        return function(z)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None, None]:
+        refuse_double_backward()
+        (kept,) = ctx.saved_tensors
+        if _is_coded(ctx):
+            return apply_code(dh, kept, ctx.code).to(ctx.dtype), None, None, None
+        return differentiate(ctx.function, kept, dh, ctx.autocast), None, None, None
+
+
+def _is_coded(node: Any) -> bool:
+    slot = None if node.slot is None else node.slot()
+    return slot is not None and slot.is_coded
+
+
+@recomputable("CodableFunctionBackward", "activation", lambda node: hasattr(node, "slot") and not _is_coded(node))
+def _output(node: Any) -> Tensor:
+    (z,) = node.saved_tensors
+    return remade(node.function, z, node.autocast)
+
+
+class MaskableReluFunction(torch.autograd.Function):
+    """Keeps h; in backward it finds h or, if its slot says so, one bit for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, slot: Slot | None) -> Tensor:
+        ctx.slot = None if slot is None else weakref.ref(slot)
+        h = torch.relu(z)
+        ctx.save_for_backward(h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        refuse_double_backward()
+        (kept,) = ctx.saved_tensors
+        if _is_coded(ctx):
+            return apply_code(dh, kept, RELU_MASK), None
+        dz: Tensor = torch.ops.aten.threshold_backward(dh, kept, 0)
+        return dz, None
+
+
+def _kept_output(node: Any) -> Tensor:
+    h: Tensor = node.saved_tensors[0]
+    return h
+
+
+RULES["MaskableReluFunctionBackward"] = Rule(
+    _kept_output, lambda node: hasattr(node, "slot") and not _is_coded(node), "activation", of_copies_only=True
+)

@@ -1,0 +1,120 @@
+"""Dropout that keeps its seed instead of its mask, and whose output can be made again.
+
+    forward   y_i = x_i * m_i          backward   dx_i = dy_i * m_i
+    m_i = 1 / (1 - p)  where uniform(i, seed) >= p,  else 0
+
+i is the element's index in logical order and `uniform` that of `memopt.kernels.base.counter`, so the mask is a
+function of
+the seed, and of nothing that would have to be kept. A product of a mask and a tensor that can be made again can itself
+be made again: a dropped-out copy of an activation's, a norm's or a softmax's output is a handle inside a
+`memopt.saved.RecomputeScope` (`memopt.saved.copies`).
+
+Products are rounded as by PyTorch's own dropout with that mask: on a CPU 1 / (1 - p) is rounded to the dtype of x
+first, elsewhere to fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.base.device import runs_triton
+
+#: Elements whose random numbers the reference draws at a time: few enough for a cache.
+_CHUNK = 2**18
+
+
+class Mask(NamedTuple):
+    """What every element of a tensor is multiplied by. Equal masks multiply equal tensors alike, on any device."""
+
+    seed: int
+    p: float
+    scale: float
+    """1 / (1 - p) as the forward rounded it; 0 for p = 1."""
+
+    @property
+    def threshold(self) -> float:
+        """Random numbers below it drop: p itself for multiples of 2**-24, and exact in fp32."""
+        return math.ceil(self.p * 2**24) * 2.0**-24
+
+    def on(self, x: Tensor) -> Tensor:
+        """x times the mask: the same shape and dtype, rounded once; nothing is recorded for autograd."""
+        if runs_triton(x):
+            from memopt.kernels.dropout.function_triton import launch_dropout
+
+            return launch_dropout(x, self.seed, self.threshold, self.scale)
+        with torch.no_grad():
+            return _dropped_out(x, self)
+
+
+def seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
+    """Dropout of the elements of `x`, keeping no tensor for backward.
+
+    An element is kept with probability 1 - p (to 2**-24). As in PyTorch, a NaN or an infinity that is dropped is NaN.
+
+    Args:
+        x: any shape and strides, floating point.
+        p: probability of dropping an element, in [0, 1].
+        seed: any integer, modulo 2**64; the same one gives the same mask for the same shape.
+
+    Returns:
+        The shape, dtype and (where it is dense) strides of x. It can be differentiated twice.
+
+    Raises:
+        ValueError: p is outside of [0, 1], or x is not floating point.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"the probability must be between 0 and 1, not {p!r}")
+    if not x.is_floating_point():
+        raise ValueError(f"dropout is for floating-point tensors, not {x.dtype}")
+    mask = Mask(seed, float(p), _scale(float(p), x.dtype, x.device.type))
+    y: Tensor = SeededDropoutFunction.apply(x, mask)  # type: ignore[no-untyped-call]
+    return y
+
+
+class SeededDropoutFunction(torch.autograd.Function):
+    """Keeps the numbers of its mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Mask) -> Tensor:
+        ctx.mask = mask
+        # The output may be made again from what x was made from only if x was still that when it was read.
+        ctx.read_unchanged = x.requires_grad and x._version == 0
+        return mask.on(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        # Linear in dy, by the same mask: so it is its own derivative's derivative.
+        return SeededDropoutFunction.apply(dy, ctx.mask), None  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=256)
+def _scale(p: float, dtype: torch.dtype, device: str) -> float:
+    """1 / (1 - p) in the precision in which PyTorch's dropout has it on a `device` of this type."""
+    if p == 1:
+        return 0.0
+    if device != "cpu" and dtype != torch.float64:
+        dtype = torch.float32
+    with no_dispatch():  # a number, also where tensors are traced without any
+        return float(torch.ones((), dtype=dtype).div_(1 - p))
+
+
+def _dropped_out(x: Tensor, mask: Mask) -> Tensor:
+    if x.is_meta or isinstance(x, FakeTensor):
+        return torch.empty_like(x)
+    precision = torch.float64 if x.dtype == torch.float64 else torch.float32
+    factors = torch.zeros(x.shape, dtype=precision, device=x.device)
+    flat = factors.view(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        index = torch.arange(start, start + part.numel(), device=x.device)
+        part.masked_fill_(uniform(index, mask.seed) >= mask.threshold, mask.scale)
+    # Of the factors of 16-bit tensors each product is exact in fp32, or rounded as on a GPU.
+    return (x * factors).to(x.dtype)

@@ -1,0 +1,194 @@
+"""The product of a gated MLP, keeping gate and up only.
+
+    forward     h = f(gate) * up
+    backward    dgate = f'(gate) * up * dh,   dup = f(gate) * dh
+
+Stock modules keep gate, f(gate), up and h: four intermediates for every token. This operator keeps gate and up, and h
+can be made again from them: by itself for a reader that keeps a handle (`memopt.saved`), or in the same pass as dgate
+and dup for the linear behind it (`memopt.kernels.linear.function`). Where Triton runs, each pass is one kernel that
+computes in
+fp32 and rounds once; elsewhere it is the operations that autograd itself would run, rounding as the stock module does.
+
+Gate and up may be the two halves of one tensor (`*_fused`); then their gradients are written into the two halves of one
+tensor, and nothing is split or concatenated.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.kernels.base.autograd import autocast_as, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.linear.function import offer
+from memopt.recompute_rules import Node, recomputable
+
+
+def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """h = f(gate) * up, keeping gate and up; inside a `memopt.saved.RecomputeScope` readers keep a handle of h.
+
+    Args:
+        gate, up: (..., intermediate), floating point, of one shape; any strides.
+        kind: key of `formulas.ACTIVATIONS`.
+
+    Returns:
+        h in the dtype that gate and up promote to (under autocast too).
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    _check_shapes(gate, up)
+    return _product(gate, up, kind, True)
+
+
+def gated_product_fused(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
+    """:func:`gated_product` of the halves of `gate_up` (..., 2 * intermediate); gate is the first one or the second.
+
+    Raises:
+        ValueError: the last dimension is odd.
+    """
+    _check_halves(gate_up)
+    return _product(gate_up, None, kind, gate_first)
+
+
+# Below, `up` is None where `gate` holds both halves. `gate_first` says nothing where it does not.
+
+
+def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
+    if torch.compiler.is_compiling():
+        h: Tensor = product_op(gate, up, kind, gate_first)
+    else:
+        h = GatedProductFunction.apply(gate, up, kind, gate_first)  # type: ignore[no-untyped-call]
+        inputs = (gate,) if up is None else (gate, up)
+        offer(h, inputs, functools.partial(_differentiate, kind=kind, gate_first=gate_first))
+    return h
+
+
+def _differentiate(
+    dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str, gate_first: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    dgate, dup, h = _gradients(dh, inputs[0], inputs[1] if len(inputs) == 2 else None, kind, gate_first, remake=True)
+    assert h is not None
+    return ((dgate,) if dup is None else (dgate, dup)), h
+
+
+class GatedProductFunction(torch.autograd.Function):
+    """Keeps gate and up (or both in one)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
+        ctx.kind, ctx.gate_first, ctx.remakes_output = kind, gate_first, True
+        ctx.save_for_backward(gate, up)
+        return _value(gate, up, kind, gate_first)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        refuse_double_backward()
+        gate, up = ctx.saved_tensors
+        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, remake=False)
+        needs = ctx.needs_input_grad
+        return dgate if needs[0] else None, dup if needs[1] else None, None, None
+
+
+@recomputable("GatedProductFunctionBackward", "gated_mlp", lambda node: getattr(node, "remakes_output", False))
+def _output(node: Node) -> Tensor:
+    gate, up = node.saved_tensors
+    return _value(gate, up, node.kind, node.gate_first)
+
+
+def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
+    """h"""
+    gate, up = _halves(gate, up, gate_first)
+    if gate.dtype == up.dtype and runs_triton(gate, up):
+        from memopt.kernels.gated_mlp.function_triton import launch_forward
+
+        return launch_forward(gate, up, kind)
+    with autocast_as(None, gate):
+        return ACTIVATIONS[kind](gate) * up
+
+
+def _gradients(
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, remake: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dgate, dup (None where dgate holds both) and, with `remake`, h."""
+    z, factor = _halves(gate, up, gate_first)
+    if z.dtype == factor.dtype and runs_triton(dh, z, factor):
+        from memopt.kernels.gated_mlp.function_triton import launch_backward
+
+        if up is not None:
+            return launch_backward(dh, z, factor, kind, remake)
+        both = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        *_, h = launch_backward(dh, z, factor, kind, remake, _halves(both, None, gate_first))
+        return both, None, h
+    with autocast_as(None, z):
+        activated = ACTIVATIONS[kind](z)
+        dgate, dup = GRADIENTS[kind]((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
+        h = activated * factor if remake else None
+    return (dgate, dup, h) if up is not None else (torch.cat((dgate, dup) if gate_first else (dup, dgate), -1), None, h)
+
+
+def _halves(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, -1)
+    return (first, second) if gate_first else (second, first)
+
+
+def _check_shapes(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up have different shapes: {tuple(gate.shape)} and {tuple(up.shape)}")
+
+
+def _check_halves(gate_up: Tensor) -> None:
+    if gate_up.dim() == 0 or gate_up.size(-1) % 2:
+        raise ValueError(f"a tensor of shape {tuple(gate_up.shape)} has no two halves for gate and up")
+
+
+# What torch.compile and its kind see: the same functions as opaque operators, contiguous results.
+
+
+@torch.library.custom_op("memopt::gated_product", mutates_args=())
+def product_op(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
+    return _value(gate, up, kind, gate_first).contiguous()
+
+
+@torch.library.custom_op("memopt::gated_product_backward", mutates_args=())
+def product_backward_op(
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, remake: bool = False
+) -> list[Tensor]:
+    """dgate (both halves where up is None), dup (where it is not) and h (with `remake`)."""
+    return [t.contiguous() for t in _gradients(dh, gate, up, kind, gate_first, remake) if t is not None]
+
+
+@product_op.register_fake
+def _(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
+    gate, up = _halves(gate, up, gate_first)
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+@product_backward_op.register_fake
+def _(
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, remake: bool = False
+) -> list[Tensor]:
+    gradients = [t.new_empty(t.shape) for t in (gate, up) if t is not None]
+    gate, up = _halves(gate, up, gate_first)
+    h = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+    return [*gradients, h] if remake else gradients
+
+
+def _product_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.kind, ctx.gate_first = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _product_backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    gate, up = ctx.saved_tensors
+    dgate, *dup = product_backward_op(dh, gate, up, ctx.kind, ctx.gate_first)
+    return dgate, dup[0] if dup else None, None, None
+
+
+product_op.register_autograd(_product_backward, setup_context=_product_setup)

@@ -1,0 +1,261 @@
+"""Triton kernels of the MS-norms: forward, and the output made again. The backward is in `norm_backward_triton`.
+
+A program works on some rows by all their columns, held in registers. Rows that are longer than the tile of the launch
+table are walked through in a loop. Statistics are fp32 and never E[x^2] - E[x]^2, which cancels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memopt.kernels.base.launch import launch_config
+from memopt.kernels.base.rows import Rows, rows_of
+from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
+from memopt.kernels.norm.backward_triton import launch_backward
+from memopt.kernels.norm.reference import NormSpec
+
+__all__ = ["launch_affine", "launch_backward", "launch_forward"]
+
+
+def launch_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` (both (..., hidden)) and rstd (fp32, (..., 1)).
+
+    With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
+    sum. Without weight and bias y is None: the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps,
+    kind "layer" is contiguous.
+
+    Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
+    8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
+    longer than the tile are read a second time, mostly from the cache.
+    """
+    has_affine = weight is not None or bias is not None
+    x_hat = torch.empty_like(x, dtype=kept_dtype) if spec.kind == "rms" else x.new_empty(x.shape, dtype=kept_dtype)
+    source, target = rows_of(x), rows_of(x_hat)
+    if source is None or target is None:
+        packed = x.contiguous()
+        contiguous_y, contiguous_x_hat, rstd = launch_forward(packed, weight, bias, spec, dtype, kept_dtype, residual)
+        x_hat.copy_(contiguous_x_hat)
+        return (None if contiguous_y is None else _copy_like(x_hat, contiguous_y)), x_hat, rstd
+    y = torch.empty_like(x_hat, dtype=dtype) if has_affine else None
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if not x.numel():
+        return y, x_hat, rstd
+    hidden = x.size(-1)
+    config = launch_config("norm_forward", hidden, x.dtype)
+    residual = None if residual is None else in_rows(residual)
+    added = source if residual is None else rows_of(residual)
+    assert added is not None
+    arguments = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd, source.count, hidden, spec.eps)
+    strides = (*_arguments(source), *_arguments(added), *_arguments(target))
+    constants = _affine_options(weight, bias, spec, x.dtype) | {"RMS": spec.kind == "rms"}
+    with on_device_of(x):
+        if hidden <= config.block:
+            norm_forward_kernel[(triton.cdiv(source.count, config.rows),)](
+                *arguments, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
+                num_warps=config.num_warps,
+            )  # fmt: skip
+        else:
+            norm_long_forward_kernel[(source.count,)](
+                *arguments, *strides, **constants, BLOCK=config.block,
+                num_warps=config.num_warps,
+            )  # fmt: skip
+    return y, x_hat, rstd
+
+
+def launch_affine(
+    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """y = (offset + weight) * x_hat + bias in `dtype`, with the strides of x_hat where it has no gaps.
+
+    Moves x_hat in and y out, which is the floor: 4 bytes per element in 16-bit, 8 in fp32.
+    """
+    y = torch.empty_like(x_hat, dtype=dtype)
+    if not y.numel():
+        return y
+    source, target = rows_of(x_hat), rows_of(y)
+    if source is None or target is None:
+        return y.copy_(launch_affine(x_hat.contiguous(), weight, bias, spec, x_dtype, dtype))
+    hidden = x_hat.size(-1)
+    config = launch_config("norm_affine", hidden, x_hat.dtype)
+    with on_device_of(x_hat):
+        norm_affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
+            x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *_arguments(source), *_arguments(target),
+            **_affine_options(weight, bias, spec, x_dtype), ROWS=config.rows, BLOCK=config.block,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    count, hidden, eps,
+    x_n1, x_n2, x_s0, x_s1, x_s2,
+    r_n1, r_n2, r_s0, r_s1, r_s2,
+    y_n1, y_n2, y_s0, y_s1, y_s2,
+    RMS: tl.constexpr, OFFSET: tl.constexpr,
+    X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit into the tile: mean, then the mean square of what is left of x, from one read."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (col < hidden)
+    place = offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False)
+    r_place = offsets(row, col, r_n1, r_n2, r_s0, r_s1, r_s2, False)
+    x = read_sum(x_ptr, residual_ptr, place, r_place, inside)
+    if not RMS:
+        x = tl.where(inside, x - (tl.sum(x, axis=1) / hidden)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)[:, None]
+    x_hat = x * rstd
+    out = offsets(row, col, y_n1, y_n2, y_s0, y_s1, y_s2, False)
+    write(x_hat_ptr, out, x_hat, inside, False)
+    tl.store(rstd_ptr + row, rstd, mask=row < count)
+    if y_ptr is not None:
+        y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
+        write(y_ptr, out, y, inside, False)
+
+
+@triton.jit
+def norm_long_forward_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    count, hidden, eps,
+    x_n1, x_n2, x_s0, x_s1, x_s2,
+    r_n1, r_n2, r_s0, r_s1, r_s2,
+    y_n1, y_n2, y_s0, y_s1, y_s2,
+    RMS: tl.constexpr, OFFSET: tl.constexpr,
+    X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row in two passes: statistics, then the output.
+
+    Each lane keeps mean and sum of squared deviations of its own elements (Welford); they are merged once, at the end
+    of the first pass (Chan, Golub and LeVeque 1983).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    x_row = offsets(row, 0, x_n1, x_n2, x_s0, x_s1, x_s2, False)
+    r_row = offsets(row, 0, r_n1, r_n2, r_s0, r_s1, r_s2, False)
+    y_row = offsets(row, 0, y_n1, y_n2, y_s0, y_s1, y_s2, False)
+    lane_mean = tl.zeros([BLOCK], dtype=tl.float32)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, hidden, BLOCK):
+        col = start + lane
+        inside = col < hidden
+        x = read_sum(x_ptr, residual_ptr, x_row + col, r_row + col, inside)
+        if RMS:
+            squares += x * x
+        else:
+            deviation = tl.where(inside, x - lane_mean, 0.0)
+            lane_mean += deviation * (1.0 / (start // BLOCK + 1))
+            squares += deviation * (x - lane_mean)
+    mean = 0.0
+    if not RMS:
+        elements = ((hidden - 1 - lane) // BLOCK + 1).to(tl.float32)
+        mean = tl.sum(lane_mean * elements, axis=0) / hidden
+        squares += elements * (lane_mean - mean) * (lane_mean - mean)
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / hidden + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, hidden, BLOCK):
+        col = start + lane
+        inside = col < hidden
+        x_hat = (read_sum(x_ptr, residual_ptr, x_row + col, r_row + col, inside) - mean) * rstd
+        write(x_hat_ptr, y_row + col, x_hat, inside, False)
+        if y_ptr is not None:
+            y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
+            write(y_ptr, y_row + col, y, inside, False)
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_affine_kernel(  # type: ignore[no-untyped-def]
+    x_hat_ptr, weight_ptr, bias_ptr, y_ptr,
+    count, hidden,
+    x_n1, x_n2, x_s0, x_s1, x_s2,
+    y_n1, y_n2, y_s0, y_s1, y_s2,
+    OFFSET: tl.constexpr,
+    X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The output from the kept x_hat: one tile of rows and columns."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (row < count) & (col < hidden)
+    x_hat = read(x_hat_ptr, offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False), inside, False)
+    y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
+    write(y_ptr, offsets(row, col, y_n1, y_n2, y_s0, y_s1, y_s2, False), y, inside, False)
+
+
+@triton.jit
+def read_sum(x_ptr, residual_ptr, x_offset, residual_offset, inside):  # type: ignore[no-untyped-def]
+    """x, or x + residual as PyTorch's addition rounds it."""
+    x = read(x_ptr, x_offset, inside, False)
+    if residual_ptr is not None:
+        x = (x + read(residual_ptr, residual_offset, inside, False)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def scaled_and_shifted(  # type: ignore[no-untyped-def]
+    x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET: tl.constexpr,
+    X_HAT: tl.constexpr, SCALE: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """(offset + weight) * x_hat + bias, each step rounded to the dtype named for it."""
+    y = x_hat.to(X_HAT).to(tl.float32)
+    if weight_ptr is not None:
+        scale = read(weight_ptr, col, col < hidden, False)
+        if OFFSET:
+            scale = (scale + 1).to(SCALE).to(tl.float32)
+        y = (y * scale).to(PRODUCT).to(tl.float32)
+    if bias_ptr is not None:
+        y = (y + read(bias_ptr, col, col < hidden, False)).to(SUM).to(tl.float32)
+    return y
+
+
+_TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _affine_options(weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of :func:`scaled_and_shifted`, and the option of the launch that depends on them.
+
+    The dtypes are those that `memopt.kernels.norm.reference.affine` goes through.
+    """
+    x_hat = scale = product = total = torch.float32
+    if spec.cast == "before":
+        x_hat = x_dtype
+        scale = x_dtype if weight is None else weight.dtype
+        product = torch.promote_types(scale, x_dtype)
+        total = product if bias is None else torch.promote_types(product, bias.dtype)
+    return {
+        "OFFSET": spec.offset == 1,
+        "X_HAT": _TL_DTYPES[x_hat],
+        "SCALE": _TL_DTYPES[scale],
+        "PRODUCT": _TL_DTYPES[product],
+        "SUM": _TL_DTYPES[total],
+        # The compiler knows that a 16-bit product and sum can be one operation. That would leave a rounding out.
+        "enable_fp_fusion": bias is None or product == torch.float32,
+    }
+
+
+def _dense(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def _copy_like(layout: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(layout, dtype=tensor.dtype).copy_(tensor)
+
+
+def _arguments(rows: Rows) -> tuple[int, int, int, int, int]:
+    return (*rows.sizes, *rows.strides)

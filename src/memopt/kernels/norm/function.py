@@ -1,0 +1,154 @@
+"""MS-LayerNorm and MS-RMSNorm: norms whose backward uses their normalised output, with or without an affine.
+
+Kept for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
+input, which need not be made where it is a sum. Without an affine y is x_hat, one storage with what the next linear
+keeps. With one, y can be made again from x_hat, weight and bias, so whoever keeps y inside a
+`memopt.saved.RecomputeScope` keeps a handle.
+
+The formulas are in `norm_reference`, the Triton kernels in `norm_triton`, the choice between them in `norm_ops`.
+
+Source: LowMemoryBP, ICML 2024, arXiv 2406.16282 (MS-norms); keeping x_hat before the affine avoids the division by
+the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a weight is near zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.autograd import refuse_double_backward
+from memopt.kernels.norm import ops as norm_ops
+from memopt.kernels.norm.reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
+from memopt.recompute_rules import Node, recomputable
+
+__all__ = ["NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward", "normalize"]
+
+
+def ms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Norm over the last dimension that keeps x_hat and rstd for backward.
+
+    Args:
+        x: (..., hidden), floating point.
+        weight, bias: (hidden,) or None; without both, y is x_hat.
+        spec: family, eps, offset, casting order.
+        dtype: dtype of the result: x.dtype, or the autocast dtype where all readers are linears.
+        kept_dtype: dtype of the kept x_hat where it is not the result; `dtype` by default.
+
+    Returns:
+        y: (..., hidden) in `dtype`.
+    """
+    return _norm(x, None, weight, bias, spec, dtype, kept_dtype or dtype)
+
+
+def ms_norm_of_sum(
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``ms_norm(a + b, ...)``, rounding included; where Triton runs, the sum is not made.
+
+    Args:
+        a, b: (..., hidden), floating point, of one shape and dtype; any strides.
+
+    Raises:
+        ValueError: a and b differ in shape or dtype.
+    """
+    return _norm(a, b, weight, bias, spec, dtype, kept_dtype or dtype)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+) -> Tensor:
+    y: Tensor
+    bare = weight is None and bias is None
+    if torch.compiler.is_compiling():
+        if bare:
+            y, _ = norm_ops.ms_normalize(x, spec.kind, spec.eps, dtype, residual)
+        else:
+            options = (spec.kind, spec.eps, spec.offset, spec.cast, dtype, kept_dtype)
+            y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
+    elif bare:
+        y = NormalizeFunction.apply(x, spec, dtype, residual)  # type: ignore[no-untyped-call]
+    else:
+        y = NormFunction.apply(x, weight, bias, spec, dtype, kept_dtype, residual)  # type: ignore[no-untyped-call]
+    return y
+
+
+class NormalizeFunction(torch.autograd.Function):
+    """Norm without an affine: the output is the kept x_hat."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: NormSpec, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
+        _, x_hat, rstd = norm_ops.forward(x, None, None, spec, dtype, dtype, residual)
+        ctx.spec, ctx.x_dtype = spec, x.dtype
+        ctx.save_for_backward(x_hat, rstd)
+        return x_hat
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        x_hat, rstd = ctx.saved_tensors
+        dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.spec, (True, False, False), ctx.x_dtype)
+        x_needs, _, _, residual_needs = ctx.needs_input_grad
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None, None))
+
+
+class NormFunction(torch.autograd.Function):
+    """Norm with an affine: x_hat is kept, the output can be made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        spec: NormSpec,
+        dtype: torch.dtype,
+        kept_dtype: torch.dtype,
+        residual: Tensor | None,
+    ) -> Tensor | None:
+        y, x_hat, rstd = norm_ops.forward(x, weight, bias, spec, dtype, kept_dtype, residual)
+        ctx.spec, ctx.x_dtype, ctx.dtype, ctx.remakes_output = spec, x.dtype, dtype, True
+        # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
+        # output, in another shard unit, runs its backward first.
+        copies = [None if parameter is None else parameter.detach().clone() for parameter in (weight, bias)]
+        ctx.save_for_backward(x_hat, rstd, *copies)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        x_hat, rstd, weight, bias = ctx.saved_tensors
+        x_needs, weight_needs, bias_needs, *_, residual_needs = ctx.needs_input_grad
+        needs = (x_needs or residual_needs, weight_needs, bias_needs)
+        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.spec, needs, ctx.x_dtype)
+        of_parameters = (
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+        )
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None, None, None))
+
+
+@recomputable("NormFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
+def _output(node: Node) -> Tensor:
+    x_hat, _, weight, bias = node.saved_tensors
+    return norm_ops.remade_output(x_hat, weight, bias, node.spec, node.x_dtype, node.dtype)

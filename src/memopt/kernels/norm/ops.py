@@ -1,0 +1,239 @@
+"""The steps of an MS-norm on any device, and the same as operators that torch.compile, torch.export and others see.
+
+The plain functions choose between the Triton kernels and the reference. The operators ``torch.ops.memopt.ms_*`` are
+opaque to compilers: they run these functions, their fake kernels say what comes out, their backward is one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.norm.reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spec: NormSpec,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` and rstd. Without weight and bias y is None: the output is x_hat.
+
+    With a residual, in the shape and dtype of x, the norm is that of x + residual.
+    """
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            "a sum that is not made needs two tensors of one shape and dtype, not "
+            f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
+        )
+    if runs_triton(x, weight, bias, residual):
+        from memopt.kernels.norm.forward_triton import launch_forward
+
+        return launch_forward(x, weight, bias, spec, dtype, kept_dtype, residual)
+    if residual is not None:
+        x = x + residual
+    exact, rstd = normalize(x, spec)
+    y = None if weight is None and bias is None else affine(exact, weight, bias, spec, x.dtype, dtype)
+    return y, exact.to(kept_dtype), rstd
+
+
+def remade_output(
+    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """y from the kept x_hat."""
+    if runs_triton(x_hat, weight, bias):
+        from memopt.kernels.norm.forward_triton import launch_affine
+
+        return launch_affine(x_hat, weight, bias, spec, x_dtype, dtype)
+    return affine(x_hat, weight, bias, spec, x_dtype, dtype)
+
+
+def backward(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    spec: NormSpec,
+    needs: tuple[bool, bool, bool],
+    x_dtype: torch.dtype,
+) -> Gradients:
+    """dx in `x_dtype`, dweight and dbias in the dtype of rstd; None where not needed."""
+    if runs_triton(dy, x_hat, rstd, weight):
+        from memopt.kernels.norm.forward_triton import launch_backward
+
+        return launch_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype)
+    dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, spec, needs)
+    return (None if dx is None else dx.to(x_dtype)), dweight, dbias
+
+
+@torch.library.custom_op("memopt::ms_normalize", mutates_args=())
+def ms_normalize(
+    x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x_hat in `dtype` and rstd: the norm of x (+ residual) without an affine."""
+    _, x_hat, rstd = forward(x, None, None, _spec(kind, eps), dtype, dtype, residual)
+    return _promised(x, kind, x_hat), rstd.contiguous()
+
+
+@torch.library.custom_op("memopt::ms_norm", mutates_args=())
+def ms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    offset: int,
+    cast_order: str,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual) with a weight, a bias or both."""
+    y, x_hat, rstd = forward(x, weight, bias, _spec(kind, eps, offset, cast_order), dtype, kept_dtype, residual)
+    if y is None:
+        raise ValueError("memopt::ms_norm needs a weight or a bias; without them call memopt::ms_normalize.")
+    return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
+
+
+@torch.library.custom_op("memopt::ms_norm_backward", mutates_args=())
+def ms_norm_backward(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    offset: int,
+    needs: list[bool],
+    x_dtype: torch.dtype,
+) -> list[Tensor]:
+    """Those of dx, dweight and dbias that `needs` names, in this order."""
+    wanted = (needs[0], needs[1], needs[2])
+    dx, dweight, dbias = backward(dy, x_hat, rstd, weight, _spec(kind, 0.0, offset), wanted, x_dtype)
+    if dx is not None:
+        dx = _promised(x_hat, "rms", dx)
+    return [gradient for gradient in (dx, dweight, dbias) if gradient is not None]
+
+
+@ms_normalize.register_fake
+def _(x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _like(x, kind, dtype), _fake_rstd(x)
+
+
+@ms_norm.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    offset: int,
+    cast_order: str,
+    dtype: torch.dtype,
+    kept_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x, kind, dtype), _like(x, kind, kept_dtype), _fake_rstd(x)
+
+
+@ms_norm_backward.register_fake
+def _(
+    dy: Tensor,
+    x_hat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    kind: str,
+    offset: int,
+    needs: list[bool],
+    x_dtype: torch.dtype,
+) -> list[Tensor]:
+    dx = [_like(x_hat, "rms", x_dtype)] if needs[0] else []
+    return dx + [rstd.new_empty(x_hat.size(-1)) for need in needs[1:] if need]
+
+
+def _keep_normalized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.kind, *_ = inputs
+    x_hat, rstd = output
+    ctx.x_dtype = x.dtype
+    ctx.save_for_backward(x_hat, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_normalized(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    needs = _needs(ctx, 5)
+    dx = None
+    if dy is not None:
+        x_hat, rstd = ctx.saved_tensors
+        (dx,) = ms_norm_backward(dy, x_hat, rstd, None, ctx.kind, 0, [True, False, False], ctx.x_dtype)
+    return of_both_terms(dx, needs[0], needs[4], (None, None, None))[: len(ctx.needs_input_grad)]
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.kind, _, ctx.offset, *_ = inputs
+    _, x_hat, rstd = output
+    ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, weight, bias))
+    ctx.save_for_backward(x_hat, rstd, weight)
+    ctx.mark_non_differentiable(x_hat, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_norm(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    x_needs, weight_needs, bias_needs, residual_needs = (_needs(ctx, 10)[place] for place in (0, 1, 2, 9))
+    needs = [x_needs or residual_needs, weight_needs, bias_needs]
+    gradients: list[Tensor | None] = [None, None, None]
+    if dy is not None:
+        x_hat, rstd, weight = ctx.saved_tensors
+        made = iter(ms_norm_backward(dy, x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
+        gradients = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
+    dx, *of_parameters = gradients
+    return of_both_terms(dx, x_needs, residual_needs, (*of_parameters, *(None,) * 6))[: len(ctx.needs_input_grad)]
+
+
+def _needs(ctx: Any, arguments: int) -> tuple[bool, ...]:
+    """Which of the operator's arguments need a gradient. Compilers leave those out that were left at their default."""
+    given: tuple[bool, ...] = ctx.needs_input_grad
+    return given + (False,) * (arguments - len(given))
+
+
+ms_normalize.register_autograd(_differentiate_normalized, setup_context=_keep_normalized)
+ms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+
+
+def of_both_terms(
+    dx: Tensor | None, x_needs: bool, residual_needs: bool, between: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a norm of x + residual: one tensor for both terms, as the addition itself gives."""
+    return dx if x_needs else None, *between, dx if residual_needs else None
+
+
+def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:
+    # An operator's schema knows neither dataclasses nor literal types.
+    return NormSpec(
+        cast(Literal["rms", "layer"], kind),
+        eps,
+        cast(Literal[0, 1], offset),
+        cast(Literal["before", "after"], cast_order),
+    )
+
+
+def _like(x: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype) if kind == "rms" else x.new_empty(x.shape, dtype=dtype)
+
+
+def _fake_rstd(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+
+
+def _promised(x: Tensor, kind: str, result: Tensor) -> Tensor:
+    """`result` with the strides that the fake kernels promise."""
+    promised = _like(x, kind, result.dtype)
+    return result if result.stride() == promised.stride() else promised.copy_(result)

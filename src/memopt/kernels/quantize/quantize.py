@@ -1,0 +1,159 @@
+"""Group-wise 8-bit and 4-bit codes of a tensor, as saved activations are kept.
+
+    code = floor((x - low) / step + u)      low = min(x)
+       x ~ low + code * step                step = (max(x) - low) / (2**bits - 1)
+
+with one `low` and `step` for each group of 128 consecutive elements, so that an outlier costs its own group alone. u is
+uniform in [0, 1) (stochastic rounding: the decoded tensor is right on average, to within the arithmetic's own rounding)
+or 1/2 (nearest). The method is Mesa's (https://arxiv.org/abs/2111.11124), with the range of the very tensor in place of
+a running one, which a value can leave.
+
+The PyTorch reference here and the Triton kernels give the same bytes: each operation is rounded alike and in the same
+order. Which tensors are worth their codes, and the seeds, are for the caller to decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from memopt.kernels.base.counter import uniform
+from memopt.kernels.base.device import runs_triton
+
+#: Elements that share a minimum and a step.
+GROUP = 128
+#: Elements that the reference works on at a time. It needs some forty bytes for each.
+_CHUNK = 2**20
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A tensor as :func:`quantize` keeps it."""
+
+    codes: Tensor
+    """uint8, (ceil(numel * bits / 8),). With 4 bits, element i is in byte i // 2 at bits 4 * (i % 2)."""
+    scales: Tensor
+    """(ceil(numel / GROUP), 2): minimum and step of each group. fp32, and fp64 for an fp64 tensor."""
+    bits: int
+    numel: int
+    dtype: torch.dtype
+    """That of the original."""
+
+
+def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
+    """The codes of `x`.
+
+    A group that has a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), decodes to NaN altogether. A
+    constant group decodes to itself.
+
+    Args:
+        x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous; nothing of it is kept.
+        bits: 8 or 4.
+        seed: of stochastic rounding: the same seed gives the same codes. None rounds to the nearest.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, not {bits!r}")
+    if x.dtype not in _DTYPES or x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"x must be one-dimensional, contiguous and fp16, bf16, fp32 or fp64, "
+            f"not {x.dtype} of shape {tuple(x.shape)} with strides {x.stride()}"
+        )
+    x = x.detach()
+    if runs_triton(x):
+        from memopt.kernels.quantize.quantize_triton import launch_quantize
+
+        codes, scales = launch_quantize(x, bits, seed)
+    else:
+        codes, scales = _quantize(x, bits, seed)
+    return Quantized(codes, scales, bits, x.numel(), x.dtype)
+
+
+def dequantize(quantized: Quantized) -> Tensor:
+    """What the codes stand for: (numel,) of the dtype of the original.
+
+    minimum + code * step in fp32 (fp64 for fp64), rounded once to the dtype.
+    """
+    codes, scales = quantized.codes, quantized.scales
+    if runs_triton(scales):
+        from memopt.kernels.quantize.quantize_triton import launch_dequantize
+
+        return launch_dequantize(codes, scales, quantized.bits, quantized.numel, quantized.dtype)
+    return _dequantize(codes, scales, quantized.bits, quantized.numel, quantized.dtype)
+
+
+def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
+    scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=_precision(x.dtype))
+    for start in range(0, x.numel(), _CHUNK):
+        part = x[start : start + _CHUNK]
+        groups = pad(part, (0, -part.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
+        inside = torch.arange(groups.numel(), device=x.device).view_as(groups) < part.numel()
+        low, step = _range(groups, inside, 2**bits - 1)
+        scales[start // GROUP : start // GROUP + len(groups)] = torch.cat((low, step), 1)
+        chosen = _encode(groups, low, step, 2**bits - 1, start, seed).view(-1)[: part.numel()]
+        codes[start * bits // 8 : -(-(start + part.numel()) * bits // 8)] = _pack(chosen, bits)
+    return codes, scales
+
+
+def _dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
+    x = codes.new_empty(numel, dtype=dtype)
+    for start in range(0, numel, _CHUNK):
+        part = x[start : start + _CHUNK]
+        few = _unpack(codes[start * bits // 8 : -(-(start + part.numel()) * bits // 8)], bits)
+        groups = pad(few, (0, -few.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
+        low, step = scales[start // GROUP : start // GROUP + len(groups)].split(1, dim=1)
+        part.copy_((low + groups * step).view(-1)[: part.numel()])
+    return x
+
+
+def _range(groups: Tensor, inside: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Minimum and step of each row, (rows, 1) each. The step is NaN where the row cannot be coded."""
+    finite = groups.isfinite()
+    counted = inside & finite
+    low = groups.where(counted, torch.inf).amin(1, keepdim=True)
+    high = groups.where(counted, -torch.inf).amax(1, keepdim=True)
+    # Of 0 and -0, which are equal, either may have been found.
+    low, high = low.where(low != 0, 0.0), high.where(high != 0, 0.0)
+    # A tensor, since CUDA multiplies by the reciprocal of a number.
+    step = (high - low) / torch.full_like(low, levels)
+    sound = (finite | ~inside).all(1, keepdim=True) & (low + levels * step).isfinite()
+    return low, step.where(sound, torch.nan)
+
+
+def _encode(groups: Tensor, low: Tensor, step: Tensor, levels: int, start: int, seed: int | None) -> Tensor:
+    """Codes of each row as uint8; `start` is the index of the first element."""
+    # Comparisons with NaN are false: the code is then 0, as in a constant row.
+    position = torch.where(step > 0, (groups - low) / step, 0.0)
+    below = position.floor()
+    fraction = position - below
+    if seed is None:
+        up = fraction > 0.5
+    else:
+        index = torch.arange(start, start + groups.numel(), device=groups.device).view_as(groups)
+        # As floor(position + u) in law, without the rounding of the sum, which would move a whole position.
+        up = uniform(index, seed) < fraction
+    # The quotient of the largest element may come out above `levels`.
+    return (below + up).clamp(0, levels).to(torch.uint8)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return codes
+    first, second = pad(codes, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
+    return first | second << 4
+
+
+def _unpack(codes: Tensor, bits: int) -> Tensor:
+    """The code of each element; after an odd number of 4-bit codes, one more."""
+    return codes if bits == 8 else torch.stack((codes & 0xF, codes >> 4), 1).view(-1)
+
+
+def _precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,115 @@
+"""A linear whose weight gradient is estimated from a sample of the rows of its input.
+
+    forward     y = x W^T + b, by the stock module itself
+    backward    dx = dy W,   db = sum over rows of dy, both exact
+                dW = sum_j weight_j dy[row_j]^T x[row_j], if its slot holds a sample; else dy^T x, exact
+
+With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is
+kept in a slot that
+may exchange it for its rows (`memopt.saved.sampled`). After WTA-CRS (https://arxiv.org/abs/2305.15265), which scales
+rows of x; here the few rows of dy are scaled, in fp32, so that rows of x are kept as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
+from memopt.kernels.linear.function import weight_gradient
+from memopt.kernels.sampled_linear.rows import row_norms, sampled_weight_gradient
+
+
+class Unpacked(Protocol):
+    """A tensor that is kept for backward."""
+
+    def unpack(self) -> Tensor: ...
+
+
+class RowSample(Protocol):
+    """Rows of an input that stand for all."""
+
+    rows: Unpacked
+    weights: Unpacked
+
+
+#: Told the norms of the output gradient's rows, fp32 (n,).
+Report = Callable[[Tensor], None]
+
+
+class Slot(Protocol):
+    """Where the input is kept, and what is kept with it."""
+
+    sample: RowSample | None
+    dtype: torch.dtype | None
+    report: Report | None
+
+
+class SampledLinearFunction(torch.autograd.Function):
+    """Keeps x, or rows of it, and the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        stock: Callable[[Tensor], Tensor],
+        slot: Slot,
+        report: Report | None,
+    ) -> Tensor:
+        """`stock(x)`, which is x W^T + b; with `transposed` the weight is (in, out)."""
+        ctx.transposed = transposed
+        # Autograd owns the slot, and lets it go after backward, however long the graph stays.
+        ctx.slot = weakref.ref(slot)
+        autocast = None if x.dtype == torch.float64 else autocast_dtype(x)  # fp64 is not cast
+        ctx.shape, ctx.dtype, ctx.compute = x.shape, x.dtype, autocast or x.dtype
+        slot.dtype, slot.report = ctx.compute, report
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+        with _no_casts_left(x):
+            return not_a_view(stock(x))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        kept, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dx = dweight = dbias = None
+        with autocast_as(None, dy):
+            rows = dy.reshape(-1, dy.size(-1))
+            if needs[0]:
+                matrix = weight.to(ctx.compute)
+                dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.dtype)
+            if needs[1]:
+                dweight = _dweight(ctx.slot().sample, rows, kept, weight, ctx.transposed, ctx.compute)
+            if needs[2]:
+                dbias = rows.sum(0).to(ctx.bias_dtype)
+            report = ctx.slot().report
+            if report is not None:
+                report(row_norms(rows))
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _no_casts_left(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast as it is, without its cache: in older PyTorch (its issue 158232) a cast that is made inside a function
+    has no graph, and who reads the weight later in the same region would find that one, and give it no gradient."""
+    dtype = autocast_dtype(x)
+    return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype, cache_enabled=False)
+
+
+def _dweight(
+    sample: RowSample | None, dy: Tensor, kept: Tensor, weight: Tensor, transposed: bool, compute: torch.dtype
+) -> Tensor:
+    x = kept.reshape(-1, kept.size(-1)).to(compute)
+    if sample is None:
+        gradient = weight_gradient(dy, x, weight.t() if transposed else weight)
+    else:
+        gradient = sampled_weight_gradient(dy, x, sample.rows.unpack(), sample.weights.unpack())
+    return (gradient.t() if transposed else gradient).to(weight.dtype)

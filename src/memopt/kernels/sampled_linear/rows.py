@@ -1,0 +1,80 @@
+"""What a sampled linear computes with rows: their norms, the rows that are kept, and the weight gradient made of them.
+
+    norm_i = |x_i|                                   the score of row i, or a factor of it
+    kept_j = x[row_j]
+    dW     = sum_j weight_j * dy[row_j]^T kept_j
+
+Which rows, and with which weights, is for `memopt.kernels.sampled_linear.sampling` to say. Rows are kept as they
+are: the weights are applied in fp32 to the k rows of dy that are read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.device import runs_triton
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """|x_i| of each row, fp32 (n,); fp64 for fp64.
+
+    No square of a 16-bit or fp32 number overflows or is lost: only a row of zeros has norm 0, and only a norm that fp32
+    cannot hold is infinite. NaN and infinity stay what they are. On Triton x is read once and no copy of it is made.
+
+    Args:
+        x: (n, d), floating, any strides.
+    """
+    x = x.detach()
+    if runs_triton(x):
+        from memopt.kernels.sampled_linear.rows_triton import launch_row_norms
+
+        return launch_row_norms(x)
+    return _row_norms(x)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], contiguous, in the dtype of x: (k, d).
+
+    Args:
+        x: (n, d), any strides.
+        rows: int32 (k,), each in [0, n).
+    """
+    x = x.detach()
+    if runs_triton(x):
+        from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows
+
+        return launch_gather_rows(x, rows)
+    return x.index_select(0, rows)
+
+
+def sampled_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_j weights_j * dy[rows_j]^T kept_j, (out, in) in the dtype of `kept`.
+
+    weights_j * dy[rows_j] is computed in fp32 (fp64 for fp64) and rounded once to the dtype of `kept`; the sum over the
+    rows is accumulated in fp32 (fp64). On Triton the k rows of dy are read where they are.
+
+    Args:
+        dy: (n, out), any strides.
+        kept: (k, in), any strides.
+        rows: int32 (k,), each in [0, n).
+        weights: fp32 (k,).
+    """
+    dy, kept = dy.detach(), kept.detach()
+    if runs_triton(dy, kept, weights):
+        from memopt.kernels.sampled_linear.rows_triton import launch_weight_gradient
+
+        return launch_weight_gradient(dy, kept, rows, weights)
+    return _weight_gradient(dy, kept, rows, weights)
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    # In fp64 the square of every 16-bit or fp32 number is exact and in range.
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    return norms if x.dtype == torch.float64 else norms.to(torch.float32)
+
+
+def _weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    precision = torch.float64 if kept.dtype == torch.float64 else torch.float32
+    scaled = dy.index_select(0, rows).to(precision) * weights.to(precision)[:, None]
+    return scaled.to(kept.dtype).t() @ kept

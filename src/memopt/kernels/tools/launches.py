@@ -1,0 +1,154 @@
+"""Every kernel of the launch table as calls of its real launcher, on tensors of a chosen size, dtype and device.
+
+One list for who compiles them (tests, table of resources, tuner) and who times them on a GPU. Imports Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation import function_triton as activation_triton
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.kernels.gated_mlp import function_triton as gated_triton
+from memopt.kernels.norm import forward_triton as norm_triton
+from memopt.kernels.norm.function import NormSpec
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The tensors of one call: (rows, hidden) each."""
+
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+    device: str
+    strided: bool = False
+    """Whether rows have gaps between them, as in the halves of one tensor."""
+
+    def tensor(self) -> Tensor:
+        if not self.strided:
+            return torch.randn(self.rows, self.hidden, dtype=self.dtype, device=self.device)
+        return torch.randn(self.rows, 2 * self.hidden, dtype=self.dtype, device=self.device)[:, self.hidden :]
+
+    def vector(self) -> Tensor:
+        return torch.randn(self.hidden, dtype=self.dtype, device=self.device)
+
+    def statistics(self) -> Tensor:
+        return torch.rand(self.rows, 1, dtype=torch.float32, device=self.device)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to call a launcher. Kernels compile to something else for each."""
+
+    kernel: str
+    """Its name in the launch table."""
+    name: str
+    prepare: Callable[[Sample], Call]
+    """Makes the tensors; what it returns launches the kernel on them."""
+    heaviest: bool = False
+    """Whether it takes the most registers of its kernel, so that the tuner looks at it."""
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.name}"
+
+
+_RMS, _LAYER = NormSpec("rms", 1e-6), NormSpec("layer", 1e-5)
+
+
+def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        x, added = sample.tensor(), sample.tensor() if residual else None
+        gamma, beta = sample.vector() if weight else None, sample.vector() if bias else None
+        return lambda: norm_triton.launch_forward(x, gamma, beta, spec, x.dtype, x.dtype, added)
+
+    return prepare
+
+
+def _norm_affine(spec: NormSpec, *, bias: bool) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        x_hat, gamma, beta = sample.tensor(), sample.vector(), sample.vector() if bias else None
+        return lambda: norm_triton.launch_affine(x_hat, gamma, beta, spec, x_hat.dtype, x_hat.dtype)
+
+    return prepare
+
+
+def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, bool]) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        dy, x_hat, rstd = sample.tensor(), sample.tensor(), sample.statistics()
+        gamma = sample.vector() if weight else None
+        return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, spec, needs, x_hat.dtype)
+
+    return prepare
+
+
+def _activation_forward(kind: str) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        z = sample.tensor()
+        return lambda: activation_triton.launch_forward(z, kind)
+
+    return prepare
+
+
+def _activation_backward(kind: str, *, remake: bool) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        dh, z = sample.tensor(), sample.tensor()
+        return lambda: activation_triton.launch_backward(dh, z, kind, remake)
+
+    return prepare
+
+
+def _gated_forward(kind: str) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        gate, up = sample.tensor(), sample.tensor()
+        return lambda: gated_triton.launch_forward(gate, up, kind)
+
+    return prepare
+
+
+def _gated_backward(kind: str, *, remake: bool) -> Callable[[Sample], Call]:
+    def prepare(sample: Sample) -> Call:
+        dh, gate, up = sample.tensor(), sample.tensor(), sample.tensor()
+        return lambda: gated_triton.launch_backward(dh, gate, up, kind, remake, None)
+
+    return prepare
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("norm_forward", "rms", _norm_forward(_RMS, weight=False, bias=False)),
+    Variant("norm_forward", "rms, weight", _norm_forward(_RMS, weight=True, bias=False)),
+    Variant("norm_forward", "layer", _norm_forward(_LAYER, weight=False, bias=False)),
+    Variant("norm_forward", "layer, weight, bias", _norm_forward(_LAYER, weight=True, bias=True), heaviest=True),
+    Variant(
+        "norm_forward", "layer, weight, bias, residual", _norm_forward(_LAYER, weight=True, bias=True, residual=True)
+    ),
+    Variant("norm_affine", "rms, weight", _norm_affine(_RMS, bias=False)),
+    Variant("norm_affine", "layer, weight, bias", _norm_affine(_LAYER, bias=True), heaviest=True),
+    Variant("norm_backward", "rms", _norm_backward(_RMS, weight=False, needs=(True, False, False))),
+    Variant("norm_backward", "rms, weight", _norm_backward(_RMS, weight=True, needs=(True, True, False))),
+    Variant("norm_backward", "layer", _norm_backward(_LAYER, weight=False, needs=(True, False, False))),
+    Variant(
+        "norm_backward",
+        "layer, weight, bias",
+        _norm_backward(_LAYER, weight=True, needs=(True, True, True)),
+        heaviest=True,
+    ),
+    *(Variant("activation_forward", kind, _activation_forward(kind), heaviest=kind == "mish") for kind in ACTIVATIONS),
+    *(Variant("activation_backward", kind, _activation_backward(kind, remake=False)) for kind in ACTIVATIONS),
+    *(
+        Variant("activation_backward", f"{kind}, remake", _activation_backward(kind, remake=True), kind == "mish")
+        for kind in ACTIVATIONS
+    ),
+    *(Variant("gated_forward", kind, _gated_forward(kind), heaviest=kind == "mish") for kind in ACTIVATIONS),
+    *(Variant("gated_backward", kind, _gated_backward(kind, remake=False)) for kind in ACTIVATIONS),
+    *(
+        Variant("gated_backward", f"{kind}, remake", _gated_backward(kind, remake=True), heaviest=kind == "mish")
+        for kind in ACTIVATIONS
+    ),
+)

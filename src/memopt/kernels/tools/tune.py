@@ -1,0 +1,238 @@
+"""Makes the table of launch configurations.
+
+    python -m memopt.kernels.tools.tune --check               exit 1 where launch.json is not what this makes
+    python -m memopt.kernels.tools.tune --out PATH            from binaries compiled ahead of time; needs no GPU
+    python -m memopt.kernels.tools.tune --measure --out PATH  from timings on the GPU at hand
+
+MEMOPT_LAUNCH_TABLE=PATH in the environment then uses the table. Without a GPU a candidate is refused where one of its
+binaries spills registers or reads less than 128 bits a thread. Of the rest the one with the fewest warps is
+taken among those that fill a multiprocessor to three quarters (see `memopt.kernels.tools.occupancy`): these kernels
+wait for memory, more warps hide no more of that, and sums over a row cost a barrier where they cross warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from memopt.kernels.base.launch import LaunchConfig, override
+from memopt.kernels.tools.aot import Binary, capture
+from memopt.kernels.tools.launches import VARIANTS, Sample, Variant
+from memopt.kernels.tools.occupancy import LIMITS, resident_warps
+
+SHIPPED = Path(__file__).parents[1] / "base" / "launch.json"
+ENOUGH_WARPS = 48
+_DTYPES = {"16": torch.bfloat16, "32": torch.float32}
+_VECTOR_BYTES = 16
+_ROWS = 256
+#: Bytes of one tensor where candidates are timed: larger than any cache.
+_MEASURED_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One entry of the table to be found."""
+
+    kernel: str
+    bits: str
+    up_to: int | None
+    hidden: int
+    """The rows that candidates are judged by."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.bits]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the rows of a kernel are cut into tiles."""
+
+    largest_row: int
+    """Up to here a tile holds whole rows (0: never)."""
+    largest_warps: int
+    blocks: tuple[int, ...]
+    """Candidates for the columns of a tile where rows are longer; in elements of 16 bits."""
+
+
+_SHAPES = {
+    "norm_forward": Shape(16384, 16, (1024, 2048, 4096)),
+    "norm_affine": Shape(512, 4, (1024, 2048)),
+    "norm_backward": Shape(8192, 16, (1024, 2048, 4096)),
+    "activation_forward": Shape(0, 8, (1024, 2048)),
+    "activation_backward": Shape(0, 8, (1024, 2048)),
+    "gated_forward": Shape(0, 8, (1024, 2048)),
+    "gated_backward": Shape(0, 8, (1024, 2048)),
+}
+
+
+def slots() -> Iterator[Slot]:
+    for kernel, shape in _SHAPES.items():
+        for bits in _DTYPES:
+            size = 16
+            while size <= shape.largest_row:
+                yield Slot(kernel, bits, size, size)
+                size *= 2
+            yield Slot(kernel, bits, None, 4 * max(size, 1024))
+
+
+def candidates(slot: Slot) -> list[LaunchConfig]:
+    """Configurations in which each thread holds one, two or four vectors of a tensor; fewest warps first."""
+    shape = _SHAPES[slot.kernel]
+    vector = _VECTOR_BYTES // slot.dtype.itemsize
+    blocks = [slot.up_to] if slot.up_to else [block * 2 // slot.dtype.itemsize for block in shape.blocks]
+    found = set()
+    for block in blocks:
+        for vectors in (1, 2, 4):
+            num_warps = 2
+            while num_warps <= shape.largest_warps:
+                rows, rest = divmod(vectors * vector * 32 * num_warps, block)
+                # Several rows a tile where rows are short; four warps are enough for those.
+                if rest == 0 and (rows == 1 or (rows > 1 and slot.up_to and num_warps <= 4)):
+                    found.add(LaunchConfig(rows, block, num_warps))
+                num_warps *= 2
+    return sorted(found, key=lambda config: (config.num_warps, -config.rows * config.block))
+
+
+def choose(slot: Slot) -> LaunchConfig | None:
+    """The best candidate by what its binaries take; None where each of them is refused."""
+    best: tuple[int, LaunchConfig] | None = None
+    for config in candidates(slot):
+        warps = _warps_of(slot, config)
+        if warps is None or (best is not None and warps <= best[0]):
+            continue
+        if _spills(slot, config):
+            continue
+        best = warps, config
+        if warps == ENOUGH_WARPS:
+            break
+    return best[1] if best else None
+
+
+def measure(slot: Slot) -> LaunchConfig:
+    """The fastest candidate on the GPU, by the median of the kernel's heaviest variants."""
+    times = {config: _milliseconds(slot, config) for config in candidates(slot)}
+    return min(times, key=lambda config: times[config])
+
+
+def _warps_of(slot: Slot, config: LaunchConfig) -> int | None:
+    """Warps on a multiprocessor, counted up to `ENOUGH_WARPS`; None where a binary spills or reads too little."""
+    binaries = [binary for target in LIMITS for binary in _compiled(slot, config, slot.hidden, target, _heaviest(slot))]
+    if any(binary.spilled or not _is_wide(binary) for binary in binaries):
+        return None
+    resident = (resident_warps(b.target, b.num_warps, b.registers, b.shared) for b in binaries)
+    return min(ENOUGH_WARPS, *resident)
+
+
+def _spills(slot: Slot, config: LaunchConfig) -> bool:
+    """Whether a variant spills, in full rows or in masked ones (of a model's sizes: multiples of 16)."""
+    # The variants of a norm differ in what they hold; those of the other kernels in one formula.
+    is_norm = slot.kernel.startswith("norm")
+    variants = [variant for variant in VARIANTS if variant.kernel == slot.kernel] if is_norm else _heaviest(slot)
+    return any(
+        binary.spilled
+        for target in LIMITS
+        for hidden in {slot.hidden, max(16, slot.hidden - 16)}
+        for binary in _compiled(slot, config, hidden, target, variants)
+    )
+
+
+def _is_wide(binary: Binary) -> bool:
+    # Stores follow the layout of the loads, but for sums over rows, which are few.
+    return max(binary.widths["load"]) >= 8 * _VECTOR_BYTES
+
+
+def _heaviest(slot: Slot) -> list[Variant]:
+    return [variant for variant in VARIANTS if variant.kernel == slot.kernel and variant.heaviest]
+
+
+def _compiled(slot: Slot, config: LaunchConfig, hidden: int, target: str, variants: Iterable[Variant]) -> list[Binary]:
+    binaries: list[Binary] = []
+    for variant in variants:
+        call = variant.prepare(Sample(_ROWS, hidden, slot.dtype, "meta"))
+        with override(slot.kernel, config), capture(target) as captured:
+            call()
+        binaries += captured
+    return binaries
+
+
+def _milliseconds(slot: Slot, config: LaunchConfig) -> float:
+    rows = max(1, _MEASURED_BYTES // (slot.hidden * slot.dtype.itemsize))
+    total = 0.0
+    for variant in _heaviest(slot):
+        call = variant.prepare(Sample(rows, slot.hidden, slot.dtype, "cuda"))
+        with override(slot.kernel, config):
+            total += triton.testing.do_bench(call, return_mode="median")
+    return total
+
+
+def make(measured: bool) -> dict[str, Any]:
+    """The content of a table."""
+    entries = list(slots())
+    if measured:
+        chosen: Iterable[LaunchConfig | None] = [measure(slot) for slot in entries]
+        made = {"how": "measured", "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    else:
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+            chosen = list(pool.map(choose, entries))
+        made = {"how": "compiled ahead of time", "targets": ", ".join(LIMITS)}
+    launches: dict[str, dict[str, list[list[int | None]]]] = {}
+    for slot, config in zip(entries, chosen, strict=True):
+        rows = launches.setdefault(slot.kernel, {}).setdefault(slot.bits, [])
+        if config is None and slot.up_to is None:
+            raise RuntimeError(f"every candidate of {slot.kernel} for long rows ({slot.bits} bits) is refused")
+        if config is not None:  # Rows for which every candidate is refused are left to the entry for long rows.
+            rows.append([slot.up_to, *astuple(config)])
+    return {"made": made | {"triton": triton.__version__}, "launches": launches}
+
+
+def render(table: dict[str, Any]) -> str:
+    """JSON with one line for a kernel and size of element."""
+    kernels = [
+        f'    "{kernel}": {{\n'
+        + ",\n".join(f'      "{bits}": {json.dumps(entries)}' for bits, entries in by_bits.items())
+        + "\n    }"
+        for kernel, by_bits in table["launches"].items()
+    ]
+    made = json.dumps(table["made"])
+    return f'{{\n  "made": {made},\n  "launches": {{\n' + ",\n".join(kernels) + "\n  }\n}\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m memopt.kernels.tools.tune", description="Make the table of launch configurations."
+    )
+    parser.add_argument("--measure", action="store_true", help="time the candidates on the GPU at hand")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="PATH", help="where to write the table")
+    action.add_argument("--check", action="store_true", help="exit 1 where launch.json is not what this makes")
+    options = parser.parse_args(arguments)
+    if options.measure and (options.check or not torch.cuda.is_available()):
+        parser.error("--measure needs a GPU and --out")
+    if not options.check:
+        options.out.write_text(render(make(options.measure)))
+        return 0
+    shipped = json.loads(SHIPPED.read_text())
+    if shipped["made"].get("triton") != triton.__version__:
+        print(f"launch.json was made with Triton {shipped['made'].get('triton')}, this is {triton.__version__}.")
+        return 1
+    if SHIPPED.read_text() != render(make(False)):
+        print("launch.json is not what this makes. Make it with: python -m memopt.kernels.tools.tune --out", SHIPPED)
+        return 1
+    print("launch.json is what this makes.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Activation modules made to keep their input only: those composed of several operations, and those whose linear makes
+their output again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.derivative_codes.codes import RELU_MASK, DerivativeCode, code_of, derivative_code, encode
+from memopt.kernels.derivative_codes.function import (
+    CodableFunction,
+    MaskableReluFunction,
+    coded_activation,
+    encode_anew,
+)
+from memopt.kernels.linear.function import withdraw
+from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
+from memopt.plan.recipe import ActivationRules
+from memopt.saved.scope import save_as_code
+from memopt.saved.versions import with_witness
+from memopt.walk.probes.isolate import with_stand_ins
+from memopt.walk.sites import ActivationSite
+
+
+@dataclass(frozen=True)
+class ActivationRewrite:
+    """What a patched activation knows."""
+
+    kind: str
+    """As in `memopt.walk.sites.ActivationSite`."""
+    is_one_operation: bool
+    """The stock module keeps its input only, as it is; a kernel of ours helps the linear behind it."""
+    linear: str | None = None
+    """The child whose output it is a function of, if it runs one first."""
+    code: DerivativeCode | None = None
+    """Kept instead of its input: where nothing keeps its output, or always."""
+    is_always_coded: bool = False
+
+
+def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
+    """Make `module` (elementwise, no parameters but those of its linear) keep its input, or its linear's output, only.
+
+    Args:
+        rules: a code of the derivative to keep instead, if they name one.
+
+    Raises:
+        ValueError: the module cannot be swapped, or its derivative has no such code.
+    """
+    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
+    if rules is not None and site.keeps_its_output:
+        rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
+    elif rules is not None and rules.code != "none":
+        known = site.kind in ACTIVATIONS
+        # Not the bound method: a pickle would take it for the patched one.
+        stock = functools.partial(type(module).forward, module)
+        code = derivative_code(site.kind, rules.code) if known else code_of(stock, rules.code)
+        rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
+    swap_forward(module, _forward, rewrite)
+
+
+def unpatch_activation(module: nn.Module) -> None:
+    """Undo :func:`patch_activation`."""
+    restore_forward(module)
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    given = (*args, *kwargs.values())
+    if steps_aside() or len(given) != 1:
+        return stock(module, *args, **kwargs)
+    z: Tensor = given[0]
+    function: Callable[[Tensor], Tensor] = functools.partial(stock, module)
+    if rewrite.linear is not None:
+        alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
+        z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
+    if rewrite.code is not None and z.requires_grad:
+        coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
+        if coded is not None:
+            return with_witness(coded)
+    if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
+        return with_witness(function(z))
+    h = with_witness(recomputed_activation(z, function, rewrite.kind))
+    if is_watched(module):
+        withdraw(h)
+    return h
+
+
+def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
+    """None where nothing can tell whether the output is kept: outside of scopes."""
+    if code == RELU_MASK:
+        return save_as_code(
+            lambda slot: MaskableReluFunction.apply(z, slot),  # type: ignore[no-untyped-call]
+            lambda kept: encode(kept, code),
+            of_output=True,
+        )
+    if always:
+        return coded_activation(z, function, code)
+    return save_as_code(
+        lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
+        lambda kept: encode_anew(kept, code),
+    )

@@ -1,0 +1,187 @@
+"""Dropout modules made to keep a seed instead of their mask.
+
+A module qualifies by what it computes, not by its class: each element is dropped on its own, the others are divided by
+1 - p, p is a number that stands on the module. Dropping channels, paths or steps, in place, or with the same mask at
+every call, is something else.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.kernels.base.counter import draw_seed
+from memopt.kernels.dropout.function import seeded_dropout
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.walk.probes.isolate import with_stand_ins
+
+#: Where sizes, strides and an offset say all about a tensor. Of a sharded one they say what its shards do not.
+_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
+_SHAPES = ((16, 256), (8, 16, 32), (4, 8, 8, 16))
+#: Of a share of dropped elements, in standard deviations. Seeds are fixed, so a verdict is always the same one.
+_SIGMAS = 6
+
+
+@dataclass(frozen=True)
+class DropoutRewrite:
+    """What a patched dropout knows."""
+
+    probability: str
+    """Name of the attribute that holds p; it is read at every call."""
+
+
+def patch_dropout(module: nn.Module) -> None:
+    """Make `module` draw its mask from a seed, which is all that it keeps.
+
+    Raises:
+        ValueError: the module cannot be swapped, or does something else than a dropout of single elements.
+    """
+    swap_forward(module, _forward, DropoutRewrite(_probability_of(module)))
+
+
+def unpatch_dropout(module: nn.Module) -> None:
+    """Undo :func:`patch_dropout`."""
+    restore_forward(module)
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: DropoutRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    given, p = (*args, *kwargs.values()), getattr(module, rewrite.probability)
+    drops = module.training and isinstance(p, (int, float)) and 0 < p <= 1 and not getattr(module, "inplace", False)
+    if not drops or len(given) != 1 or not _is_plain(given[0]) or _steps_aside(given[0]):
+        return stock(module, *args, **kwargs)
+    return seeded_dropout(given[0], float(p), draw_seed())
+
+
+def _steps_aside(x: Tensor) -> bool:
+    # Whether gradients are recorded must not matter: checkpointing runs a module without them first and with them
+    # later, from the same state of the generator, and has to see one mask.
+    with torch.enable_grad():
+        if steps_aside():
+            return True
+    # A captured graph would draw one mask for all its replays.
+    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in _PLAIN_TYPES and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
+
+
+def _probability_of(module: nn.Module) -> str:
+    """Name of the attribute by which `module` drops single elements.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        raise ValueError("it holds tensors of its own, so it is no plain dropout")
+    if next(module.children(), None) is not None:
+        raise ValueError("it has children, so it is no plain dropout")
+    numbers = [name for name, value in vars(module).items() if _is_probability(value)]
+    if not numbers:
+        raise ValueError("no attribute holds the probability of a dropout")
+    reasons = {name: _objection(module, name) for name in numbers}
+    for name, reason in reasons.items():
+        if reason is None:
+            return name
+    raise ValueError("; ".join(dict.fromkeys(reason for reason in reasons.values() if reason is not None)))
+
+
+def _is_probability(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _objection(module: nn.Module, name: str) -> str | None:
+    """Why `module` is not a dropout of single elements with the probability in its attribute `name`; None if it is."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a channel-wise one about the shape
+        try:
+            for shape in _SHAPES:
+                for p in (0.5, 0.25):
+                    reason = _objection_to(module, name, p, shape)
+                    if reason is not None:
+                        return reason
+            return _objection_when_off(module, name)
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
+            return f"it does not run on every shape: {error}"
+
+
+def _objection_to(module: nn.Module, name: str, p: float, shape: tuple[int, ...]) -> str | None:
+    # Far from 0, so that what is 0 afterwards has been dropped.
+    leaf = (_draw(shape) + 8).requires_grad_()
+    x = leaf * 1  # a leaf is never written into
+    y = _run(module, name, p, x)
+    if not isinstance(y, Tensor) or y.shape != shape or y.dtype != x.dtype:
+        return "it does not return one tensor like its input"
+    if x._version or y is x or y.grad_fn is None:
+        return "it writes into its input, or drops nothing"
+    kept = y.detach() != 0
+    factors = kept.double() / (1 - p)
+    if not _same(y, x * factors):
+        return "what it keeps is not divided by 1 - p, or what it drops is not 0"
+    if not _are_apart(kept, p):
+        return "it does not drop each element on its own with the probability on it"
+    (dx,) = torch.autograd.grad(y, leaf, x.detach())
+    if not _same(dx, x * factors):
+        return "its gradient is not that of a dropout"
+    special = x.detach().clone()
+    special[..., ::2] = math.inf
+    if not _same(_run(module, name, p, special), special * factors):
+        return "its mask depends on its input, or on more than PyTorch's generator"
+    if not _is_share(_run(module, name, p, x.detach(), seed=3).ne(0) == kept, p * p + (1 - p) ** 2):
+        return "its mask is the same at every call"
+    low = x.detach().bfloat16()
+    y = _run(module, name, p, low)
+    # Two roundings: of 1 / (1 - p) and of the product.
+    if y.dtype != low.dtype or not _same(y, low * (y != 0) / (1 - p), rtol=2 * torch.finfo(low.dtype).eps):
+        return "it does something else in another dtype"
+    return None
+
+
+def _objection_when_off(module: nn.Module, name: str) -> str | None:
+    x = _draw(_SHAPES[0])
+    for p, training in ((0.5, False), (0.0, True)):
+        y = _run(module, name, p, x, training=training)
+        if not torch.equal(y, x):
+            return "it changes its input where it should be off"
+    return None
+
+
+def _draw(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(1)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _run(module: nn.Module, name: str, p: float, x: Tensor, *, seed: int = 2, training: bool = True) -> Tensor:
+    alone = with_stand_ins(module, training=training)
+    alone.__dict__[name] = p
+    torch.manual_seed(seed)
+    y: Tensor = alone.forward(x)
+    return y
+
+
+def _are_apart(kept: Tensor, p: float) -> bool:
+    """Whether neighbours along every dimension are kept and dropped as independent draws would be."""
+    apart = _is_share(kept, 1 - p)
+    for dim in range(kept.dim()):
+        one, other = kept.narrow(dim, 1, kept.size(dim) - 1), kept.narrow(dim, 0, kept.size(dim) - 1)
+        apart &= _is_share(one == other, p * p + (1 - p) ** 2)
+    return apart
+
+
+def _is_share(flags: Tensor, expected: float) -> bool:
+    # Pairs of neighbours overlap, so their variance may be up to twice that of as many draws.
+    deviation = math.sqrt(2 * expected * (1 - expected) / flags.numel())
+    return abs(float(flags.double().mean()) - expected) < _SIGMAS * deviation
+
+
+def _same(a: Tensor, b: Tensor, rtol: float = 1e-12) -> bool:
+    return torch.allclose(a, b, rtol=rtol, atol=0, equal_nan=True)

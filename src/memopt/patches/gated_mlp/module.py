@@ -1,0 +1,116 @@
+"""Gated MLP modules whose activation and product run as one operator that keeps gate and up only.
+
+The children stay: gate, up and a wrapped down are called as the stock forward calls them, so adapters, quantised
+linears and hooks on them work. Only a plain `nn.Linear` without hooks is not called: it makes the product again and
+differentiates it in one pass. A watched or replaced activation has the stock forward run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_dtype
+from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
+from memopt.kernels.linear.function import linear
+from memopt.patches.scope import ScopeRewrite
+from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
+from memopt.walk.sites import GatedForm, GatedMLPSite
+
+
+@dataclass(frozen=True)
+class GatedMLPRewrite:
+    """What a patched gated MLP knows: its formula and the names of its children."""
+
+    activation: str
+    form: GatedForm
+    gate: str
+    up: str
+    down: str
+    act: str | None
+    act_module: nn.Module | None
+    """The child that was there when the module was patched: the formula is its."""
+    between: str | None
+    scope: ScopeRewrite
+    """What the module is beside."""
+
+
+def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) -> None:
+    """Make `module` run its activation and product as one operator.
+
+    Raises:
+        ValueError: the module cannot be swapped, or its forward is not of a form that is known.
+    """
+    if site.form is None or site.children is None:
+        raise ValueError("its forward does more than down(act(gate(x)) * up(x))")
+    gate, up, down = site.children
+    act_module = None if site.act is None else module._modules[site.act]
+    swap_forward(
+        module,
+        _forward,
+        GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, scope),
+    )
+
+
+def unpatch_gated_mlp(module: nn.Module) -> None:
+    """Undo :func:`patch_gated_mlp`."""
+    restore_forward(module)
+
+
+def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if steps_aside():
+        return stock(module, *args, **kwargs)
+    given = (*args, *kwargs.values())
+    children = module._modules
+    down = children[rewrite.down]
+    assert down is not None
+    with rewrite.scope.around(*args, **kwargs):
+        if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
+            return stock(module, *args, **kwargs)
+        # In a frame of its own: when the scope ends, nobody but autograd refers to what is kept.
+        return _run(rewrite, children, down, given[0])
+
+
+def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: nn.Module, x: Tensor) -> Any:
+    h = _product(rewrite, children, x)
+    between = children[rewrite.between] if rewrite.between else None
+    if between is not None and not _is_off(between):
+        h = between(h)
+    elif type(down) is nn.Linear and not is_watched(down):  # calling it is F.linear of its weight and bias
+        return linear(h, down.weight, down.bias)
+    return down(h)
+
+
+def _product(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x: Tensor) -> Tensor:
+    gate, up = children[rewrite.gate], children[rewrite.up]
+    assert gate is not None
+    assert up is not None
+    if rewrite.form == "separate":
+        return gated_product(gate(x), up(x), rewrite.activation)
+    return gated_product_fused(gate(x), rewrite.activation, rewrite.form == "gate_up")
+
+
+def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:
+    """Whether the activation is the one whose formula is known, and nobody wants it to be called."""
+    if rewrite.act is None:
+        return True
+    act = children.get(rewrite.act)
+    return act is not None and act is rewrite.act_module and not is_watched(act)
+
+
+def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
+    """Whether `down` holds its weight in another dtype than `x`: then the stock forward has a cast on the way (T5 in
+    fp16). Quantised weights are none that anything is cast to."""
+    weight = getattr(down, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or autocast_dtype(x) is not None:
+        return False
+    return weight.dtype != x.dtype
+
+
+def _is_off(module: nn.Module) -> bool:
+    """Whether `module` is a dropout that passes its input on."""
+    is_dropout = type(module) is nn.Dropout and (module.p == 0 or not module.training)
+    return is_dropout and not is_watched(module)

@@ -1,0 +1,148 @@
+"""Norm modules that keep x_hat, which the linears behind them share, instead of their input.
+
+A norm whose affine was folded into the next linears holds an identity affine; its weight and bias become persistent
+buffers, so they keep their names in every saved checkpoint and are neither trained nor decayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_dtype
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.patches.identity import Frozen, freezing, local_name, thaw
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.walk.sites import NormSite
+
+#: Width at which a norm that takes any is compared with the stock module.
+_ANY_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class NormRewrite:
+    """What a patched norm knows: its family, the names of its parameters, and where its output goes."""
+
+    spec: NormSpec
+    weight: str | None
+    bias: str | None
+    only_linears_read: bool
+    """All readers are linears, so under autocast the output may be emitted in the dtype they would cast it to."""
+    frozen: Frozen = ()
+
+
+def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
+    """Make `module` keep x_hat for backward.
+
+    Raises:
+        ValueError: the module cannot be swapped or is not the norm that `site` describes.
+    """
+    weight, bias = local_name(site.weight), local_name(site.bias)
+    if site.kind != "rms" and site.kind != "layer":
+        raise ValueError(f"there is no formula for a norm of kind '{site.kind}'")
+    spec = NormSpec(kind=site.kind, eps=site.eps, offset=site.offset, cast=site.cast)
+    tensors = [getattr(module, name) for name in (weight, bias) if name is not None]
+    if any(tensor.shape != (site.hidden_size,) for tensor in tensors):
+        raise ValueError(f"its parameters do not have {site.hidden_size} elements")
+    # A norm without an affine takes any width, and one that no forward ran has shown none.
+    _prove(module, spec, weight, bias, site.hidden_size or _ANY_WIDTH)
+    only_linears = bool(site.consumers) and not site.reaches
+    with freezing(module, site if folded else None) as frozen:
+        swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
+
+
+def unpatch_norm(module: nn.Module) -> None:
+    """Undo :func:`patch_norm`."""
+    rewrite = swap_state(module)
+    assert isinstance(rewrite, NormRewrite)
+    restore_forward(module)
+    thaw(module, rewrite.frozen)
+
+
+def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+    """``module(a + b)``, without the sum where `module` is patched and a kernel can read both of its terms."""
+    rewrite = swap_state(module) if is_swapped(module) else None
+    call = None
+    if isinstance(rewrite, NormRewrite) and _have_a_kernel(a, b) and not is_watched(module):
+        call = _call(rewrite, module, a, b)
+    if call is None:
+        y: Tensor = module(a + b)
+        return y
+    return ms_norm_of_sum(a, b, *call)
+
+
+def _have_a_kernel(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and runs_triton(a, b)
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: NormRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    given = (*args, *kwargs.values())
+    call = _call(rewrite, module, *given) if len(given) == 1 and not steps_aside() else None
+    return stock(module, *args, **kwargs) if call is None else ms_norm(given[0], *call)
+
+
+_Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype]
+
+
+def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
+    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
+    x = terms[0]
+    weight = getattr(module, rewrite.weight) if rewrite.weight is not None else None
+    bias = getattr(module, rewrite.bias) if rewrite.bias is not None else None
+    if not any(tensor is not None and tensor.requires_grad for tensor in (*terms, weight, bias)):
+        return None
+    autocast = _autocast_dtype(x)
+    # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
+    if autocast is not None and rewrite.only_linears_read and not module._forward_hooks:
+        dtype = autocast
+    elif any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
+        # What the stock module returns for mixed dtypes depends on its code and the device.
+        return None
+    else:
+        dtype = x.dtype
+    if rewrite.frozen:
+        return None, None, rewrite.spec, dtype, dtype
+    return weight, bias, rewrite.spec, dtype, autocast or dtype
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    return None if x.dtype == torch.float64 else autocast_dtype(x)
+
+
+@torch.no_grad()
+def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | None, hidden_size: int) -> None:
+    """Compare with the module itself on its own weights; both errors are taken against fp64."""
+    parameter = next(module.parameters(), None)
+    dtype, device = (parameter.dtype, parameter.device) if parameter is not None else (torch.float32, "cpu")
+    if parameter is not None and (parameter.is_meta or type(parameter.data) is not Tensor):
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(4, hidden_size, generator=generator, dtype=torch.float64) * 3 + 0.5).to(device, dtype)
+    gamma, beta = (None if name is None else getattr(module, name) for name in (weight, bias))
+    exact = normalize(x.double(), spec)[0]
+    truth = _double_affine(exact, gamma, beta, spec)
+    # The terms of the sum, without signs: what cancels in y does not cancel in its error.
+    terms = _double_affine(
+        exact.abs(), None if gamma is None else gamma.abs(), None if beta is None else beta.abs(), spec
+    )
+    with torch.autocast(x.device.type, enabled=False):
+        stock = module.forward(x)
+    ours = affine(normalize(x, spec)[0], gamma, beta, spec, x.dtype, stock.dtype)
+    rounding = torch.finfo(stock.dtype).eps * terms + torch.finfo(accumulation_dtype(dtype)).tiny
+    stock_error = ((stock.double() - truth).abs() / rounding).max()
+    our_error = ((ours.double() - truth).abs() / rounding).max()
+    # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
+    if not our_error <= 2 * stock_error + 2:
+        raise ValueError(f"it does not compute the norm it looks like (error {float(our_error):.1f} roundings)")
+
+
+def _double_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    gamma, beta = (None if p is None else p.double() for p in (weight, bias))
+    return affine(x_hat, gamma, beta, spec, torch.float64, torch.float64)

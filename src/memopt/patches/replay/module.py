@@ -1,0 +1,84 @@
+"""Modules without a formula of ours (gated norms, activations with parameters, ...) that keep their inputs only."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt.kernels.replay.function import replayed
+from memopt.patches.identity import Frozen, freezing, thaw
+from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.walk.sites import NormSite
+
+
+@dataclass(frozen=True)
+class ReplayRewrite:
+    """What a replayed module knows."""
+
+    frozen: Frozen = ()
+
+
+def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: bool = False) -> None:
+    """Make `module` keep its inputs for backward and run its own forward again.
+
+    Args:
+        module: it has been seen to give the same when it is run again; its parameters are few numbers.
+        norm: what it is, if it is a norm.
+        folded: whether the affine of the norm has been folded away.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    with freezing(module, norm if folded else None) as frozen:
+        swap_forward(module, _forward, ReplayRewrite(frozen))
+
+
+def unpatch_replay(module: nn.Module) -> None:
+    """Undo :func:`patch_replay`."""
+    rewrite = swap_state(module)
+    assert isinstance(rewrite, ReplayRewrite)
+    restore_forward(module)
+    thaw(module, rewrite.frozen)
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: ReplayRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    given = (*args, *kwargs.values())
+    inputs = [value for value in given if isinstance(value, Tensor)]
+    records = any(tensor.requires_grad for tensor in (*inputs, *parameters.values()))
+    if not records or steps_aside() or any(is_watched(child) for child in module.children()):
+        return stock(module, *args, **kwargs)
+    # The tensors themselves are left out: what runs again later must not keep them alive on its own.
+    template = [_SLOT if isinstance(value, Tensor) else value for value in given]
+    run = functools.partial(_run, stock, module, tuple(parameters), template, tuple(kwargs))
+    return replayed(run, inputs, list(parameters.values()))
+
+
+_SLOT = object()
+
+
+def _run(
+    stock: Callable[..., Tensor],
+    module: nn.Module,
+    names: Sequence[str],
+    template: Sequence[Any],
+    keywords: Sequence[str],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """The stock forward with these tensors in the place of its inputs and parameters."""
+    alone = copy.copy(module)
+    alone.__dict__ = vars(module) | {
+        "_parameters": dict(module._parameters) | dict(zip(names, parameters, strict=True))
+    }
+    tensors = iter(inputs)
+    given = [next(tensors) if value is _SLOT else value for value in template]
+    positional = len(given) - len(keywords)
+    return stock(alone, *given[:positional], **dict(zip(keywords, given[positional:], strict=True)))

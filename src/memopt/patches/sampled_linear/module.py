@@ -1,0 +1,89 @@
+"""Linears whose weight gradient is estimated from a sample of the rows of their input, where that frees it.
+
+A module qualifies by what it computes of its weight and bias, not by its class, and stays an instance of that class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.linear.function import is_plain
+from memopt.kernels.sampled_linear.function import SampledLinearFunction
+from memopt.patches.linear.module import is_linear
+from memopt.patches.sampled_linear.visits import Visits
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.saved.sampled import Sampling
+from memopt.saved.scope import save_sampled
+
+
+@dataclass(frozen=True)
+class SampledLinearRewrite:
+    """What a sampled linear knows."""
+
+    transposed: bool
+    """Its weight is (in, out) instead of (out, in)."""
+    has_bias: bool
+    sampling: Sampling
+    visits: Visits
+    """What is known of the calls of its model, and of its gradients in them."""
+    number: int
+    """Its own in there."""
+
+
+def patch_sampled_linear(
+    module: nn.Module, sampling: Sampling, visits: Visits | None = None, name: str = "a linear"
+) -> None:
+    """Let `module` keep a sample of the rows of its input, where nobody else holds that.
+
+    Args:
+        visits: what the model that `module` is in was, or will be, patched with
+        (`memopt.patches.sampled_linear.visits`). name: what a warning calls it.
+
+    Raises:
+        ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
+    """
+    transposed = not is_linear(module)
+    if transposed and not is_linear(module, transposed=True):
+        raise ValueError("it is not a linear of its own weight and bias")
+    has_bias = module._parameters.get("bias") is not None
+    visits = Visits() if visits is None else visits
+    swap_forward(module, _forward, SampledLinearRewrite(transposed, has_bias, sampling, visits, len(visits.padding)))
+    visits.padding.add(name)
+
+
+def unpatch_sampled_linear(module: nn.Module) -> None:
+    """Undo :func:`patch_sampled_linear`."""
+    restore_forward(module)
+
+
+def _forward(
+    stock: Callable[..., Tensor], rewrite: SampledLinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    given, parameters = (*args, *kwargs.values()), module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    # A frozen weight asks for no input. A tool that computes weight or bias from something else takes them away.
+    as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
+    if steps_aside() or len(given) != 1 or not as_patched or not is_plain(weight) or not _may_be_sampled(given[0]):
+        return stock(module, *args, **kwargs)
+    call = rewrite.visits.call(rewrite.number, given[0])
+    importance, report = (None, None) if call is None else (call.importance, call.report)
+    run = functools.partial(stock, module)
+    y = save_sampled(
+        lambda slot: SampledLinearFunction.apply(  # type: ignore[no-untyped-call]
+            given[0], weight, bias, rewrite.transposed, run, slot, report
+        ),
+        rewrite.sampling,
+        importance,
+    )
+    return run(given[0]) if y is None else y
+
+
+def _may_be_sampled(x: Any) -> bool:
+    # One without a gradient is kept whole, and then the stock module does not even keep the weight.
+    return is_plain(x) and x.requires_grad and x.layout is torch.strided and not x.is_nested

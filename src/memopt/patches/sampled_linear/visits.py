@@ -1,0 +1,254 @@
+"""What sampled linears know of a call of their model: which rows are padding, and which samples the batch holds.
+
+The model's own forward notes its attention masks, and the sample index that came with the batch, for the time of the
+call; its linears look there. A linear in a call of another model, or outside of any, knows nothing and draws rows by
+their own norms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.patches.sampled_linear.gradient_memory import GradientMemory, Step
+from memopt.patches.sampled_linear.padding import PaddingWatch
+from memopt.patches.swap import (
+    is_swapped,
+    restore_forward,
+    steps_aside,
+    swap_forward,
+    swap_state,
+    wraps_any_forward,
+)
+
+#: The key of a batch that says which samples of the data set it holds.
+INDEX = "memopt_index"
+
+
+class Visits:
+    """What is shared by a model and its sampled linears. Deepcopied and pickled without the memory of gradients."""
+
+    _model: weakref.ref[nn.Module] | None = None
+    """The module whose calls are noted; None where no call was since it came out of a pickle."""
+
+    def __init__(self) -> None:
+        self.padding = PaddingWatch()
+        self.memory: GradientMemory | None = None
+
+    def belong_to(self, model: nn.Module) -> None:
+        """`model` is the one whose calls are noted, if none is yet."""
+        if self._model is None or self._model() is None:
+            self._model = weakref.ref(model)
+
+    def call(self, linear: int, x: Tensor) -> LinearCall | None:
+        """What linear number `linear` knows of this call with the input `x`; None where that is nothing."""
+        visit = _visit.get()
+        while visit is not None and visit.visits is not self:
+            visit = visit.outer
+        rows = None if visit is None else visit.rows(x)
+        return None if rows is None else LinearCall(self, linear, rows)
+
+    @contextlib.contextmanager
+    def visit(self, masks: Sequence[Tensor], index: Tensor | None) -> Iterator[None]:
+        """A call of the model. What was noted in backwards before it is taken in first."""
+        self.padding.settle()
+        step = None
+        if self.memory is not None and self.memory.is_kept:
+            self.memory.flush()
+            self.memory.calls += 1
+            step = None if index is None else self.memory.begin(index)
+        token = _visit.set(Visit(self, tuple(masks), step, _visit.get()))
+        try:
+            yield
+        finally:
+            _visit.reset(token)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"padding": self.padding, "memory": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Visits:
+        model = None if self._model is None else self._model()
+        if model is not None and id(model) not in memo:
+            return self  # A linear is copied by itself, to stand in the same model (as PEFT's modules_to_save do).
+        other = Visits()
+        other.padding = copy.deepcopy(self.padding, memo)
+        if model is not None:
+            other.belong_to(memo[id(model)])
+        return other
+
+
+class Visit:
+    """One call of a model."""
+
+    def __init__(self, visits: Visits, masks: tuple[Tensor, ...], step: Step | None, outer: Visit | None) -> None:
+        self.visits, self.outer = visits, outer
+        self._masks, self._step = masks, step
+        self._rows: dict[tuple[torch.Size, torch.device], Rows | None] = {}
+
+    def rows(self, x: Tensor) -> Rows | None:
+        """What the rows of a linear's input are; None where that is not known."""
+        key = x.shape[:-1], x.device
+        if key not in self._rows:
+            self._rows[key] = self._find(*key)
+        return self._rows[key]
+
+    def _find(self, shape: torch.Size, device: torch.device) -> Rows | None:
+        masks = [mask for mask in self._masks if mask.shape == shape or (mask.numel(),) == tuple(shape)]
+        real = None
+        if masks:
+            there = [mask.to(device, non_blocking=True).flatten() != 0 for mask in masks]
+            real = functools.reduce(torch.logical_or, there)
+        grid = tuple(masks[0].shape) if masks else (shape[0], shape[1:].numel()) if shape else (0, 0)
+        step = self._step if self._step is not None and grid[0] == len(self._step.rows) else None
+        if real is None and step is None:
+            return None
+        return Rows(real, step, None if step is None else step.places(grid[0], grid[1], real, device))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a linear's input are."""
+
+    real: Tensor | None
+    """bool (n,): false for padding; None where no mask fits."""
+    step: Step | None
+    places: Tensor | None
+    """Their places in the memory of gradients, with `step`."""
+
+
+class LinearCall:
+    """What one call of one linear knows of its gradient, and what its gradient is told to."""
+
+    def __init__(self, visits: Visits, linear: int, rows: Rows) -> None:
+        self._visits, self._linear, self._rows = visits, linear, rows
+        self._left_out = False
+
+    def importance(self, rows: int, like: Tensor) -> Tensor | None:
+        """As in `memopt.saved.sampled.Importance`."""
+        step, places, real = self._rows.step, self._rows.places, self._rows.real
+        norms = step.recall(self._linear, places) if step is not None and places is not None else None
+        if real is None or not self._visits.padding.leaves_out(self._linear):
+            return norms
+        self._left_out = True
+        return real.float() if norms is None else norms * real
+
+    def report(self, norms: Tensor) -> None:
+        """Take in the norms of the rows of the output's gradient, (n,)."""
+        step, places, real = self._rows.step, self._rows.places, self._rows.real
+        if real is not None:
+            self._visits.padding.note(self._linear, norms, real, self._left_out)
+        if step is not None and places is not None:
+            step.hear(self._linear, places, norms)
+
+
+_visit: ContextVar[Visit | None] = ContextVar("memopt_visit", default=None)
+
+
+@dataclass(frozen=True)
+class VisitRewrite:
+    """What a model whose calls are noted knows."""
+
+    visits: Visits
+
+
+def patch_visits(model: nn.Module, visits: Visits) -> None:
+    """Let `model`, or the base model inside a PEFT model, note its calls in `visits`, and take a ``memopt_index``.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    module = _entry(model)
+    swap_forward(module, _forward, VisitRewrite(visits))
+    visits.belong_to(module)
+    declare_index(module)
+
+
+def unpatch_visits(module: nn.Module) -> None:
+    """Undo :func:`patch_visits` on the very module that was patched."""
+    restore_forward(module)
+
+
+def visits_of(model: nn.Module) -> list[Visits]:
+    """What :func:`patch_visits` was given for modules of `model`."""
+    states = [swap_state(module) for module in model.modules() if is_swapped(module)]
+    return [state.visits for state in states if isinstance(state, VisitRewrite)]
+
+
+def declare_index(model: nn.Module) -> None:
+    """Name ``memopt_index`` in the signature of what :func:`patch_visits` patched in `model`, if it is not named yet.
+
+    Data loaders drop keys that the signature does not name. A class that was made from a pickle does not name it.
+    """
+    for module in model.modules():
+        if not (is_swapped(module) and isinstance(swap_state(module), VisitRewrite)):
+            continue
+        forward: Any = type(module).forward
+        signature = inspect.signature(forward)
+        if INDEX in signature.parameters:
+            continue
+        parameters = list(signature.parameters.values())
+        named = inspect.Parameter(INDEX, inspect.Parameter.KEYWORD_ONLY, default=None)
+        has_more = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        parameters.insert(len(parameters) - has_more, named)
+        forward.__signature__ = signature.replace(parameters=parameters)
+
+
+def _entry(model: nn.Module) -> nn.Module:
+    """The module that sees a batch as the model's own code does: the base model of a PEFT model, or `model`."""
+    if not isinstance(getattr(model, "peft_config", None), Mapping):
+        return model
+    getter = getattr(model, "get_base_model", None)
+    tuner = model._modules.get("base_model")  # of a model with adapters of several kinds
+    base = getter() if callable(getter) else getattr(tuner, "model", None)
+    return base if isinstance(base, nn.Module) else model
+
+
+@wraps_any_forward
+def _forward(stock: Callable[..., Any], rewrite: VisitRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    index = kwargs.pop(INDEX, None)
+    if steps_aside():
+        return stock(module, *args, **kwargs)
+    if not (isinstance(index, Tensor) and _has_values(index)):
+        index = None
+    rewrite.visits.belong_to(module)
+    with rewrite.visits.visit(_masks(stock, args, kwargs), index):
+        return stock(module, *args, **kwargs)
+
+
+def _masks(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Attention masks with one number for each token, among a forward's arguments: 0 for padding.
+
+    Masks of floats say what to add to scores, so they say nothing of padding.
+    """
+    named = (*zip(_positional(forward), args, strict=False), *kwargs.items())
+    return [
+        value
+        for name, value in named
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.dim() == 2 and _is_whole(value)
+    ]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+@functools.lru_cache(maxsize=256)
+def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's positional arguments, behind `self`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds)[1:]

@@ -1,0 +1,72 @@
+"""Post-norm modules, norm(dense(hidden) + residual), whose norm reads both terms itself: the sum is never made.
+
+The children stay: dense and the dropout are called as the stock forward calls them, so adapters, quantised linears and
+hooks on them work. Only a norm that memopt has patched and that nobody watches is read instead of called. On devices
+without the kernel the stock forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt.kernels.base.device import runs_triton
+from memopt.patches.norm.module import norm_of_sum
+from memopt.patches.scope import ScopeRewrite
+from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.walk.sites import SumNormSite
+
+
+@dataclass(frozen=True)
+class SumNormRewrite:
+    """What a patched post-norm module knows: its children, the names of its arguments, and its scope."""
+
+    site: SumNormSite
+    scope: ScopeRewrite | None
+    """What the module is beside; None where it is no scope."""
+
+
+def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:
+    """Make `module` hand both terms of its sum to its norm.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    swap_forward(module, _forward, SumNormRewrite(site, scope))
+
+
+def unpatch_sum_norm(module: nn.Module) -> None:
+    """Undo :func:`patch_sum_norm`."""
+    restore_forward(module)
+
+
+def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if steps_aside():
+        return stock(module, *args, **kwargs)
+    with nullcontext() if rewrite.scope is None else rewrite.scope.around(*args, **kwargs):
+        given = _bound(rewrite.site, args, kwargs)
+        if given is None or not runs_triton(*given):
+            return stock(module, *args, **kwargs)
+        hidden, residual = given
+        children = module._modules
+        for name in (rewrite.site.dense, rewrite.site.between):
+            if name is not None:
+                child = children[name]
+                assert child is not None
+                hidden = child(hidden)
+        norm = children[rewrite.site.norm]
+        assert norm is not None
+        return norm_of_sum(norm, hidden, residual)
+
+
+def _bound(site: SumNormSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(hidden, residual); None for a call that is not one of these two tensors."""
+    given = dict(zip(site.arguments, args, strict=False)) | kwargs
+    if len(args) + len(kwargs) != 2 or given.keys() != set(site.arguments):
+        return None
+    hidden, residual = (given[site.arguments[place]] for place in (1 - site.residual, site.residual))
+    return (hidden, residual) if isinstance(hidden, Tensor) and isinstance(residual, Tensor) else None

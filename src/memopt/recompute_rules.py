@@ -1,0 +1,47 @@
+"""The registry of tensors that can be recomputed in backward: one rule per kind of autograd node.
+
+A rule belongs to the node (``tensor.grad_fn``) of the operation that made a tensor. It says whether the node saved
+enough to compute its own output again, and does so with one elementwise pass. Nothing new is saved: the rule reads the
+node's own saved tensors. The rules of PyTorch's operations are in `memopt.saved.rules`; memopt's operators register
+theirs with :func:`recomputable` beside the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+#: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
+Node = Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to make the output of one kind of node again."""
+
+    remake: Callable[[Node], Tensor]
+    """The node's output from the tensors that the node saved."""
+    keeps_enough: Callable[[Node], bool]
+    """Whether this very node saved all that `remake` reads."""
+    family: str
+    """The group that a recipe switches: ``norm``, ``activation`` or ``gated_mlp``."""
+    of_copies_only: bool = False
+    """The node keeps its output itself: only what was cast from it, or copied into another layout, need not be kept."""
+
+
+RULES: dict[str, Rule] = {}
+
+
+def recomputable(
+    node_name: str, family: str, keeps_enough: Callable[[Node], bool] = lambda node: True
+) -> Callable[[Callable[[Node], Tensor]], Callable[[Node], Tensor]]:
+    """Register the decorated function as the rule of the nodes called `node_name` (``grad_fn.name()``)."""
+
+    def register(remake: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
+        RULES[node_name] = Rule(remake, keeps_enough, family)
+        return remake
+
+    return register

@@ -1,0 +1,68 @@
+"""What the arguments of a model's forward look like: token ids, masks, images, sounds, time series, features.
+
+Everything is derived from the signature and the docstring of the forward, `main_input_name` and the config. For one
+more kind of input, add a builder to `singles.py` (one argument), or a family (arguments that come together, or have
+several possible shapes) in a file of its own and to `_FAMILIES` here. Trying what is proposed is
+`memopt.walk.calls.inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from memopt.walk.calls.arguments.codes import codes
+from memopt.walk.calls.arguments.features import anything, as_documented, as_named, embedded
+from memopt.walk.calls.arguments.images import image_alone, image_in_text
+from memopt.walk.calls.arguments.request import (
+    BATCH,
+    LENGTH,
+    Kwargs,
+    Request,
+    forward_parameters,
+    has_config,
+    inner_model,
+)
+from memopt.walk.calls.arguments.series import series
+from memopt.walk.calls.arguments.sounds import sound, sound_beside_text, sound_in_text, wave_and_spectrogram
+from memopt.walk.calls.arguments.text import text
+
+__all__ = ["BATCH", "LENGTH", "candidates", "forward_parameters", "has_config", "inner_model"]
+
+_FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
+    text,
+    image_alone,
+    image_in_text,
+    sound,
+    sound_beside_text,
+    sound_in_text,
+    wave_and_spectrogram,
+    series,
+    codes,
+    anything,
+    embedded,
+    as_documented,
+    as_named,
+)
+
+
+def candidates(model: nn.Module, variant: str, seed: int, method: str = "") -> Iterator[tuple[str, Kwargs]]:
+    """(``modality:detail``, kwargs) of every way to call the model worth trying, the likeliest first.
+
+    The modality is ``main`` for what `main_input_name` asks for; tensors are on CPU, floating ones in fp32. With
+    `method`, of every way to call that method of the model: what the forward takes and the method does too, then more.
+    """
+    if method:
+        request = Request.of(model, variant, seed, method)
+        for name, kwargs in candidates(model, variant, seed):
+            shared = {key: value for key, value in kwargs.items() if key in request.names}
+            if request.main in shared and set(request.required) <= shared.keys():
+                yield f"main:{name.partition(':')[2]}", shared
+    else:
+        request = Request.of(model, variant, seed)
+    for family in _FAMILIES:
+        # A config may hold anything (a window of 0); a family that stumbles over it has nothing more to propose.
+        with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            yield from family(request)

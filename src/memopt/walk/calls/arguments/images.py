@@ -1,0 +1,162 @@
+"""Images and videos: alone, and inside text that has placeholder tokens for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.walk.aten.meta_reads import MetaReads
+from memopt.walk.calls.arguments.forms import image_forms, video_forms
+from memopt.walk.calls.arguments.patches import merge_of
+from memopt.walk.calls.arguments.pixels import side_of
+from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request, parameters_of
+from memopt.walk.calls.arguments.singles import complete
+from memopt.walk.calls.arguments.text import IMAGE_TOKENS, VIDEO_TOKENS
+from memopt.walk.calls.preserve import preserved
+
+#: Forms of images that are tried with guessed numbers of features, where no tower tells the number.
+_GUESSED_FORMS = 2
+#: Forms that are tried with the number that a model inside tells.
+_FORMS_OF_A_WRAPPER = 4
+
+_Forms = Callable[[Request], Iterator[tuple[str, Kwargs]]]
+
+
+def image_alone(request: Request) -> Iterator[tuple[str, Kwargs]]:
+    if "input_ids" in request.names and not request.main.startswith("pixel_values"):
+        return
+    alone = ["alone"] if "input_ids" in request.names else []
+    for detail, pixels in image_forms(request, odd_size=True):
+        yield f"main:{_words(*alone, detail)}", complete(request, pixels)
+    for detail, pixels in video_forms(request):
+        yield f"main:{_words(*alone, 'video', detail)}", complete(request, pixels)
+
+
+def _words(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def image_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
+    """An image, or a video, beside text that has a placeholder token for each of its features."""
+    if "input_ids" not in request.names:
+        return
+    yield from in_text(request, "image", image_forms, "get_image_features", IMAGE_TOKENS)
+    # A video mostly runs the same modules as an image; once is enough.
+    if request.variant == "plain":
+        only_videos = request.setting(*IMAGE_TOKENS) is None
+        yield from in_text(
+            request, "video", image_forms if only_videos else video_forms, "get_video_features", VIDEO_TOKENS
+        )
+
+
+def in_text(
+    request: Request, modality: str, forms: _Forms, method: str, tokens: tuple[str, ...]
+) -> Iterator[tuple[str, Kwargs]]:
+    """Text that has as many of one of `tokens` as the model's own `method` makes features of one of `forms`."""
+    token = request.setting(*tokens)
+    if not isinstance(token, int):
+        return
+    tower = _with_method(request, method)
+    for detail, pixels, features in _measured(request, tower, forms, method):
+        # A wrapper's own forward may want its images in another form than the method of the model inside.
+        others = [] if tower is request.model else list(islice(forms(request), _FORMS_OF_A_WRAPPER))
+        for form, given in {detail: pixels, **{form: given for form, given in others if form != detail}}.items():
+            given = {name: value for name, value in given.items() if name in request.names}
+            if given:
+                yield f"{modality}:{form}", _with_placeholders(request, given, token, modality, features)
+        return
+    if modality != "image":
+        return
+    # Where a tower tells no number although there is one, the first guess is tried, for the error that it gives.
+    few = 1 if tower is not None else None
+    for detail, pixels in islice(forms(request), few or _GUESSED_FORMS):
+        for count in _guesses(request, pixels)[:few]:
+            name = f"{modality}:{_words(detail, f'{count} features')}"
+            yield name, _with_placeholders(request, pixels, token, modality, count)
+
+
+def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: str, features: int) -> Kwargs:
+    """Text with `features` placeholders a row, between the tokens that open and close an image, if there are any."""
+    ids = request.ids()
+    opening, closing = (
+        [value for value in [request.setting(*names)] if isinstance(value, int)]
+        for names in (
+            (f"{modality}_start_token_id", "vision_start_token_id"),
+            (f"{modality}_end_token_id", "vision_end_token_id"),
+        )
+    )
+    middle = torch.tensor([*opening, *[token] * features, *closing]).expand(BATCH, -1)
+    ids = torch.cat([ids[:, :4], middle, ids[:, 4:]], 1)
+    # Token types tell text, images and videos apart.
+    types = (ids == token).long() * (2 if modality == "video" and "mm_token_type_ids" in request.names else 1)
+    typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in request.names}
+    return complete(request, {"input_ids": ids, **pixels, **typed})
+
+
+def _measured(
+    request: Request, tower: nn.Module | None, forms: _Forms, method: str
+) -> Iterator[tuple[str, Kwargs, int]]:
+    """(detail, arguments, features a row) of the first form that `method` of `tower` makes features of."""
+    if tower is None:
+        return
+    accepted = parameters_of(tower, method)
+    for detail, pixels in forms(replace(request, names={**accepted, **request.names})):
+        # The first argument is the images, under one name or another.
+        (name, values), *others = pixels.items()
+        wanted = dict(list(accepted.items())[1:])
+        given = complete(replace(request, names=wanted), {n: v for n, v in others if n in wanted or not accepted})
+        try:
+            features = _rows(_run(tower, method, values, given))
+        except Exception:  # Any failure means that this form does not fit.
+            continue
+        if features and features % BATCH == 0:
+            yield detail, {name: values, **given}, features // BATCH
+            return
+
+
+def _with_method(request: Request, method: str) -> nn.Module | None:
+    """The first of the model and its modules that has this method."""
+    return next((module for module in request.model.modules() if callable(getattr(module, method, None))), None)
+
+
+def _run(tower: nn.Module, method: str, values: torch.Tensor, kwargs: Kwargs) -> Any:
+    weight = next((p for p in tower.parameters() if p.is_floating_point()), torch.empty(0))
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point():
+            return value.to(weight)
+        # A grid is read as numbers, which meta tensors do not have.
+        return value if weight.is_meta else value.to(weight.device)
+
+    with preserved(tower), torch.no_grad(), MetaReads():
+        return getattr(tower, method)(placed(values), **{name: placed(value) for name, value in kwargs.items()})
+
+
+def _rows(output: Any) -> int:
+    """Number of feature vectors in what a feature method returns: one tensor, or one an image."""
+    for name in ("pooler_output", "last_hidden_state"):
+        if (value := getattr(output, name, None)) is not None:
+            output = value
+            break
+    tensors = output if isinstance(output, list | tuple) else [output]
+    return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _guesses(request: Request, pixels: Kwargs) -> list[int]:
+    """Likely numbers of features an image."""
+    grids = [value for name, value in pixels.items() if name.endswith("grid_thw")]
+    if grids:
+        return [int(grids[0][0].prod()) // merge_of(request) ** 2]
+    patch = request.whole("patch_size", default=16)
+    height, width = side_of(request)
+    patches = (height // patch) * (width // patch)
+    stated = request.setting("mm_tokens_per_image", "image_seq_length", "image_token_num", "num_image_tokens")
+    counts = [stated, patches, patches + 1, patches // 4, 1]
+    return list(dict.fromkeys(count for count in counts if isinstance(count, int) and count > 0))

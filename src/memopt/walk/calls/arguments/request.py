@@ -1,0 +1,160 @@
+"""A model to make inputs for: what its forward takes, what its config says, and random values for both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.walk.models.config import config_nodes
+
+BATCH = 2
+LENGTH, ODD_LENGTH = 16, 13
+PADDING = 5
+MAX_VOCABULARY = 3000
+
+Kwargs = dict[str, Any]
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside wrappers (PEFT, DDP, torch.compile), whose forward says what it takes."""
+    while True:
+        if callable(getter := getattr(model, "get_base_model", None)):
+            wrapped = getter()
+        else:
+            wrapped = getattr(model, "_orig_mod", None)
+            if wrapped is None and not parameters_of(model):
+                wrapped = getattr(model, "module", None)
+        if not isinstance(wrapped, nn.Module) or wrapped is model:
+            return model
+        model = wrapped
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Named parameters of the forward of the model inside wrappers."""
+    return parameters_of(inner_model(model))
+
+
+def has_config(model: nn.Module) -> bool:
+    return isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig)
+
+
+def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspect.Parameter]:
+    """Named parameters of a method of `model` itself."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {n: p for n, p in inspect.signature(getattr(model, method)).parameters.items() if p.kind not in kinds}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to make inputs for, and how they should vary."""
+
+    model: nn.Module
+    config: PreTrainedConfig
+    names: Mapping[str, inspect.Parameter]
+    main: str
+    variant: str
+    generator: torch.Generator
+    method: str = "forward"
+
+    @classmethod
+    def of(cls, model: nn.Module, variant: str, seed: int, method: str = "") -> Request:
+        """For the forward of `model`, or for a method of it, whose first argument then is the main one."""
+        inner = inner_model(model)
+        config = getattr(inner, "config", None)
+        if not isinstance(config, PreTrainedConfig):
+            raise ModelError(
+                f"No inputs can be made for {type(inner).__name__}: it has no transformers config.",
+                "Pass a batch of your own.",
+            )
+        main = getattr(inner, "main_input_name", "input_ids")
+        main = main if isinstance(main, str) else next(iter(main), "input_ids")
+        names = parameters_of(inner, method or "forward")
+        main = next(iter(names), main) if method else main
+        return cls(inner, config, names, main, variant, torch.Generator().manual_seed(seed), method or "forward")
+
+    @property
+    def required(self) -> list[str]:
+        return [name for name, parameter in self.names.items() if parameter.default is inspect.Parameter.empty]
+
+    @property
+    def length(self) -> int:
+        return ODD_LENGTH if self.variant == "odd" else LENGTH
+
+    @property
+    def documentation(self) -> str:
+        """Docstring of what is called."""
+        return inspect.getdoc(getattr(self.model, self.method)) or ""
+
+    @property
+    def hidden(self) -> int:
+        return self.whole("hidden_size", "d_model", default=64)
+
+    @property
+    def context_width(self) -> int:
+        """Numbers in a vector that a decoder attends to."""
+        names = ("encoder_hidden_size", "cross_hidden_size", "cross_attention_hidden_size", "cross_attention_dim")
+        return self.whole(*names, default=self.hidden)
+
+    @property
+    def first_width(self) -> int:
+        """Numbers in a vector that the model's first layer takes; 0 where that layer takes no vectors."""
+        first = next((module for module in self.model.modules() if module._parameters.get("weight") is not None), None)
+        if isinstance(first, nn.Linear):
+            return first.in_features
+        if isinstance(first, nn.Conv1d | nn.ConvTranspose1d):
+            return first.in_channels
+        weight = None if first is None or isinstance(first, nn.Embedding) else first._parameters["weight"]
+        return weight.shape[0] if weight is not None and weight.dim() == 1 else 0
+
+    def setting(self, *names: str, default: Any = None) -> Any:
+        """First value of one of `names` in the config or, failing that, a nested one, also under standard names."""
+        for node in config_nodes(self.config):
+            for name in names:
+                value = vars(node).get(type(node).attribute_map.get(name, name))
+                if value is not None:
+                    return value
+        return default
+
+    def whole(self, *names: str, default: int) -> int:
+        value = self.setting(*names, default=default)
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
+        return value if isinstance(value, int) else default
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def ids(self, length: int | None = None) -> torch.Tensor:
+        pool = torch.tensor(ordinary_ids(self.config))
+        return pool[torch.randint(0, len(pool), (BATCH, length or self.length), generator=self.generator)]
+
+    def ones(self, name: str, *shape: int) -> torch.Tensor:
+        """A mask that hides nothing, of the type that the annotation of argument `name` asks for."""
+        wants_booleans = name in self.names and "Bool" in str(self.names[name].annotation)
+        return torch.ones(*shape, dtype=torch.bool if wants_booleans else torch.long)
+
+    def mask(self, length: int | None = None) -> torch.Tensor:
+        mask = torch.ones(BATCH, length or self.length, dtype=torch.long)
+        if self.variant == "padded":
+            mask[-1, -PADDING:] = 0
+        return mask
+
+
+def ordinary_ids(config: PreTrainedConfig) -> list[int]:
+    """Token ids that every vocabulary of the model has and that mean nothing special to it."""
+    special: set[int] = {0, 1, 2, 3}
+    sizes = [MAX_VOCABULARY]
+    for node in config_nodes(config):
+        for name, value in vars(node).items():
+            if name.endswith("vocab_size") and not name.startswith("type_") and isinstance(value, int) and value > 0:
+                sizes.append(value)
+            elif "token" in name or name.endswith(("_id", "_ids")):
+                special.update(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int))
+    return [token for token in range(min(sizes)) if token not in special] or list(range(min(sizes)))

@@ -1,0 +1,104 @@
+"""Arguments that a forward may require beside its main one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memopt.walk.calls.arguments.documented import described
+from memopt.walk.calls.arguments.pixels import image, side_of
+from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+
+
+def box(request: Request) -> torch.Tensor:
+    return torch.tensor([1, 2, 30, 40]).expand(BATCH, request.length, 4).clone()
+
+
+def _positions(request: Request) -> torch.Tensor:
+    return torch.arange(request.length).expand(BATCH, -1).clone()
+
+
+def features(request: Request) -> torch.Tensor:
+    return request.normal(BATCH, request.length, request.hidden)
+
+
+#: Builders of arguments that a forward may require beside its main one.
+_ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
+    "input_ids": lambda request: request.ids(),
+    "decoder_input_ids": lambda request: request.ids(),
+    "attention_mask": lambda request: request.mask(),
+    "token_type_ids": lambda request: torch.zeros(BATCH, request.length, dtype=torch.long),
+    "position_ids": _positions,
+    "bbox": box,
+    "pixel_values": lambda request: image(request, side_of(request)),
+    "inputs_embeds": features,
+    "hidden_states": features,
+    "encoder_hidden_states": lambda request: request.normal(BATCH, request.length, request.context_width),
+    "image": lambda request: image(request, side_of(request)),
+    "prompt_pixel_values": lambda request: image(request, side_of(request)),
+    "prompt_masks": lambda request: image(request, side_of(request)),
+    "qformer_input_ids": lambda request: request.ids(),
+    "task_inputs": lambda request: request.ids(request.whole("task_seq_len", default=request.length)),
+}
+
+
+def value_of(request: Request, name: str) -> Any:
+    """A value for argument `name`: its builder's, else as the docstring describes it, else what such names mean."""
+    if name in _ARGUMENTS:
+        return _ARGUMENTS[name](request)
+    if (description := described(request).get(name)) is not None:
+        return description.value(request, name)
+    return _by_convention(request, name)
+
+
+def _by_convention(request: Request, name: str) -> Any:
+    annotation = str(request.names[name].annotation)
+    if name.endswith("mask"):
+        return request.ones(name, BATCH, request.length)
+    if name.endswith(("lengths", "lens")):
+        return torch.full((BATCH,), request.length)
+    if name.endswith(("embeds", "states", "features")):
+        return features(request)
+    if name.endswith(("ids", "codes", "labels")):
+        return torch.zeros(BATCH, request.length, dtype=torch.long)
+    if name.startswith(("num_", "n_")) and "Tensor" not in annotation:
+        return 1
+    if name in ("time_step", "timestep"):
+        return torch.full((BATCH,), 0.5)
+    if any(kind in annotation for kind in ("LongTensor", "IntTensor")):
+        return torch.ones(BATCH, request.length, dtype=torch.long)
+    if width := request.whole(f"max_{name}_dim", f"{name}_dim", default=0):
+        return request.normal(BATCH, width)
+    return None
+
+
+def complete(request: Request, given: Kwargs) -> Kwargs:
+    """`given`, and what else the forward must have, or must be told for this variant."""
+    kwargs = dict(given)
+    names = request.names
+    encodes_text = "input_ids" in kwargs
+    if request.variant == "padded" and encodes_text and "attention_mask" in names:
+        ids = kwargs["input_ids"]
+        kwargs.setdefault("attention_mask", like_rows(request.mask(ids.shape[-1]), ids))
+    if "decoder_input_ids" in names and (request.config.is_encoder_decoder or "decoder_input_ids" in request.required):
+        kwargs.setdefault("decoder_input_ids", request.ids())
+        if request.variant == "padded" and "decoder_attention_mask" in names:
+            kwargs.setdefault("decoder_attention_mask", request.mask())
+    for name in request.required:
+        if name not in kwargs and (value := value_of(request, name)) is not None:
+            kwargs[name] = value
+    if encodes_text and "image_attention_mask" in names and getattr(kwargs.get("pixel_values"), "ndim", 0) == 5:
+        # Which token sees which image.
+        seen = *kwargs["input_ids"].shape, kwargs["pixel_values"].shape[1]
+        kwargs.setdefault("image_attention_mask", torch.ones(seen, dtype=torch.long))
+    if "use_cache" in names:
+        kwargs["use_cache"] = False
+    return kwargs
+
+
+def like_rows(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`mask` in the shape of `ids`: its last row for the last row, its first for all others."""
+    rows = [mask[:1].expand(ids.shape[0] - 1, -1), mask[-1:]]
+    return torch.cat(rows).reshape(ids.shape[0], *[1] * (ids.dim() - 2), -1).expand_as(ids).contiguous()

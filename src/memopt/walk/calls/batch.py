@@ -1,0 +1,216 @@
+"""A batch that a user gives for a model whose inputs cannot be guessed: reading, checking and describing it.
+
+A batch is a mapping from arguments of the model's forward to values. Making it fit a small twin is
+`memopt.walk.calls.fit`, making one with the model's own processor is `memopt.walk.calls.processed`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+
+from memopt.errors import InputsError
+from memopt.walk.calls.arguments import forward_parameters, inner_model
+from memopt.walk.models.config import one_line
+
+Batch = Mapping[str, Any]
+
+_SAVE = 'torch.save(dict(processor(..., return_tensors="pt")), "batch.pt")'
+#: The way out where inputs cannot be guessed.
+PASS_INPUTS = f"Pass a batch with --inputs batch.pt (in Python: inputs=...), made with: {_SAVE}"
+_MAKE_AGAIN = f"Make it with: {_SAVE}"
+_SHOWN = 12
+#: Most numbers of a tensor that counts as sizes.
+_FEW = 64
+
+
+def read_batch(path: str | Path) -> dict[str, Any]:
+    """The batch in a file of `torch.save` (no code in it is run) or of safetensors; tensors on the CPU.
+
+    Lists of numbers become tensors, as a collator would make them.
+
+    Raises:
+        InputsError: the file is missing, not readable, not a dict of arguments, or empty.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_AGAIN)
+    content = _load(path)
+    if not isinstance(content, dict):
+        raise InputsError(f"'{path}' holds {_article(content)}, not a dict of the forward's arguments.", _MAKE_AGAIN)
+    if wrong := [key for key in content if not isinstance(key, str)]:
+        raise InputsError(f"'{path}' has the key {wrong[0]!r}, which is no argument's name.", _MAKE_AGAIN)
+    if not content:
+        raise InputsError(f"'{path}' is an empty dict: it gives the model no inputs.", _MAKE_AGAIN)
+    return {name: _value(name, value, path) for name, value in content.items()}
+
+
+def given_batch(inputs: Batch | str | Path | None) -> Batch | None:
+    """`inputs`, read from its file where it names one."""
+    return read_batch(inputs) if isinstance(inputs, str | Path) else inputs
+
+
+def check_names(model: nn.Module, batch: Batch) -> None:
+    """Refuse an argument that no forward of `model` takes: a forward with ``**kwargs`` would swallow it silently.
+
+    Raises:
+        InputsError: there is one; names the nearest that the model takes.
+    """
+    known = list(dict.fromkeys(_known_names(model)))
+    unknown = [name for name in batch if name not in known]
+    if unknown and known:
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.7)
+        others = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        raise InputsError(
+            f"{type(inner_model(model)).__name__} takes no argument '{unknown[0]}'.",
+            f"Did you mean '{near[0]}'?" if near else f"Take it out of the batch; the model takes {others}.",
+        )
+
+
+def does_not_run(model: nn.Module, error: str) -> InputsError:
+    """The error for a batch that a model does not run with."""
+    return InputsError(
+        f"{type(inner_model(model)).__name__} does not run with the inputs that were given: {error}.",
+        "Check the arguments, dtypes and shapes in the file; it should hold what the model's processor returns.",
+    )
+
+
+def placed(batch: Batch, device: str | torch.device | None, dtype: torch.dtype) -> dict[str, Any]:
+    """`batch` on `device` (None: where it is), its floating tensors in `dtype`, also those in lists and dicts."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+    return {name: tree_map(move, value) for name, value in batch.items()}
+
+
+def describe(batch: Batch) -> dict[str, Any]:
+    """Shape and dtype of every tensor of `batch`, other values as they are: JSON-ready, see `remade`.
+
+    Values of tensors are left out, since they are the user's data, but for a few sizes that a forward may read.
+    """
+
+    def told(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            form = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            return form | ({"values": value.tolist()} if _is_size(name, value) else {})
+        if isinstance(value, Mapping):
+            return {"items": {str(key): told(str(key), item) for key, item in value.items()}}
+        return [told(name, item) for item in value] if isinstance(value, list | tuple) else value
+
+    return {name: told(name, value) for name, value in batch.items()}
+
+
+def remade(description: Batch) -> dict[str, Any]:
+    """A batch of the shapes that `describe` told, on the meta device but for the sizes in it."""
+
+    def make(value: Any) -> Any:
+        if isinstance(value, Mapping) and "values" in value:
+            return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
+        if isinstance(value, Mapping) and "shape" in value:
+            return torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")
+        if isinstance(value, Mapping):
+            return {key: make(item) for key, item in value["items"].items()}
+        return [make(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return {name: make(value) for name, value in description.items()}
+
+
+def in_words(batch: Batch) -> str:
+    """``input_ids 2 x 16, pixel_values 2 x 3 x 224 x 224``."""
+
+    def words(name: str, value: Any) -> str:
+        if isinstance(value, Mapping):
+            return f"{name} ({in_words(value)})"
+        shape = " x ".join(map(str, value.shape)) if isinstance(value, Tensor) else ""
+        return f"{name} {shape}".rstrip()
+
+    return ", ".join(words(name, value) for name, value in batch.items())
+
+
+def rows_of(batch: Batch) -> int:
+    """Rows of the batch: of its token ids where it has some, else of its first tensor."""
+    tensors = [batch.get("input_ids"), *tree_leaves(dict(batch))]
+    return next((tensor.shape[0] for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 1)
+
+
+def tokens_of(batch: Batch) -> int | None:
+    """Tokens in each row; None where the batch has no token ids."""
+    ids = batch.get("input_ids")
+    return int(ids.shape[-1]) if isinstance(ids, Tensor) and ids.dim() else None
+
+
+def _load(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "GLOBAL" in str(error) or "weights_only" in str(error).lower():
+            raise InputsError(
+                f"'{path}' holds more than tensors, lists and numbers, and memopt runs no code from it.", _MAKE_AGAIN
+            ) from None
+        raise InputsError(f"'{path}' is no file of torch.save: {one_line(error)}.", _MAKE_AGAIN) from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
+        raise InputsError(f"'{path}' cannot be read: {one_line(error)}.", _MAKE_AGAIN) from None
+
+
+def _value(name: str, value: Any, path: Path) -> Any:
+    if isinstance(value, list | tuple) and value and all(_is_number(leaf) for leaf in tree_leaves(value)):
+        try:
+            value = torch.tensor(value)
+        except ValueError:
+            raise InputsError(
+                f"'{name}' in '{path}' has rows of different lengths.",
+                'Pad them: processor(..., padding=True, return_tensors="pt").',
+            ) from None
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and not leaf.numel():
+            shape = " x ".join(map(str, leaf.shape))
+            raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", _MAKE_AGAIN)
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _is_size(name: str, value: Tensor) -> bool:
+    """Grids, lengths and the like; not token ids, labels and what else says something about the data."""
+    return (
+        not (value.is_meta or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        and value.numel() <= _FEW
+        and re.fullmatch(r".*(grid|size|length|num|shape)s?(_.*)?", name) is not None
+    )
+
+
+def _known_names(model: nn.Module) -> Iterator[str]:
+    """Arguments of the forward and, where it hands others down, what its type hints and the models inside take."""
+    yield from forward_parameters(model)
+    inner = inner_model(model)
+    for parameter in inspect.signature(inner.forward).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            for hint in get_args(parameter.annotation):
+                yield from getattr(hint, "__annotations__", ())
+            for module in inner.modules():
+                if isinstance(module, PreTrainedModel):
+                    yield from forward_parameters(module)
+
+
+def _article(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,265 @@
+"""Inputs to run a model with: made from its forward's signature, its `main_input_name` and its config, no model named.
+
+`dummy_inputs` gives the likeliest call, `runnable_calls` the ones that were tried and ran, `training_targets` the
+labels that make a model return a loss. What arguments look like is `memopt.walk.calls.arguments` and, for labels,
+`memopt.walk.calls.labels`; calls of what the model's own forward leaves out are `memopt.walk.calls.parts`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from memopt.errors import ModelError
+from memopt.walk.aten.meta_reads import MetaReads
+from memopt.walk.aten.precision import precise
+from memopt.walk.calls.arguments import candidates, forward_parameters, has_config, inner_model
+from memopt.walk.calls.labels import target_candidates
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.models.config import one_line
+
+Variant = Literal["plain", "padded", "odd"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a model: its forward, or that of a part, or a method of either."""
+
+    label: str
+    kwargs: dict[str, Any]
+    part: str = ""
+    """Name of the submodule that is called; the model itself by default."""
+    method: str = ""
+    """Name of the method that is called; the module, hooks and all, by default."""
+
+    @property
+    def target(self) -> str:
+        """Dotted name of what is called, empty for the model itself."""
+        return ".".join(filter(None, (self.part, self.method)))
+
+    def run(self, model: nn.Module) -> Any:
+        """What the call returns; arguments are passed as they are, not copied."""
+        module = model.get_submodule(self.part)
+        return getattr(module, self.method)(**self.kwargs) if self.method else module(**self.kwargs)
+
+    def copied(self) -> Call:
+        """The same call with arguments of its own: a forward may write into them."""
+        own = {n: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for n, v in self.kwargs.items()}
+        return replace(self, kwargs=own)
+
+
+#: How a call is run; a walk passes its own, to observe it.
+Runner = Callable[[nn.Module, Call], Any]
+
+
+class Calls(list[Call]):
+    """The calls that ran, with what the others failed on."""
+
+    def __init__(self, calls: Sequence[Call] = (), errors: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(calls)
+        self.errors = tuple(errors)
+        """(label, error) of every call that was tried and did not run."""
+
+
+def dummy_inputs(
+    model: nn.Module,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    variant: Variant = "plain",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments for ``model.forward``, batch 2: no labels, no cache, no special tokens.
+
+    ``plain`` has no padding, ``padded`` masks the end of one row (where the forward takes a mask), ``odd`` has an odd
+    sequence length and an image side that no window divides. `dtype` is that of floating inputs; on ``meta`` there are
+    shapes only. The same seed gives the same values; torch's global generator is not used.
+
+    Raises:
+        ModelError: the model has no transformers config, or nothing is known of what its forward takes.
+    """
+    for _, kwargs in candidates(model, variant, seed):
+        return _moved(kwargs, torch.device(device), dtype)
+    raise ModelError(
+        f"No inputs can be made for {type(inner_model(model)).__name__} from its forward's signature.",
+        "Pass a batch of your own.",
+    )
+
+
+def runnable_calls(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    variants: Sequence[Variant] = VARIANTS,
+    seed: int = 0,
+    run: Runner | None = None,
+) -> Calls:
+    """For each variant, and each modality, the first call that runs in eval and in train mode; the rest as errors.
+
+    Inputs are on the model's device, in its floating dtype. With `inputs` these are the only call tried. A call that
+    runs only in the mode the model is in is taken when none runs in both. The model is left as it was: mode, buffers,
+    and torch's global CPU generator.
+    """
+    if inputs is not None:
+        tried = [("inputs", Call("inputs", form)) for form in _forms(dict(inputs), _place(model)[0])]
+    elif has_config(model):
+        tried = list(proposed(model, variants, seed))
+    else:
+        return Calls(errors=[("inputs", f"{type(model).__name__} has no transformers config: pass inputs")])
+    return first_to_run(model, tried, run)
+
+
+def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runner | None = None) -> Calls:
+    """For each label the first of its calls that runs in both modes, or else in the mode that the model is in.
+
+    `tried` has (name to report, call) pairs; calls of one label stand for the same thing.
+    """
+    by_label: dict[str, list[tuple[str, Call]]] = {}
+    for name, call in tried:
+        by_label.setdefault(call.label, []).append((name, call))
+    calls: list[Call] = []
+    errors: dict[tuple[str, str], None] = {}
+    for candidates_of_label in by_label.values():
+        fallback: Call | None = None
+        for name, call in candidates_of_label:
+            here, there = _attempt(model, call, run)
+            if here is None and there is None:
+                calls.append(call)
+                break
+            errors.setdefault((name, here or f"in the other mode: {there}"))
+            if here is None and fallback is None:
+                fallback = call
+        else:
+            if fallback is not None:
+                calls.append(fallback)
+    return Calls(calls, [*errors])
+
+
+def training_targets(
+    model: nn.Module, inputs: Mapping[str, Any], *, seed: int = 0, run: Runner | None = None
+) -> dict[str, Any]:
+    """What to add to `inputs` for the forward to return a loss, mostly ``labels``; ``{}`` where nothing does.
+
+    The shape of the logits tells what labels look like: one class a token, a row, or a pixel; a number for one column.
+    """
+    config = getattr(inner_model(model), "config", None)
+    problem_type = getattr(config, "problem_type", None)
+    try:
+        logits = getattr(run_once(model, Call("", dict(inputs)), run), "logits", None)
+        for targets in target_candidates(forward_parameters(model), logits, inputs, seed):
+            if _gives_loss(model, {**inputs, **targets}, run):
+                return targets
+    except Exception:  # A model that does not run has no targets; runnable_calls says why it does not run.
+        return {}
+    finally:
+        # Classification heads write the problem type that they guess from the labels into their config.
+        if config is not None and hasattr(config, "problem_type"):
+            config.problem_type = problem_type
+    return {}
+
+
+def proposed(
+    model: nn.Module, variants: Sequence[Variant], seed: int, *, part: str = "", method: str = ""
+) -> Iterator[tuple[str, Call]]:
+    """(name, call) of what to try, the likeliest first; a variant that changes nothing for this model is left out.
+
+    With `part` or `method`, `model` is still the whole model, and the calls are of that part and method.
+    """
+    module = model.get_submodule(part)
+    device, dtype = _place(module)
+    target = Call("", {}, part, method).target
+    prefix = f"{target}: " if target else ""
+    plain: dict[str, dict[str, Any]] = {}
+    for variant in variants:
+        for name, kwargs in candidates(module, variant, seed, method):
+            modality = name.partition(":")[0]
+            if variant == "plain":
+                plain[name] = kwargs
+            elif name in plain and _same_shapes(plain[name], kwargs):
+                continue
+            label = prefix + (variant if modality == "main" else f"{variant} {modality}")
+            detail = name.partition(":")[2]
+            for form in _forms(kwargs, device, dtype):
+                yield f"{label} ({detail})" if detail else label, Call(label, form, part, method)
+
+
+def _forms(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[dict[str, Any]]:
+    """`kwargs` on `device`; on meta then with whole numbers left on the CPU: some forwards read sizes, ids or masks."""
+    yield _moved(kwargs, device, dtype)
+    if device.type == "meta" and (numbers := {name: value for name, value in kwargs.items() if _counts(value)}):
+        yield {**_moved(kwargs, device, dtype), **numbers}
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.is_meta or value.is_floating_point() or value.is_complex())
+
+
+def _same_shapes(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def shape(value: Any) -> Any:
+        return value.shape if isinstance(value, torch.Tensor) else value
+
+    masked = any(name.endswith("mask") and not bool(value.all()) for name, value in other.items())
+    return not masked and {k: shape(v) for k, v in one.items()} == {k: shape(v) for k, v in other.items()}
+
+
+def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    floating = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
+    return device, next(floating, torch.float32)
+
+
+def _moved(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+    return {name: tree_map(move, value) for name, value in kwargs.items()}
+
+
+def _attempt(model: nn.Module, call: Call, run: Runner | None) -> tuple[str | None, str | None]:
+    """Error in the mode the model is in, and in the other one; None for none."""
+    here = _error_of(model, call, run, model.training)
+    return (here, None) if here is not None else (None, _error_of(model, call, run, not model.training))
+
+
+def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) -> str | None:
+    try:
+        run_once(model, call, run, training)
+    except Exception as error:  # Any failure means that these inputs do not fit.
+        return f"{type(error).__name__}: {one_line(error)}"
+    return None
+
+
+def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: bool | None = None) -> Any:
+    """Output of `call` without gradients, in the given mode; the model is left as it was.
+
+    A model of doubles is run in doubles throughout, as every comparison does (`memopt.walk.aten.precision.precise`).
+    """
+    own = call.copied()
+    with preserved(model), torch.no_grad(), MetaReads():
+        if training is not None and training != model.training:
+            model.train(training)
+        return (run or unobserved)(model, own)
+
+
+def unobserved(model: nn.Module, call: Call) -> Any:
+    """The runner of whoever does not watch: a model of doubles computes in doubles throughout."""
+    with precise(_place(model)[1]):
+        return call.run(model)
+
+
+def _gives_loss(model: nn.Module, kwargs: dict[str, Any], run: Runner | None) -> bool:
+    try:
+        loss = getattr(run_once(model, Call("", kwargs), run), "loss", None)
+    except Exception:
+        return False
+    return isinstance(loss, torch.Tensor) and loss.numel() == 1 and (loss.is_meta or bool(loss.isfinite()))

@@ -1,0 +1,171 @@
+"""Calls of what a model's own forward leaves out: a vision or audio tower beside a text call, a half of a pair.
+
+`every_call` is `memopt.walk.calls.inputs.runnable_calls` and, where modules have not run after that, calls of the
+`get_*_features` methods that reach them and of the nested models that hold them. What such a call returns counts as an
+output of the model, since what the model makes of it is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from memopt.walk.calls.inputs import (
+    VARIANTS,
+    Call,
+    Calls,
+    Runner,
+    Variant,
+    first_to_run,
+    proposed,
+    run_once,
+    runnable_calls,
+    unobserved,
+)
+from memopt.walk.models.config import one_line
+
+#: Calls of one part that are tried before it is given up.
+_MOST_TRIES = 8
+
+
+def every_call(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    variants: Sequence[Variant] = VARIANTS,
+    seed: int = 0,
+    run: Runner | None = None,
+) -> Calls:
+    """`runnable_calls`, then calls of the parts that none of these reached; as many as needed, none where all ran.
+
+    With `inputs`, these say how the model is used, and no part is called. An error is kept for a part that does not
+    run at all.
+    """
+    with _visits(model) as visits:
+        calls = runnable_calls(model, inputs, variants=variants, seed=seed, run=visits.during(run))
+        if inputs is not None or not calls:
+            return calls
+        errors = list(calls.errors)
+        for part, method in _targets(model, visits):
+            tried = _Trial(model, part, method, seed)
+            reached = tried.reaches(visits)
+            if reached is None:
+                errors += tried.errors[:1]
+            elif reached:
+                found = first_to_run(model, tried.calls(variants), visits.during(run))
+                calls += found
+                errors += found.errors
+    return Calls(calls, errors)
+
+
+class _Visits:
+    """The modules that ran in calls that ran to their end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.seen: set[str] = set()
+        self.now: set[str] = set()
+
+    def during(self, run: Runner | None) -> Runner:
+        def watched(model: nn.Module, call: Call) -> Any:
+            self.now = set()
+            output = (run or unobserved)(model, call)
+            self.seen |= self.now
+            return output
+
+        return watched
+
+    def idle(self) -> set[str]:
+        """Modules with parameters of which nothing has run.
+
+        Leaves do not count: a parent may use their parameters without a call, as attention does with its output
+        projection.
+        """
+        ran = {above for name in self.seen for above in _ancestors(name)}
+        return {
+            name
+            for name, module in self.model.named_modules()
+            if name not in ran and next(module.children(), None) is not None and any(True for _ in module.parameters())
+        }
+
+
+@contextlib.contextmanager
+def _visits(model: nn.Module) -> Iterator[_Visits]:
+    visits = _Visits(model)
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, _args, name=name: visits.now.add(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield visits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _targets(model: nn.Module, visits: _Visits) -> Iterator[tuple[str, str]]:
+    """(part, method) worth calling, while something is idle: feature methods of any model inside, then idle models."""
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    for name, module in models.items():
+        for method in _feature_methods(type(module)):
+            if any(_holds(name, idle) for idle in visits.idle()):
+                yield name, method
+    for name in models:
+        if name in visits.idle():
+            yield name, ""
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """`name` and the names of all modules around it."""
+    yield ""
+    path = name.split(".")
+    yield from (".".join(path[:length]) for length in range(1, len(path) + 1))
+
+
+def _holds(ancestor: str, name: str) -> bool:
+    return not ancestor or name == ancestor or name.startswith(ancestor + ".")
+
+
+def _feature_methods(cls: type) -> list[str]:
+    names = (name for name in dir(cls) if name.startswith("get_") and name.endswith("_features"))
+    return [name for name in names if callable(getattr(cls, name))]
+
+
+class _Trial:
+    """The calls of one part that may run, tried unobserved first: what brings nothing new is not observed at all."""
+
+    def __init__(self, model: nn.Module, part: str, method: str, seed: int) -> None:
+        self.model, self.part, self.method, self.seed = model, part, method, seed
+        self.errors: list[tuple[str, str]] = []
+
+    def reaches(self, visits: _Visits) -> bool | None:
+        """Whether the first call that runs reaches something idle; None where none runs."""
+        idle = visits.idle()
+        for name, call in self.calls(("plain",)):
+            visits.now = set()
+            try:
+                run_once(self.model, call)
+            except Exception as error:  # any failure means that these inputs do not fit
+                self._failed(name, error)
+                continue
+            return not idle.isdisjoint(visits.now)
+        return None
+
+    def calls(self, variants: Sequence[Variant]) -> Iterator[tuple[str, Call]]:
+        """(name, call) of what to try, a few of each variant."""
+        tries: Counter[str] = Counter()
+        try:
+            for name, call in proposed(self.model, variants, self.seed, part=self.part, method=self.method):
+                tries[call.label] += 1
+                if tries[call.label] <= _MOST_TRIES:
+                    yield name, call
+        except Exception as error:  # a signature or config that inputs cannot be made from
+            self._failed(Call("", {}, self.part, self.method).target, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self.errors.append((name, f"{type(error).__name__}: {one_line(error)}"))

@@ -1,0 +1,308 @@
+"""What feeds what: where each tensor comes from (a norm, a linear, an activation, a gated product), op by op.
+
+Fed by `memopt.walk.flow.shadow` while forwards run; yields activations, gated MLPs, linears, dropouts and the loss head
+as site data. Channel ids and folds are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
+from memopt.walk.aten.parameters import ParameterTable, storage_key
+from memopt.walk.aten.rules import OpCall
+from memopt.walk.probes.probe import ActivationProbe
+from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
+
+#: aten op -> kind, for nonlinearities called as functions.
+_FUNCTIONS = {
+    "gelu": "gelu_erf", "silu": "silu", "relu": "relu", "hardswish": "hardswish", "mish": "mish", "elu": "elu",
+    "leaky_relu": "leaky_relu", "hardtanh": "other", "celu": "other", "selu": "other", "sigmoid": "sigmoid",
+    "tanh": "tanh", "softplus": "softplus", "hardsigmoid": "hardsigmoid",
+}  # fmt: skip
+#: These gate and squash all kinds of things; they count as an activation where they read a linear.
+_OF_LINEARS_ONLY = {"sigmoid", "tanh", "softplus", "hardsigmoid"}
+#: Ops that leave a tensor's origin what it is.
+_KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor comes from. `part` tells the pieces of a fused linear's output apart."""
+
+    kind: Literal["norm", "linear", "activation", "gated"]
+    name: str
+    part: tuple[int, ...] = ()
+    scaled: bool = False
+    copied: bool = False
+
+
+@dataclass
+class _Activation:
+    site: ActivationSite
+    reads: _Origin | None = None
+
+
+@dataclass
+class _Gated:
+    site: GatedMLPSite
+    activation: str
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Linear:
+    site: LinearSite
+
+
+class Labels:
+    """Collects sites while forwards run. `training` switches from origins to dropouts."""
+
+    def __init__(self, model: nn.Module, activations: Mapping[str, ActivationProbe]) -> None:
+        self.activations_by_module = dict(activations)
+        self.training = False
+        self.function_norms: dict[str, str] = {}
+        self._modules = dict(model.named_modules())
+        self._origins: dict[int, tuple[Tensor, _Origin]] = {}
+        self._activations: dict[str, _Activation] = {}
+        self._gated: dict[str, _Gated] = {}
+        self._linears: dict[str, _Linear] = {}
+        self._readers: dict[int, dict[str, None]] = {}
+        self._shared: dict[str, dict[str, None]] = {}
+        self._alive: list[Tensor] = []
+        self._dropouts: dict[str, DropoutSite] = {}
+        self._head: tuple[bool, int, str] | None = None
+        """(whether the model itself returns them, number, weight) of the logits."""
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def norm(self, name: str, output: Tensor) -> None:
+        self._set(output, _Origin("norm", name))
+
+    def activation(self, name: str, source: Tensor, output: Tensor) -> None:
+        """The activation module `name` ran."""
+        if not self.training:
+            probe = self.activations_by_module[name]
+            self._activated(name, _site(name, probe), source, output)
+
+    def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
+        """`source` was contracted with the parameter `weight`."""
+        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, shape, source.shape[-1])))
+        if self.training:
+            return
+        origin = self._origin(source)
+        if origin is not None:
+            self._feeds(origin, linear, module)
+        key = storage_key(source)
+        if key is not None:
+            readers = self._readers.setdefault(key, {})
+            readers[weight] = None
+            self._alive.append(source)
+            for reader in readers:
+                self._shared.setdefault(reader, {}).update(readers)
+        if isinstance(output, Tensor):
+            self._set(output, _Origin("linear", weight, (id(output),)))
+
+    def bias(self, weight: str, bias: str) -> None:
+        linear = self._linears[weight]
+        linear.site = replace(linear.site, bias=bias)
+
+    def operation(self, call: OpCall, here: str, parameters: ParameterTable) -> None:
+        """Any op that is no contraction with a parameter."""
+        name = call.name.rstrip("_") if call.name not in MOVEMENT else call.name
+        if name in NORM_FUNCTIONS:
+            self.function_norms.setdefault(here, name)
+        if self.training:
+            self._see_dropout(call, here)
+        elif here not in self.activations_by_module and call.outputs and call.tensors:
+            self._see(name, call, here, parameters)
+
+    def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
+        """A call returned `output`: find the linear that made the logits of every token.
+
+        The logits of a part that was called on its own (`of_the_model` is False) count where the model has none.
+        """
+        if self.training or not isinstance(output, Mapping):
+            return
+        for key, tensor in output.items():
+            if not (isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() == 3):
+                continue
+            origin = self._origin(tensor)
+            if origin is not None and origin.kind == "activation":  # a soft cap
+                origin = self._activations[origin.name].reads
+            if origin is not None and origin.kind == "linear":
+                found = (of_the_model, tensor.shape[-1], origin.name)
+                self._head = found if self._head is None or found[:2] > self._head[:2] else self._head
+
+    def forget(self) -> None:
+        """Let go of the tensors of past forwards."""
+        self._origins.clear()
+        self._readers.clear()
+        self._alive.clear()
+
+    # -- origins ------------------------------------------------------------------------------------------------
+
+    def _set(self, tensor: Tensor, origin: _Origin) -> None:
+        if not self.training:
+            self._origins[id(tensor)] = (tensor, origin)
+
+    def _origin(self, tensor: Any) -> _Origin | None:
+        entry = self._origins.get(id(tensor))
+        return entry[1] if entry is not None else None
+
+    def _see(self, name: str, call: OpCall, here: str, parameters: ParameterTable) -> None:
+        tensors, out = call.tensors, call.outputs[0]
+        origin = self._origin(tensors[0])
+        if name in _FUNCTIONS:
+            if name not in _OF_LINEARS_ONLY or (origin is not None and origin.kind == "linear"):
+                tanh = name == "gelu" and call.kwargs.get("approximate") == "tanh"
+                kind = "gelu_tanh" if tanh else _FUNCTIONS[name]
+                self._activated(f"{here}()/{kind}", ActivationSite(here, kind, False), tensors[0], out)
+        elif name in _KEEP_ORIGIN and origin is not None:
+            for moved in call.outputs:
+                whole = moved.numel() == tensors[0].numel()
+                part = origin.part if whole else (*origin.part, int(moved.storage_offset()))
+                copied = origin.copied or name in PADS or name == "clone"
+                self._set(moved, replace(origin, part=part, copied=copied))
+        elif name in {"add", "sub", "mul", "div"} and len(tensors) == 1 and origin is not None:
+            self._set(out, replace(origin, scaled=origin.scaled or name in {"mul", "div"}))
+        elif name == "add" and len(tensors) == 2:
+            self._sum(tensors[0], tensors[1], out, parameters)
+        elif name == "mul" and len(tensors) == 2:
+            self._product(tensors[0], tensors[1], out, here)
+
+    def _sum(self, a: Tensor, b: Tensor, out: Tensor, parameters: ParameterTable) -> None:
+        """A bias or a low-rank update leaves the output of a linear what it is."""
+        first, second = self._origin(a), self._origin(b)
+        if first is None or first.kind != "linear":
+            a, b, first, second = b, a, second, first
+        if first is None or first.kind != "linear":
+            return
+        update = second is not None and second.kind == "linear" and a.shape == b.shape
+        vector = b.dim() > 0 and b.numel() == b.shape[-1]
+        if update or vector or parameters.view(b) is not None:
+            self._set(out, first)
+
+    def _product(self, a: Tensor, b: Tensor, out: Tensor, here: str) -> None:
+        origins = {o.kind: o for o in (self._origin(a), self._origin(b)) if o is not None}
+        activation, linear, gated = (origins.get(k) for k in ("activation", "linear", "gated"))
+        if activation is not None and linear is not None:
+            source = self._activations[activation.name]
+            if source.reads is None or source.reads.kind != "linear":
+                return
+            if (source.reads.name, source.reads.part) == (linear.name, linear.part):
+                self._self_gated(activation, source, out)
+            elif a.shape == b.shape:  # a gate for every element, not a router's weight for every token
+                self._gate(activation, source.reads, linear, out, here)
+        elif gated is not None:  # routing weights, masks
+            self._set(out, gated)
+
+    def _self_gated(self, origin: _Origin, activation: _Activation, out: Tensor) -> None:
+        """x * sigmoid(x), written out."""
+        scaled = activation.reads is not None and activation.reads.scaled
+        kind = "silu" if activation.site.kind == "sigmoid" and not scaled else "other"
+        if not activation.site.is_module:
+            activation.site = replace(activation.site, kind=kind, operations=3 if scaled else 2)
+        self._set(out, origin)
+
+    def _gate(self, activation: _Origin, gate: _Origin, up: _Origin, out: Tensor, here: str) -> None:
+        key = f"{here}/{gate.name}/{up.name}"
+        if key not in self._gated:
+            kind = self._activations[activation.name].site.kind
+            modules = [here, *(self._linears[o.name].site.module for o in (gate, up))]
+            site = GatedMLPSite(_common_ancestor(modules), kind, gate.name, up.name, None)
+            self._gated[key] = _Gated(site, activation.name, modules)
+        self._set(out, _Origin("gated", key))
+
+    def _activated(self, key: str, site: ActivationSite, source: Tensor, output: Tensor) -> None:
+        activation = self._activations.setdefault(key, _Activation(site))
+        origin = self._origin(source)
+        if origin is not None and origin.kind == "linear":
+            activation.reads = origin
+            activation.site = replace(activation.site, source=origin.name)
+        self._set(output, _Origin("activation", key))
+
+    def _feeds(self, origin: _Origin, linear: _Linear, module: str) -> None:
+        weight, fed_by = linear.site.parameter, origin.name
+        if origin.kind == "activation":
+            activation = self._activations[origin.name]
+            fed_by = activation.site.name
+            if activation.site.next_linear is None:
+                activation.site = replace(activation.site, next_linear=weight, copied=origin.copied)
+        elif origin.kind == "gated":
+            gated = self._gated[origin.name]
+            if gated.site.down is None:
+                gated.modules.append(module)
+                gated.site = replace(gated.site, down=weight, name=_common_ancestor(gated.modules))
+            fed_by = gated.site.name
+        if linear.site.fed_by is None:
+            linear.site = replace(linear.site, fed_by=fed_by)
+
+    def _see_dropout(self, call: OpCall, here: str) -> None:
+        probability = _drop_probability(call)
+        module = self._modules.get(here)
+        if probability and module is not None:
+            alone = next(module.children(), None) is None and next(module.parameters(), None) is None
+            self._dropouts.setdefault(here, DropoutSite(here, round(probability, 12), is_module=alone))
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def activation_sites(self) -> tuple[ActivationSite, ...]:
+        inside = {g.activation: g.site.name for g in self._gated.values()}
+        seen = [replace(a.site, gated_mlp=inside.get(key)) for key, a in self._activations.items()]
+        ran = {site.name for site in seen if site.is_module}
+        idle = (_site(name, probe) for name, probe in self.activations_by_module.items() if name not in ran)
+        return (*seen, *idle)
+
+    def gated_sites(self) -> tuple[GatedMLPSite, ...]:
+        return tuple(gated.site for gated in self._gated.values())
+
+    def linear_sites(self) -> tuple[LinearSite, ...]:
+        def others(weight: str) -> tuple[str, ...]:
+            return tuple(w for w in self._shared.get(weight, ()) if w != weight)
+
+        return tuple(replace(x.site, input_shared_with=others(w)) for w, x in self._linears.items())
+
+    def dropout_sites(self) -> tuple[DropoutSite, ...]:
+        """Dropouts that drew a mask in a training forward, and dropout modules that are switched off."""
+        sites = dict(self._dropouts)
+        for name, module in self._modules.items():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                sites.setdefault(name, DropoutSite(name, float(module.p)))
+        return tuple(sites.values())
+
+    def loss_head(self, parameters: ParameterTable) -> LossHead | None:
+        if self._head is None:
+            return None
+        _, vocab_size, weight = self._head
+        names = parameters.names[id(parameters.by_name[weight])]
+        return LossHead(weight, vocab_size, next((n for n in names if n != weight), None))
+
+
+def _site(name: str, probe: ActivationProbe) -> ActivationSite:
+    return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters, probe.linear)
+
+
+def _drop_probability(call: OpCall) -> float | None:
+    """Chance that the op zeroes an element at random; None if it does not."""
+    if call.name == "bernoulli_" and len(call.args) > 1 and isinstance(call.args[1], float):
+        return 1.0 - call.args[1]
+    if call.name in {"native_dropout", "dropout"}:
+        return float(call.args[1])
+    names = [argument.name for argument in call.func._schema.arguments]
+    if "dropout_p" in names:
+        return float(call.argument(names.index("dropout_p"), "dropout_p", 0.0))
+    return None
+
+
+def _common_ancestor(modules: list[str]) -> str:
+    """The innermost module that contains, or is, every one of `modules`."""
+    paths = [name.split(".") for name in modules]
+    depth = 0
+    while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
+        depth += 1
+    return ".".join(paths[0][:depth])

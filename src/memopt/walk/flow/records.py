@@ -1,0 +1,55 @@
+"""What the walk writes down while it watches: uses of parameters, and what each norm's output reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from memopt.walk.aten.contractions import Reading
+from memopt.walk.probes.probe import NormProbe
+from memopt.walk.sites import Reach
+
+#: "contract": read by a norm's channels; "raw": contracted with something that is no norm's output; "mixed": with
+#: several channels in one coordinate; "bias": added to the product `weight`; "other": anything else.
+UseKind = Literal["contract", "raw", "mixed", "bias", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One way in which a parameter is used."""
+
+    kind: UseKind
+    module: str
+    operation: str
+    reading: Reading | None = None
+    bias: str | None = None
+    same_storage: bool = False
+    weight: str = ""
+
+    def repeats(self, other: Use) -> bool:
+        """Whether `other` says the same."""
+        mine, theirs = ((u.kind, u.module, u.operation, u.bias, u.same_storage, u.weight) for u in (self, other))
+        if mine != theirs or (self.reading is None) != (other.reading is None):
+            return False
+        a, b = self.reading, other.reading
+        if a is None or b is None:
+            return True
+        plain = (a.axis, a.shift, a.scale) == (b.axis, b.shift, b.scale)
+        return plain and torch.equal(a.coordinates, b.coordinates) and torch.equal(a.channels, b.channels)
+
+
+@dataclass(eq=False)
+class NormRecord:
+    """What was seen of one norm."""
+
+    name: str
+    probe: NormProbe
+    base: int = -1
+    width: int = 0
+    calls: int = 0
+    rejected: str | None = None
+    """Why it is no plain norm after all, seen only when it runs."""
+    reaches: dict[Reach, None] = field(default_factory=dict)
+    storages: set[int] = field(default_factory=set)

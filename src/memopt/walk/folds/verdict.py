@@ -1,0 +1,259 @@
+"""From recorded uses to consumers and fold obstacles, in words that a user understands.
+
+Reads the records of `memopt.walk.flow.shadow`, runs nothing. A verdict is legality by structure;
+`memopt.walk.folds.proof`
+checks the legal folds with numbers. Obstacles are hard: the function of the model would change, or the fold cannot be
+made. Cautions name what a right fold changes beside that: hidden states that somebody may read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.aten.rules import FOREIGN, ZERO
+from memopt.walk.flow.records import NormRecord, Use
+from memopt.walk.flow.shadow import ShadowMode
+from memopt.walk.probes.probe import NormProbe
+from memopt.walk.sites import Consumer, NormSite, Reach
+
+#: A coordinate that no contraction of the walk read.
+_UNREAD = -3
+_NO_ARTICLE = ("another", "attention", "non-zero", "read of", "scatter into")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    consumers: tuple[Consumer, ...]
+    reaches: tuple[Reach, ...]
+    obstacles: tuple[str, ...]
+    cautions: tuple[str, ...] = ()
+
+
+def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, Verdict]:
+    """Verdict of every norm that ran, by name. `loss_head` is the weight that makes the logits, if there is one."""
+    weights = {
+        id(parameter): _Weight(mode, parameter)
+        for parameter in mode.model.parameters()
+        if any(use.kind == "contract" for use in mode.uses.get(id(parameter), ()))
+    }
+    readers: dict[str, list[_Weight]] = {}
+    for weight in weights.values():
+        for owner in weight.owners:
+            readers.setdefault(owner.name, []).append(weight)
+    return {
+        record.name: Verdict(
+            tuple(weight.consumer(record, readers[record.name]) for weight in readers.get(record.name, ())),
+            tuple(record.reaches),
+            tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),
+            tuple(_cautions(record, readers.get(record.name, []), loss_head)),
+        )
+        for record in mode.norms.values()
+        if record.calls and not record.rejected
+    }
+
+
+class _Weight:
+    """One weight that reads norms, with all that is recorded of it."""
+
+    def __init__(self, mode: ShadowMode, parameter: nn.Parameter) -> None:
+        self.mode, self.parameter = mode, parameter
+        self.uses = mode.uses[id(parameter)]
+        self.contractions = [use for use in self.uses if use.kind == "contract"]
+        first = self.contractions[0]
+        self.name = mode.parameters.name(parameter, first.module)
+        assert first.reading is not None
+        self.axis = first.reading.axis
+        self.clash: str | None = None
+        self.channels = self._merge()
+        self.owners = list(mode.owners(torch.cat([u.reading.channels for u in self.contractions if u.reading])))
+
+    def _merge(self) -> Tensor:
+        merged = torch.full((self.parameter.shape[self.axis],), _UNREAD)
+        for use in self.contractions:
+            reading = use.reading
+            assert reading is not None
+            if reading.axis != self.axis:
+                self.clash = f"{self.name} is applied in two layouts"
+                continue
+            before, now = merged[reading.coordinates], reading.channels
+            if bool(((before != now) & (before > ZERO) & (now > ZERO)).any()):
+                self.clash = f"{self.name} is shared by several norms"
+            elif bool((((before == FOREIGN) & (now > ZERO)) | ((now == FOREIGN) & (before > ZERO))).any()):
+                self.clash = f"{self.name} also reads something else"
+            merged[reading.coordinates] = torch.where(now == ZERO, torch.where(before == _UNREAD, now, before), now)
+        return merged
+
+    def consumer(self, record: NormRecord, readers: list[_Weight]) -> Consumer:
+        """This weight as one of the readers of a norm."""
+        own = [u for u in self.contractions if any(o is record for o in self.mode.owners(_channels(u)))]
+        local = torch.where(
+            (self.channels >= record.base) & (self.channels < record.base + record.width),
+            self.channels - record.base,
+            torch.full_like(self.channels, -1),
+        )
+        in_order = torch.equal(local, torch.arange(record.width))
+        readings = [u.reading for u in own if u.reading is not None]
+        return Consumer(
+            parameter=self.name,
+            module=own[0].module,
+            axis=self.axis,
+            channels=None if in_order else tuple(local.tolist()),
+            bias=own[0].bias,
+            scale=readings[0].scale,
+            accepts_bias=all(r.shift for r in readings),
+            needs_bias=not self._may_do_without_bias(readers),
+            same_storage=all(u.same_storage for u in own),
+        )
+
+    def obstacles(self) -> Iterator[str]:
+        """Why the weight cannot be scaled, whatever norm asks."""
+        if self.clash:
+            yield self.clash
+        if id(self.parameter) in self.mode.parameters.overlapping:
+            yield f"{self.name} shares its memory with another parameter"
+        tied = [name for name in self.mode.parameters.names[id(self.parameter)] if name != self.name]
+        if tied:
+            yield f"{self.name} is tied to {', '.join(tied)}"
+        for use in self.uses:
+            if use.kind == "raw":
+                yield f"{self.name} also reads something that this norm did not make{_inside(use.module)}"
+            elif use.kind == "mixed":
+                yield f"{self.name} also reads several channels in one coordinate{_inside(use.module)}"
+            elif use.kind != "contract" and not tied:
+                yield f"{self.name} is also used by {use.operation}{_inside(use.module)}"
+
+    @property
+    def _biases(self) -> set[str | None]:
+        return {use.bias for use in self.contractions}
+
+    def _may_do_without_bias(self, readers: list[_Weight]) -> bool:
+        """Whether nobody may notice that the norm's bias is missing from this product, which has no bias to take it.
+
+        So it is with keys: what is added to all of them alike changes no softmax. The sign is a projection that has
+        a bias in the same module; the proof tells whether it holds.
+        """
+        return self._biases == {None} and any(
+            None not in reader._biases and _owner(reader.name) == _owner(self.name) for reader in readers
+        )
+
+    def bias_obstacles(self, readers: list[_Weight]) -> Iterator[str]:
+        """Why a norm's bias cannot move into this weight's bias."""
+        if not all(u.reading.shift for u in self.contractions if u.reading):
+            yield f"the norm has a bias, which padding, a mask or dropout before {self.name} keeps from being folded"
+        if len({u.reading.scale for u in self.contractions if u.reading}) > 1:
+            yield f"the norm has a bias and {self.name} reads it at several scales"
+        name = next(iter(self._biases))
+        if len(self._biases) > 1:
+            yield f"the norm has a bias and {self.name} is not always followed by the same one"
+        elif name is not None:
+            yield from self._slot_obstacles(name)
+        elif not self._may_do_without_bias(readers):
+            yield f"the norm has a bias and {self.name} has none"
+
+    def _slot_obstacles(self, name: str) -> Iterator[str]:
+        bias = self.mode.parameters.by_name[name]
+        rest = [size for axis, size in enumerate(self.parameter.shape) if axis != self.axis]
+        if list(bias.shape) not in (rest, rest[:1]):
+            yield f"{name} does not have the shape of what {self.name} adds up to"
+        for use in self.mode.uses.get(id(bias), ()):
+            if use.kind != "bias" or use.weight != self.name:
+                yield f"{name} is also used by {use.weight or use.operation}{_inside(use.module)}"
+        if len(self.mode.parameters.names[id(bias)]) > 1:
+            yield f"{name} is shared by several modules"
+
+
+def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> Iterator[str]:
+    """Why a fold cannot be made or would change the model's function."""
+    probe = record.probe
+    if probe.weight is None:
+        yield "it has no weight to fold"
+        return
+    if probe.kind == "channels":
+        yield "its channels are in dimension 1"
+        return
+    if probe.kind == "heads":
+        yield "each head has numbers of its own"
+        return
+    hard = {r.what: r for r in record.reaches if not r.auxiliary}
+    for what, reach in hard.items():
+        yield _explain(what, reach, also=bool(readers))
+    if not readers and not hard:
+        yield "no linear reads its output"
+    for attribute in filter(None, (probe.weight, probe.bias)):
+        yield from _own_parameter_obstacles(mode, record.name, attribute)
+    for weight in readers:
+        yield from weight.obstacles()
+        if probe.bias is not None:
+            yield from weight.bias_obstacles(readers)
+
+
+def _cautions(record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
+    """What a fold would change beside the model's function."""
+    for what, reach in {r.what: r for r in record.reaches if r.auxiliary}.items():
+        yield _explain(what, reach, also=False)
+    if any(weight.name == loss_head for weight in readers):
+        yield f"it is the last norm: its output is the last hidden state, which {loss_head} turns into logits"
+
+
+def _own_parameter_obstacles(mode: ShadowMode, norm: str, attribute: str) -> Iterator[str]:
+    name = f"{norm}.{attribute}" if norm else attribute
+    parameter = mode.parameters.by_name[name]
+    others = [n for n in mode.parameters.names[id(parameter)] if n != name]
+    if others or id(parameter) in mode.parameters.overlapping:
+        yield f"its {attribute} is shared with {', '.join(others) or 'another parameter'}"
+    for use in mode.uses.get(id(parameter), ()):
+        if use.module != norm:
+            yield f"its {attribute} is also used by {use.operation}{_inside(use.module)}"
+
+
+def _explain(what: str, reach: Reach, also: bool) -> str:
+    if what == "model output":
+        returned_by = reach.module or "the model"
+        return f"its output is returned as {reach.operation} by {returned_by}"
+    article = "" if what.startswith(_NO_ARTICLE) else "an " if what[0] in "aeiou" else "a "
+    where = f" ({reach.operation}{_inside(reach.module)})"
+    return f"its output {'also ' if also else ''}goes to {article}{what}{where}"
+
+
+def _owner(parameter: str) -> str:
+    """Name of the module whose child has `parameter`."""
+    return parameter.rpartition(".")[0].rpartition(".")[0]
+
+
+def _inside(module: str) -> str:
+    return f" in {module}" if module else ""
+
+
+def _channels(use: Use) -> Tensor:
+    assert use.reading is not None
+    return use.reading.channels
+
+
+def norm_site(name: str, probe: NormProbe, width: int, verdict: Verdict | None) -> NormSite:
+    def full(attribute: str | None) -> str | None:
+        return None if attribute is None else f"{name}.{attribute}" if name else attribute
+
+    site = NormSite(
+        name=name,
+        kind=probe.kind,
+        hidden_size=probe.hidden_size or width,
+        eps=probe.eps,
+        weight=full(probe.weight),
+        bias=full(probe.bias),
+        offset=probe.offset,
+        cast=probe.cast,
+        intermediates=probe.intermediates,
+    )
+    if verdict is None:
+        return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))
+    return replace(
+        site,
+        consumers=verdict.consumers,
+        reaches=verdict.reaches,
+        fold_obstacles=verdict.obstacles,
+        cautions=verdict.cautions,
+    )

@@ -1,0 +1,91 @@
+"""Building a model of a config on a device, with the settings that a walk needs. No shrinking, no randomising here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.walk.models.config import config_nodes, model_class, one_line
+
+_safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+with contextlib.suppress(ImportError):  # Old remote code asks torch.linspace for values in __init__; meta has none.
+    from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
+
+#: Attention to fall back to when a class refuses the requested one: every transformers class has it.
+_FALLBACK_ATTENTION = "eager"
+
+
+def instantiate(
+    config: PreTrainedConfig,
+    *,
+    device: str,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = "sdpa",
+    experts_implementation: str = "eager",
+) -> PreTrainedModel:
+    """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it.
+
+    Raises:
+        ModelError: the class cannot be built from this config.
+    """
+    cls = model_class(config)
+    attempts = [attn_implementation]
+    if attn_implementation not in (None, _FALLBACK_ATTENTION):
+        attempts.append(_FALLBACK_ATTENTION)
+    for attention in attempts:
+        prepared = _prepare(config, attention, experts_implementation)
+        try:
+            return _construct(cls, prepared, device, dtype or _config_dtype(config))
+        except Exception as error:
+            if attention != attempts[-1]:
+                continue
+            raise ModelError(
+                f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {one_line(error)}."
+            ) from error
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _construct(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    with (
+        torch.device(device),
+        _default_dtype(dtype),
+        _safe_creation() if device == "meta" else contextlib.nullcontext(),
+    ):
+        return cls(config)
+
+
+def _prepare(config: PreTrainedConfig, attention: str | None, experts: str) -> PreTrainedConfig:
+    prepared = copy.deepcopy(config)
+    if attention is not None:
+        prepared._attn_implementation = attention
+    for node in config_nodes(prepared):
+        if "use_cache" in vars(node):
+            node.use_cache = False
+        if hasattr(node, "_experts_implementation"):
+            node._experts_implementation = experts
+    return prepared
+
+
+def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,321 @@
+"""A config of any transformers class -> a small config of the same make: its kinds of layers, its names, less of it.
+
+Fields are recognised by what their names and values say (depth, width, heads, experts, vocabulary, token ids), through
+the config's own ``attribute_map``, so one set of rules serves every class; nothing here knows an architecture. The
+rules for widths are `memopt.walk.models.shrink.width`, those for layers `memopt.walk.models.shrink.depth`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.walk.models.config import (
+    config_nodes,
+    integer_field,
+    integer_fields,
+    is_integer,
+    model_class,
+    one_line,
+    standard_name,
+)
+from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, with_depth
+from memopt.walk.models.shrink.rest import cut_rest
+from memopt.walk.models.shrink.rotary import fit_rotary
+from memopt.walk.models.shrink.width import decide_widths, scale_widths
+
+MAX_PARAMETERS = 30_000_000
+LIGHT_PARAMETERS = 10_000_000
+"""Of two forms that run, one of this size is preferred: a proof runs it hundreds of times."""
+LARGE_PARAMETERS = 60_000_000
+"""For forms that are used where no smaller one runs."""
+TINY_PARAMETERS = 2_000_000
+VOCABULARY = 512
+EXPERTS = 8
+WINDOW = 8
+CHUNK = 16
+"""Tokens that a state-space layer takes at a time: shorter texts are padded to them."""
+AUDIO_POSITIONS = 64
+PATCHES_PER_SIDE = 8
+IMAGE_SIDE = 128
+
+
+class ShrinkError(ModelError):
+    """No small config of this make can be built."""
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The smallest of the recipes' configs that builds and has at most `MAX_PARAMETERS`; `config` is not changed.
+
+    A config that is tiny already is returned as a copy.
+
+    Raises:
+        ShrinkError: no recipe gives such a config; says what each one failed on.
+    """
+    return next(shrunken(config))
+
+
+def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
+    """Every small config that builds, strongest recipe first, but heavy ones after light ones.
+
+    The last are those above `MAX_PARAMETERS`, if not far above.
+
+    Args:
+        config: what to shrink; it is not changed.
+        depth: number of layers, at most those of `config`; by default as many as show every kind of layer.
+        sizes: also shrink what inputs are measured in, the sides of images and the length of sounds.
+
+    Raises:
+        ModelError: transformers has no model class for this config.
+        ShrinkError: there is not even one.
+    """
+    model_class(config)
+    failures: list[str] = []
+    found = False
+    heavy: list[PreTrainedConfig] = []
+    large: list[PreTrainedConfig] = []
+    for recipe in _RECIPES:
+        try:
+            small = _apply(config, recipe, depth, sizes)
+            model = instantiate(small, device="meta")
+        except Exception as error:  # A config class may object to a combination in any way it likes.
+            failures.append(f"{recipe.name}: {one_line(error)}")
+            continue
+        fit_rotary(small, model)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if parameters > recipe.max_parameters:
+            if parameters <= LARGE_PARAMETERS and recipe.max_parameters == MAX_PARAMETERS:
+                large.append(small)
+            failures.append(f"{recipe.name}: still {parameters / 1e6:.0f} M parameters")
+            continue
+        found = True
+        if parameters > LIGHT_PARAMETERS:
+            heavy.append(small)
+        else:
+            yield small
+    yield from heavy
+    yield from large
+    if not found and not large:
+        raise ShrinkError(
+            f"Model type '{config.model_type}' has no small form that builds ({'; '.join(failures)}).",
+            "Without one no rewrite of this model can be proved.",
+        )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    depth: bool = True
+    width: bool = True
+    keep_head_dim: bool = False
+    vocabulary: bool = True
+    max_parameters: int = MAX_PARAMETERS
+    rest: bool = False
+    layers: int | None = None
+    """Number of layers, where it is not as many as show every kind."""
+
+
+_RECIPES = (
+    _Recipe("as it is", depth=False, width=False, vocabulary=False, max_parameters=TINY_PARAMETERS),
+    _Recipe("depth, heads and head size"),
+    _Recipe("depth and heads", keep_head_dim=True),
+    _Recipe("depth", width=False),
+    _Recipe("heads", depth=False, keep_head_dim=True),
+    _Recipe("unchanged", depth=False, width=False, vocabulary=False),
+    _Recipe("every size", rest=True),
+    _Recipe("every size but the head size", keep_head_dim=True, rest=True),
+    _Recipe("heads and head size, more layers", layers=MAX_DEPTH),
+)
+
+_EXPERTS = re.compile(r"(num_|n_|moe_num_)(local_|routed_)?experts")
+_TOP_K = re.compile(r".*(experts_per_tok(en)?|top_?k|top_?k_experts|moe_k)")
+TOKEN_ID = re.compile(r".*(_token|_token_ids?|_token_index|_ids?)")
+_IMAGE_TOKENS = re.compile(r"mm_tokens_per_image|image_(seq_length|token_num|tokens)|num_image_tokens")
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+_WINDOW = re.compile(r"sliding_window(_size)?|attention_chunk_size")
+_CHUNK = re.compile(r"(mamba_|ssm_)?chunk_size")
+
+
+def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
+    small = copy.deepcopy(config)
+    nodes = list(config_nodes(small))
+    _name_placeholders(small)
+    if recipe.width:
+        before = [dict(vars(node)) for node in nodes]
+        links = _cut_widths(nodes, recipe.keep_head_dim)
+        if recipe.rest:
+            cut_rest(nodes, before, links)
+        for node in nodes:
+            _cut_experts(node)
+        if sizes:
+            _cut_images(nodes)
+            _cut_unpatched_images(nodes)
+    if recipe.vocabulary:
+        _cut_vocabulary(nodes)
+    if recipe.depth:
+        for node in nodes:
+            _cut_windows(node)
+            if sizes:
+                _cut_sounds(node)
+    if chosen := depth or recipe.layers:
+        return with_depth(small, chosen)
+    return cut_depth(small) if recipe.depth else small
+
+
+def _cut_widths(nodes: list[PreTrainedConfig], keep_head_dim: bool) -> dict[int, int]:
+    """Old widths and what they became, for all nodes."""
+    links: dict[int, int] = {}
+    # Two passes: a projection into another config's width can only follow once every width is decided.
+    widths = [decide_widths(node, links, keep_head_dim=keep_head_dim) for node in nodes]
+    for node, width in zip(nodes, widths, strict=True):
+        scale_widths(node, width)
+    return links
+
+
+def _cut_experts(node: PreTrainedConfig) -> None:
+    fields = [(name, value) for name, value in integer_fields(node) if _EXPERTS.fullmatch(name) and value > EXPERTS]
+    if not fields:
+        return
+    for name, _ in fields:
+        setattr(node, name, EXPERTS)
+    for name, value in integer_fields(node):
+        if name == standard_name(node, "n_group"):
+            setattr(node, name, min(value, 2))
+        elif name == standard_name(node, "topk_group"):
+            setattr(node, name, 1)
+        elif _TOP_K.fullmatch(name) and value > 2:
+            setattr(node, name, 2)
+    per_token = standard_name(node, "num_experts_per_tok")
+    if vars(node).get(per_token, 0) is None:
+        setattr(node, per_token, 2)
+
+
+def _name_placeholders(config: PreTrainedConfig) -> None:
+    """A token that text has in the place of an image, and that the config leaves open, gets an id: the last ones."""
+    sizes = [size for node in config_nodes(config) if (size := integer_field(node, "vocab_size"))]
+    names = [name for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name) and value is None]
+    for token, name in enumerate(names, start=1):
+        if sizes and min(sizes) > token:
+            setattr(config, name, min(sizes) - token)
+
+
+def _cut_vocabulary(nodes: list[PreTrainedConfig]) -> None:
+    for node in nodes:
+        for name, value in integer_fields(node):
+            if "vocab_size" in name and value > VOCABULARY:
+                setattr(node, name, VOCABULARY)
+    _move_token_ids(nodes)
+
+
+def _move_token_ids(nodes: list[PreTrainedConfig]) -> None:
+    """Ids beyond the new vocabulary move to its top, the same old id to the same new one in every config."""
+    fields = [
+        (node, name, value)
+        for node in nodes
+        for name, value in vars(node).items()
+        if TOKEN_ID.fullmatch(name) and not name.startswith("_")
+    ]
+    kept = {token for _, _, value in fields for token in _tokens(value) if token < VOCABULARY}
+    free = (token for token in range(VOCABULARY - 1, 3, -1) if token not in kept)
+    moved: dict[int, int] = {}
+    for node, name, value in fields:
+        for token in _tokens(value):
+            if token >= VOCABULARY and token not in moved:
+                moved[token] = next(free)
+        if is_integer(value) and value in moved:
+            setattr(node, name, moved[value])
+        elif isinstance(value, list | tuple) and any(token in moved for token in _tokens(value)):
+            setattr(node, name, type(value)(moved.get(item, item) for item in value))
+
+
+def _tokens(value: Any) -> list[int]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if is_integer(item)]
+
+
+def _cut_windows(node: PreTrainedConfig) -> None:
+    for name, value in integer_fields(node):
+        for pattern, size in ((_WINDOW, WINDOW), (_CHUNK, CHUNK)):
+            if pattern.fullmatch(name) and value > size:
+                setattr(node, name, size)
+
+
+def _cut_sounds(node: PreTrainedConfig) -> None:
+    for name, value in integer_fields(node):
+        if name == "max_source_positions" and value > AUDIO_POSITIONS and integer_field(node, "num_mel_bins"):
+            setattr(node, name, AUDIO_POSITIONS)
+
+
+def _counted(nodes: list[PreTrainedConfig]) -> bool:
+    """Whether a number of image features stands in the config."""
+    return any(_IMAGE_TOKENS.fullmatch(name) for node in nodes for name, _ in integer_fields(node))
+
+
+def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
+    """Images of convolutional networks, which have no patches and take any size."""
+    owners = [node for node in nodes if "image_size" in vars(node)]
+    if len(owners) != 1 or any(name.startswith(("patch", "tubelet")) for name in vars(owners[0])):
+        return
+    sides = _numbers(owners[0].image_size)
+    factor = 1
+    while sides and all(side % (2 * factor) == 0 and side // (2 * factor) >= IMAGE_SIDE for side in sides):
+        factor *= 2
+    if factor > 1:
+        owners[0].image_size = _divided(owners[0].image_size, factor)
+
+
+def _cut_images(nodes: list[PreTrainedConfig]) -> None:
+    """Large images become smaller by a power of two a side, and what counts their features follows."""
+    for node in nodes:
+        sides, patch = _numbers(vars(node).get("image_size")), _patch_side(node)
+        if not sides or not patch or "depths" in vars(node):
+            continue
+        factor = 1
+        while all(
+            side % (2 * factor * patch) == 0 and side // (2 * factor * patch) >= PATCHES_PER_SIDE for side in sides
+        ):
+            factor *= 2
+        if factor > 1:
+            node.image_size = _divided(node.image_size, factor)
+            _cut_features(nodes, node, sides[0] // patch, factor)
+        elif is_integer(node.image_size) and min(sides) // patch >= 2 * PATCHES_PER_SIDE and not _counted(nodes):
+            node.image_size = PATCHES_PER_SIDE * patch
+
+
+def _patch_side(node: PreTrainedConfig) -> int:
+    """Pixels from one patch to the next, 0 if the config does not say so."""
+    for name in ("patch_stride", "patch_size"):
+        if numbers := _numbers(vars(node).get(name)):
+            return max(numbers)
+    return 0
+
+
+def _numbers(value: Any) -> list[int]:
+    """A side, or a list of sides; empty if it is neither."""
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    return numbers if all(is_integer(number) for number in numbers) else []
+
+
+def _divided(value: Any, factor: int) -> Any:
+    """An integer, or integers in lists, as parts of `factor`."""
+    return type(value)(_divided(item, factor) for item in value) if isinstance(value, list | tuple) else value // factor
+
+
+def _cut_features(nodes: list[PreTrainedConfig], node: PreTrainedConfig, side: int, factor: int) -> None:
+    """Follow an image of `node` that had `side` patches a side and has a `factor` less."""
+    if vars(node).get("image_embedding_size") == side:
+        node.image_embedding_size = side // factor
+    for other in nodes:
+        for name, value in list(vars(other).items()):
+            if name.endswith("feature_sizes") and isinstance(value, list | tuple):
+                sizes = [number for size in value for number in _numbers(size)]
+                if sizes and all(number % factor == 0 for number in sizes):
+                    setattr(other, name, _divided(value, factor))
+            elif is_integer(value) and _IMAGE_TOKENS.fullmatch(name) and value % factor**2 == 0:
+                setattr(other, name, value // factor**2)

@@ -1,0 +1,124 @@
+"""Making a config shallower, deep enough to see each kind of its layers, which the built modules tell.
+
+Layers keep their position (the first n are kept), so that every name that remains means what it meant.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.walk.models.config import config_nodes, integer_fields, is_integer, standard_name
+from memopt.walk.models.instantiate import instantiate
+
+MIN_DEPTH = 2
+MAX_DEPTH = 12
+"""Layers looked at, and kept at most, to see each kind of layer once."""
+
+_DEPTH = re.compile(r"(num_|n_)?((en|de)coder_)?(num_)?(hidden_)?(layers?|depth)")
+_LAYER_COUNT = re.compile(r".*_layers")
+_LAYER_INDICES = re.compile(r".*(_layers|_indices|_indexes|_idx|_layer_ids)")
+
+
+def cut_depth(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with as few layers as show every kind; at least `MIN_DEPTH` where it has so many."""
+    probe = with_depth(config, MAX_DEPTH)
+    return with_depth(probe, _needed_depth(probe))
+
+
+def with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
+    """A copy of `config` with at most `depth` layers in every stack, what counts or lists them included."""
+    small = copy.deepcopy(config)
+    for node in config_nodes(small):
+        _cut_node(node, depth)
+    return small
+
+
+def _cut_node(node: PreTrainedConfig, depth: int) -> None:
+    standard = standard_name(node, "num_hidden_layers")
+    main = {name: value for name, value in integer_fields(node) if name == standard or _DEPTH.fullmatch(name)}
+    longest = max(main.values(), default=0)
+    # A count beside a list of that length counts something else (the convolutions before the layers).
+    lengths = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)} - {longest}
+    for name, value in main.items():
+        setattr(node, name, min(value, depth))
+    for name, value in list(vars(node).items()):
+        if name in main or name.startswith("_"):
+            continue
+        if name == "depths" and isinstance(value, list | tuple):
+            setattr(node, name, type(value)(min(item, MIN_DEPTH) for item in value))
+        elif name == "stage_names" and isinstance(value, list) and len(value) == longest + 1 > depth + 1:
+            _cut_stages(node, value[: depth + 1])
+        elif longest > depth and not (is_integer(value) and value in lengths):
+            new = _cut_layer_field(name, value, longest, depth)
+            if new is not value:
+                setattr(node, name, new)
+
+
+def _cut_stages(node: PreTrainedConfig, names: list[str]) -> None:
+    """Keep the first stages of a backbone, `names`, and as many outputs as it gave: its readers count them."""
+    count = len(vars(node)["stage_names"])
+    old = [index % count for index in _output_stages(node)]
+    new = [min(index, len(names) - left) for index, left in zip(old, range(len(old), 0, -1), strict=True)]
+    node.stage_names = names
+    if new and new[0] >= 0:
+        node._out_indices, node._out_features = new, [names[index] for index in new]
+
+
+def _output_stages(node: PreTrainedConfig) -> list[int]:
+    """Indices of the layers whose outputs a backbone gives."""
+    indices = vars(node).get("_out_indices")
+    return list(indices) if isinstance(indices, list | tuple) else []
+
+
+def _cut_layer_field(name: str, value: Any, longest: int, depth: int) -> Any:
+    """A field beside the depth that counts, lists or points to layers, for the new depth."""
+    if is_integer(value) and MIN_DEPTH < value <= longest and _LAYER_COUNT.fullmatch(name):
+        # "The first 3 are dense" stays; "15 of 30 share" becomes the same part.
+        return min(value, depth) if "dense" in name or "first" in name else max(1, value * depth // longest)
+    if isinstance(value, str) and len(value) == longest and "pattern" in name:
+        return value[:depth]
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    if len(value) == longest and (longest > 4 or "layer" in name):
+        return value[:depth]
+    if _LAYER_INDICES.fullmatch(name) and all(is_integer(item) and item < longest + 1 for item in value):
+        return type(value)(item for item in value if item < depth) or type(value)([depth - 1])
+    return value
+
+
+def _needed_depth(config: PreTrainedConfig) -> int:
+    """Layers needed to see each kind once, judged by the modules themselves; at least `MIN_DEPTH`."""
+    try:
+        model = instantiate(config, device="meta")
+    except ModelError:
+        return MIN_DEPTH
+    needed = max(MIN_DEPTH, *(len(_output_stages(node)) for node in config_nodes(config)))
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            kinds = [_kind(layer) for layer in module]
+            # A list in which every entry differs is no stack of layers (stages of a pyramid): it tells no depth.
+            if len(set(kinds)) < len(kinds):
+                needed = max(needed, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    return min(needed, MAX_DEPTH)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """What tells one kind of layer from another: its parameters, its modules' classes, and their named settings."""
+    parameters = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    modules = tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
+    return parameters, modules
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    # Numbers are left out but for their presence: layer indices and drop rates differ everywhere and tell no kind.
+    return tuple(
+        (name, value if isinstance(value, str | bool) else value is None)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, str | bool | int | None) and name != "training"
+    )

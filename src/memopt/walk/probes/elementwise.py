@@ -1,0 +1,189 @@
+"""Is a module an elementwise nonlinearity, and which one? Answered by running a copy of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.walk.aten.precision import Float64Mode
+from memopt.walk.probes import stand_ins
+from memopt.walk.probes.isolate import Isolated, isolate, signature, with_stand_ins
+
+_AGREES = 1e-7
+_MAX_CHANNELS = 1 << 14
+
+#: Ops that only look at a tensor in another way, or in another dtype: nothing of theirs is an intermediate.
+_VIEWS_AND_CASTS = {
+    "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "lift_fresh", "permute", "reshape", "select",
+    "slice", "squeeze", "t", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ActivationProbe:
+    kind: str
+    """A key of `memopt.kernels.activation.formulas.ACTIVATIONS`, or ``other``."""
+    operations: int
+    """Aten ops that its forward runs, views and casts not counted."""
+    replays: bool
+    """Running it again gives the same values, in train mode too, and leaves its input alone."""
+    parameters: bool = False
+    """It has parameters of its own: numbers, or a number a channel."""
+    linear: str | None = None
+    """Child whose output it is a function of, where the module runs a linear first."""
+
+
+def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
+    """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters.
+
+    A module with one child, a linear, counts if its output is an elementwise function of the linear's, and one of
+    several operations: what a single operation keeps is the linear's output, whoever calls it.
+    """
+    linear = _only_linear(module)
+    if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
+        return None
+    cache = {} if cache is None else cache
+    key = ("activation", linear, signature(module))
+    if key not in cache:
+        cache[key] = _probe(module) if linear is None else _probe_behind(module, linear)
+    result: ActivationProbe | None = cache[key]
+    return result
+
+
+def _channels(module: nn.Module) -> int | None:
+    """1 for a module whose parameters are numbers, C where they are (1, C, 1, ...), a number a channel; else None."""
+    shapes = {tuple(parameter.shape) for parameter in module.parameters() if parameter.numel() > 1}
+    if not shapes:
+        return 1
+    shape = next(iter(shapes))
+    a_number_a_channel = (
+        len(shape) > 2 and shape == (1, shape[1], *[1] * (len(shape) - 2)) and shape[1] <= _MAX_CHANNELS
+    )
+    return shape[1] if len(shapes) == 1 and a_number_a_channel else None
+
+
+def _only_linear(module: nn.Module) -> str | None:
+    """Name of the only child of a module without parameters of its own, if that is a linear."""
+    children = dict(module.named_children())
+    own = [tensor for group in (module._parameters, module._buffers) for tensor in group.values() if tensor is not None]
+    if len(children) != 1 or own:
+        return None
+    ((name, child),) = children.items()
+    weight = getattr(child, "weight", None)
+    return name if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _probe_behind(module: nn.Module, linear: str) -> ActivationProbe | None:
+    """The function of its linear's output that `module` computes, if that is all it computes."""
+    probe = _probe(with_stand_ins(module, {linear: nn.Identity()}))
+    if probe is None or probe.operations == 1 or not probe.replays:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    stand_in = stand_ins.linear(6, 5, generator)
+    with torch.no_grad():
+        z = stand_in(x)
+    for training in (False, True):
+        expected = stand_ins.run(module, {linear: nn.Identity()}, lambda alone: alone(z), training=training)
+        actual = stand_ins.run(module, {linear: stand_in}, lambda alone: alone(x), training=training)
+        if expected is None or actual is None or not torch.equal(expected, actual):
+            return None
+    return replace(probe, linear=linear)
+
+
+def _probe(module: nn.Module) -> ActivationProbe | None:
+    copy = isolate(module)
+    if copy is None:
+        return None
+    channels = _channels(module) or 1
+    x = torch.linspace(-12, 12, 240, dtype=torch.float64).reshape(2, 3, 40)
+    if channels > 1:
+        x = torch.linspace(-12, 12, 2 * 40 * channels, dtype=torch.float64).reshape(channels, 2, 40).transpose(0, 1)
+    if copy.tries(x) != x.shape:
+        return None
+    y = copy.run(x)
+    if not y.isfinite().all() or not _is_elementwise(copy, x, y, by_channel=channels > 1):
+        return None
+    # Scalars and buffers have other values in the model, or will have, than here.
+    has_parameters = next(module.parameters(), None) is not None
+    alike = slice(None) if channels == 1 else 0
+    affine = _is_affine(x[:, alike].flatten(), y[:, alike].flatten())
+    if affine and (channels > 1 or not has_parameters):
+        return None  # identity, a scale, a dropout that is off
+    fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
+    known = (k for k, f in ACTIVATIONS.items() if fixed and float((f(x) - y).abs().max()) < _AGREES)
+    # A scale and a shift that are trained keep the input only.
+    operations = 1 if affine else _count_operations(copy, x)
+    return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)
+
+
+def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:
+    """Whether moving elements around (those of a channel among themselves) moves what is made of them, and no more."""
+    generator = torch.Generator().manual_seed(1)
+    channels = x.shape[1] if by_channel else 1
+    order = torch.rand(channels, x.numel() // channels, generator=generator).argsort(1)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not by_channel:
+            return tensor.flatten()[order[0]].reshape(tensor.shape)
+        rows = tensor.transpose(0, 1)
+        return rows.flatten(1).gather(1, order).reshape(rows.shape).transpose(0, 1)
+
+    return torch.allclose(copy.run(moved(x)), moved(y), atol=1e-12)
+
+
+def replays(copy: Isolated, *inputs: Tensor) -> bool:
+    """Whether a second forward in backward would compute what the first one did. Leaves `copy` in train mode."""
+    y = copy.run(inputs[0], None, *inputs[1:])
+    copy.module.train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _RandomMode() as mode:
+        given = [tensor.clone() for tensor in inputs]
+        outputs = [copy.module.forward(*given) for _ in range(2)]
+    unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
+    return unchanged and all(torch.equal(output, y) for output in outputs) and not mode.random
+
+
+def _is_affine(x: Tensor, y: Tensor) -> bool:
+    slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var(unbiased=False)
+    return bool((y - y.mean() - slope * (x - x.mean())).abs().max() < 1e-9)
+
+
+class _RandomMode(TorchDispatchMode):
+    """Remembers whether any op drew random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _CountMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func._schema.name.split("::")[-1] not in _VIEWS_AND_CASTS
+        return func(*args, **(kwargs or {}))
+
+
+def _count_operations(copy: Isolated, x: Tensor) -> int:
+    module = copy.module.float()  # in double a cast to fp32 and back would show as work
+    try:
+        with torch.no_grad(), _CountMode() as mode:
+            module.forward(x.float())
+    finally:
+        module.double()
+    return int(mode.count)

@@ -1,0 +1,88 @@
+"""Is the forward of a gated MLP down(act(gate(x)) * up(x)) and nothing else? Answered by running a copy of it.
+
+The copy shares the module's code and attributes; its linears are replaced by tiny random ones, so no weight is read
+and the answer takes a millisecond at any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.walk.probes.elementwise import probe_activation
+from memopt.walk.probes.stand_ins import Marker, linear, run
+from memopt.walk.sites import GatedForm, GatedMLPSite
+
+_HIDDEN, _INTERMEDIATE = 6, 10
+#: Pre-activations reach about this far, so that limits and clamps show.
+_RANGE = 30.0
+_FP64_TOLERANCE = 1e-10
+#: An activation composed of steps rounds after each: some tens of roundings, of the largest of ten terms.
+_FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
+
+
+def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
+    """`site` with its `form` and `between` filled in, where its module does what they say and nothing else.
+
+    The module may have the linears, one activation and one child between the product and down (a dropout); one with
+    parameters, buffers or children beside these keeps the form None.
+    """
+    module = model.get_submodule(site.name)
+    names = site.children
+    if names is None or site.activation not in ACTIVATIONS or _has_tensors(module):
+        return site
+    beside = {name: child for name, child in module._modules.items() if name not in names and child is not None}
+    acts = [name for name, child in beside.items() if probe_activation(child) is not None]
+    others = [name for name in beside if name not in acts]
+    if len(others) > 1 or len(acts) > 1:
+        return site
+    candidate = replace(site, act=acts[0] if acts else None, between=others[0] if others else None)
+    forms: tuple[GatedForm, ...] = ("gate_up", "up_gate") if site.gate == site.up else ("separate",)
+    return next((replace(candidate, form=form) for form in forms if _does(module, candidate, names, form)), site)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return len(own) > 0
+
+
+@torch.no_grad()
+def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], form: GatedForm) -> bool:
+    """Whether `module`, with stand-ins for its linears, computes what `form` says.
+
+    Compared in eval and in train mode in fp64, and in 16 bits, where a forward may cast or limit what it computes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = names
+    width = _INTERMEDIATE if form == "separate" else 2 * _INTERMEDIATE
+    stand_ins: dict[str, nn.Module] = {name: linear(_HIDDEN, width, generator) for name in dict.fromkeys((gate, up))}
+    stand_ins[down] = linear(_INTERMEDIATE, _HIDDEN, generator)
+    if site.between is not None:
+        stand_ins[site.between] = Marker()
+    x = torch.randn(2, 5, _HIDDEN, generator=generator, dtype=torch.float64) * (_RANGE / _HIDDEN**0.5)
+
+    def formula(x: Tensor) -> Tensor:
+        if form == "separate":
+            z, factor = stand_ins[gate](x), stand_ins[up](x)
+        else:
+            halves = stand_ins[gate](x).chunk(2, dim=-1)
+            z, factor = halves if form == "gate_up" else halves[::-1]
+        h = ACTIVATIONS[site.activation](z) * factor
+        y: Tensor = stand_ins[down](h if site.between is None else stand_ins[site.between](h))
+        return y
+
+    def agrees(x: Tensor, tolerance: float, *, training: bool) -> bool:
+        y = run(module, stand_ins, lambda m: m.forward(x.clone()), training=training, native=x.dtype != torch.float64)
+        expected = formula(x)
+        if y is None or y.shape != x.shape or y.dtype != expected.dtype:
+            return False
+        return bool(((y - expected).abs().max() <= tolerance * expected.abs().max()).item())
+
+    if not all(agrees(x, _FP64_TOLERANCE, training=training) for training in (False, True)):
+        return False
+    for child in stand_ins.values():
+        child.half()
+    return agrees(x.half(), _FP16_TOLERANCE, training=True)

@@ -1,0 +1,126 @@
+"""A copy of one module, alone on the CPU in fp64, that can be run with any parameter values.
+
+Used by the probes. The live module is never run, moved or changed, and a module on the meta device gets
+memory of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.aten.precision import Float64Mode
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+
+
+class Isolated:
+    """The copy. `floats` are the float attributes of the module, candidates for its eps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.floats = tuple(v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1)
+
+    def parameter(self, name: str) -> Tensor:
+        parameter = self.module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def run(self, x: Tensor, values: dict[str, Tensor] | None = None, *more: Tensor, native: bool = False) -> Tensor:
+        """Output of the forward on `x` with the given parameter values; fp64 throughout unless `native`."""
+        for name, value in (values or {}).items():
+            parameter = self.parameter(name)
+            parameter.data = value.reshape(parameter.shape)
+        inputs = [t.clone() for t in (x, *more)]  # a forward may write into its input
+        with torch.no_grad():
+            if native:
+                y = self.module.forward(*inputs)
+            else:
+                with Float64Mode():
+                    y = self.module.forward(*inputs)
+        if not isinstance(y, Tensor):
+            raise TypeError("the output is not one tensor")
+        return y
+
+    def tries(self, *inputs: Tensor) -> torch.Size | None:
+        """Shape of the output; None if the forward does not run on `inputs`."""
+        try:
+            return self.run(inputs[0], None, *inputs[1:]).shape
+        except Exception:  # any forward may refuse anything in its own way; refusing is the answer
+            return None
+
+
+def isolate(module: nn.Module) -> Isolated | None:
+    """A copy of `module` in eval mode with random parameters; None when it cannot be copied.
+
+    Buffers keep their values; on meta they have none and become ones, the neutral guess (the twin, which has
+    real buffers, is probed as well).
+    """
+    try:
+        alone = copy.deepcopy(module)
+        on_meta = any(t.is_meta for t in (*alone.parameters(), *alone.buffers()))
+        alone = alone.to_empty(device="cpu") if on_meta else alone.to("cpu")
+        generator = torch.Generator().manual_seed(0)
+        for parameter in alone.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) + 0.5
+        if on_meta:
+            for buffer in alone.buffers():
+                buffer.fill_(1)
+        alone = alone.to(torch.float64).eval()
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    for hooks in (alone._forward_hooks, alone._forward_pre_hooks):
+        hooks.clear()
+    return Isolated(alone)
+
+
+def with_stand_ins(
+    module: nn.Module,
+    children: Mapping[str, nn.Module] | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    *,
+    training: bool = False,
+) -> nn.Module:
+    """A copy that runs the code of `module` on other children and parameters: same attributes, no hooks.
+
+    Nothing is copied in depth, so it is cheap at any size, and the module itself is not changed.
+    """
+    alone = copy.copy(module)
+    alone.__dict__ = dict(vars(module)) | {
+        "_modules": dict(module._modules) | dict(children or {}),
+        "_parameters": dict(module._parameters) | dict(parameters or {}),
+        "_forward_hooks": OrderedDict(),
+        "_forward_pre_hooks": OrderedDict(),
+        "training": training,
+    }
+    return alone
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that compute the same up to their parameter values."""
+    attributes = tuple(
+        (name, value if isinstance(value, _PLAIN) else _describe(value))
+        for name, value in sorted(vars(module).items())
+        if name not in {"_parameters", "_buffers", "_modules"} and not name.endswith("_hooks")
+    )
+    tensors = tuple(
+        (name, t.shape, t.dtype)
+        for group in (module._parameters, module._buffers)
+        for name, t in group.items()
+        if t is not None
+    )
+    return type(module), attributes, tensors
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
+        return tuple(value)
+    if isinstance(value, (dict, set, frozenset)) and not value:
+        return type(value)
+    return id(value)

@@ -1,0 +1,365 @@
+"""What does a module compute? Found by running a copy of it alone on random data, never by its class or its name.
+
+`probe_norm` recognises y = (offset + weight) * normalise(x) + bias over the last dimension, `probe_activation`
+(kept in `memopt.walk.probes.elementwise`) an elementwise nonlinearity. Which tensors a module really meets in its
+model is the business of `memopt.walk.flow.shadow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.probes.elementwise import ActivationProbe, probe_activation, replays
+from memopt.walk.probes.isolate import Isolated, isolate, signature
+from memopt.walk.sites import CastOrder, NormKind
+
+__all__ = ["ActivationProbe", "NormProbe", "probe_activation", "probe_norm"]
+
+#: Relative agreement in fp64 that makes a formula the module's own.
+_AGREES = 1e-9
+#: Size of an input so small that only eps is left under the root.
+_TINY = 1e-18
+#: Width tried for a norm that has neither parameters nor an attribute that says its width.
+_ANY_WIDTH = 24
+_MAX_PER_HEAD = 1 << 16
+_SCALES_ONLY = "it scales and shifts its input and normalises nothing"
+
+
+#: (scale, shift, offset)
+_Affine = tuple[str, str | None, Literal[0, 1]]
+_OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
+
+
+@dataclass(frozen=True)
+class NormProbe:
+    """A norm: y = (offset + weight) * x_hat + bias, x_hat the normalised last dimension of its only tensor.
+
+    In the kinds without a formula, x_hat is whatever else the module computes of its one or two tensors.
+    """
+
+    kind: NormKind
+    hidden_size: int | None
+    """None for a norm without parameters that takes any width."""
+    eps: float
+    weight: str | None
+    """Attribute that holds the scale."""
+    bias: str | None
+    offset: Literal[0, 1]
+    cast: CastOrder
+    with_gate: NormProbe | None = None
+    """What the module is when it is called with a second tensor, which it may leave out."""
+    intermediates: bool = True
+    """Whether the stock module keeps more for backward than what goes in; not asked where there is a formula."""
+
+
+def probe_norm(module: nn.Module, name: str = "", cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
+    """What `module` computes if it is a norm; a reason if it only looks like one; None if it does not.
+
+    Args:
+        module: a live module on any device, meta included; it is copied, never run.
+        name: its name, for nothing but the reason.
+        cache: results by signature, so that the equal norms of a deep model are probed once.
+    """
+    slots = _affine_slots(module)
+    if slots is None:
+        return None
+    if cache is None:
+        return _probe(module, slots)
+    key = ("norm", signature(module))
+    if key not in cache:
+        cache[key] = _probe(module, slots)
+    result: NormProbe | str | None = cache[key]
+    return result
+
+
+def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of the vectors that may be scale and shift; None when `module` cannot be a norm."""
+    if any(True for child in module.children() for _ in child.parameters()):
+        return None
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if not own:
+        return () if next(module.children(), None) is None else None
+    if len(own) > 2 or len({p.shape for p in own.values()}) != 1:
+        return None
+    first = next(iter(own.values()))
+    vectors = first.numel() > 1 and sum(size > 1 for size in first.shape) == 1
+    return tuple(own) if (vectors or _is_per_head(first)) and all(p.is_floating_point() for p in own.values()) else None
+
+
+def _without_affine(copy: Isolated, found: _Affine, x: Tensor) -> Tensor:
+    """The output for a scale of 1 and no shift."""
+    weight, bias, offset = found
+    ones = torch.ones(copy.parameter(weight).numel(), dtype=torch.float64)
+    return copy.run(x, {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})})
+
+
+def _is_per_head(parameter: Tensor) -> bool:
+    """Whether it may be a scale of every channel of every head; matrices of linears are larger."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1 and parameter.numel() <= _MAX_PER_HEAD
+
+
+def _probe(module: nn.Module, slots: tuple[str, ...]) -> NormProbe | str | None:
+    copy = isolate(module)
+    if copy is None:
+        return None if not slots else "it cannot be copied and run alone"
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(*_FAILURES):
+        torch.manual_seed(0)
+        if slots and _is_per_head(copy.parameter(slots[0])):
+            return _probe_per_head(copy, slots)
+        return _probe_plain(copy) if not slots else _probe_affine(copy, slots)
+    return None
+
+
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    AssertionError,
+    NotImplementedError,
+)
+
+
+def _probe_plain(copy: Isolated) -> NormProbe | None:
+    """A norm without parameters."""
+    for width in (*_declared_widths(copy.module), _ANY_WIDTH):
+        with contextlib.suppress(*_FAILURES):
+            fitted = _fit(copy.run, width, copy.floats)
+            if fitted:
+                accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
+                return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
+    return None
+
+
+def _declared_widths(module: nn.Module) -> list[int]:
+    values: list[Any] = []
+    for value in vars(module).values():
+        values.extend(value[-1:] if isinstance(value, (tuple, list, torch.Size)) else [value])
+    return sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool) and 2 <= v <= 1 << 17})
+
+
+def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | None:
+    width = copy.parameter(slots[0]).numel()
+    x = _tokens(width)
+    if copy.tries(x) != x.shape:
+        return _other_kind(copy, slots, width)
+    found = _affine_structure(copy, slots, x, last=True)
+    if found is None:
+        return "it has its own parameters, which are not a scale and shift of a normalised input"
+    weight, bias, offset = found
+    normalise = functools.partial(_without_affine, copy, found)
+    if torch.allclose(normalise(x), x, rtol=_AGREES):
+        return _SCALES_ONLY
+    fitted = _fit(normalise, width, copy.floats)
+    if fitted is None:
+        return _without_formula("other", copy, width, found, x)
+    cast = _cast_order(copy, weight, bias, offset, *fitted)
+    gated = _gated(copy, slots, width)
+    return NormProbe(
+        fitted[0], width, fitted[1], weight, bias, offset, cast, gated if isinstance(gated, NormProbe) else None
+    )
+
+
+def _affine_structure(
+    copy: Isolated, slots: tuple[str, ...], x: Tensor, *, last: bool, extra: tuple[Tensor, ...] = ()
+) -> _Affine | None:
+    """(scale, shift, offset) if y = (offset + scale) * u(x) + shift with u free of both, for two random draws."""
+    width = copy.parameter(slots[0]).numel()
+    own = copy.parameter(slots[0]).shape if _is_per_head(copy.parameter(slots[0])) else (width,)
+
+    def along(values: Tensor) -> Tensor:
+        return values.reshape(own) if last else values.reshape(-1, *[1] * (x.dim() - 2))
+
+    w1, w2 = (torch.rand(width, dtype=torch.float64) + 0.5 for _ in range(2))
+    b1, b2 = (torch.randn(width, dtype=torch.float64) for _ in range(2))
+    zero = torch.zeros(width, dtype=torch.float64)
+    for weight, bias in [(slots[0], None)] if len(slots) == 1 else [slots, slots[::-1]]:
+        no_shift = {bias: zero} if bias else {}
+        y1 = copy.run(x, {weight: w1, **no_shift}, *extra)
+        y2 = copy.run(x, {weight: w2, **no_shift}, *extra)
+        if y1.shape != x.shape or not y1.isfinite().all() or not y1.any():
+            continue
+        for offset in _OFFSETS:
+            u = y1 / along(offset + w1)
+            if not torch.allclose(y2, along(offset + w2) * u, rtol=_AGREES, atol=1e-12):
+                continue
+            if bias is None:
+                return weight, None, offset
+            draws = ((w1, b1), (w2, b2))
+            runs = [copy.run(x, {weight: w, bias: b}, *extra) for w, b in draws]
+            expected = [along(offset + w) * u + along(b) for w, b in draws]
+            if all(torch.allclose(y, e, rtol=_AGREES, atol=1e-12) for y, e in zip(runs, expected, strict=True)):
+                return weight, bias, offset
+    return None
+
+
+def _probe_per_head(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | None:
+    """A norm of the last dimension whose scale and shift are (heads, head_dim)."""
+    heads, width = copy.parameter(slots[0]).shape
+    x = _rows(2, 3, heads, width)
+    if copy.tries(x) != x.shape:
+        return None
+    found = _affine_structure(copy, slots, x, last=True)
+    if found is None:
+        return None
+    if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+        return None  # a scale of each head
+    return _without_formula("heads", copy, width, found, x)
+
+
+def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
+    """A module whose parameters act per channel, but not as a norm of one tensor over the last dimension does."""
+    if (gated := _gated(copy, slots, width)) is not None:
+        return gated
+    for shape in ((2, width, 4, 6), (2, width, 5), (3, width)):
+        x = _rows(*shape)
+        if copy.tries(x) == x.shape and (found := _affine_structure(copy, slots, x, last=False)):
+            if any(True for _ in copy.module.buffers()):
+                return "it normalises over the batch, and keeps statistics of it"
+            if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
+                return _SCALES_ONLY  # a convolution of each channel with one number
+            return _without_formula("channels", copy, width, found, x)
+    return None
+
+
+def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | str | None:
+    x = _tokens(width)
+    gate = _rows(*x.shape)
+    if copy.tries(x, gate) != x.shape:
+        return None
+    return _without_formula("gated", copy, width, _affine_structure(copy, slots, x, last=True, extra=(gate,)), x, gate)
+
+
+def _without_formula(
+    kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
+) -> NormProbe | str | None:
+    """A norm of which only the affine is known; it has to be one that can be run again."""
+    if found is None:
+        return None
+    if not replays(copy, *inputs):
+        return "random or different in train mode: it cannot be run again"
+    weight, bias, offset = found
+    intermediates = _keeps_intermediates(copy, *inputs)
+    return NormProbe(kind, width, 0.0, weight, bias, offset, "after", intermediates=intermediates)
+
+
+def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
+    """Whether autograd keeps more than what goes in, so that running the module again would save something.
+
+    As in full training: a frozen scale keeps nothing of its own, so that this may gain nothing there.
+    """
+    given = [tensor.float().requires_grad_() for tensor in inputs]
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor.numel()
+        return tensor
+
+    try:
+        copy.module.requires_grad_()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = copy.module.forward(*given)
+        return bool(max(kept.values(), default=0) >= y.numel())
+    finally:
+        copy.module.requires_grad_(False).double()
+
+
+def _fit(
+    normalise: Callable[[Tensor], Tensor], width: int, attributes: tuple[float, ...]
+) -> tuple[NormKind, float] | None:
+    """(family, eps) that reproduce `normalise` to 1e-9 at inputs of size one, of size sqrt(eps) and below."""
+    x = _tokens(width)
+    if normalise(x).shape != x.shape:
+        return None
+    for kind in _FORMULAS:
+        eps = _measure_eps(normalise, x, kind)
+        if eps is None:
+            continue
+        near = [value for value in attributes if math.isclose(value, eps, rel_tol=1e-6)]
+        for candidate in (*near, float(f"{eps:.6g}"), eps):
+            sizes = (1.0, math.sqrt(candidate) or _TINY, _TINY)
+            if all(_same(normalise(x * s), _FORMULAS[kind](x * s, candidate)) for s in sizes):
+                if math.isclose(candidate, torch.finfo(torch.float64).eps):
+                    # The default of torch's own rms_norm is the eps of the dtype it computes in: fp32 in training.
+                    return kind, torch.finfo(torch.float32).eps
+                return kind, candidate
+    return None
+
+
+def _measure_eps(normalise: Callable[[Tensor], Tensor], x: Tensor, kind: NormKind) -> float | None:
+    """Solve the formula for eps where almost nothing else is under the root."""
+    tiny = x * _TINY
+    centred = tiny - tiny.mean(-1, keepdim=True) if kind == "layer" else tiny
+    ratio = (centred / normalise(tiny)).square() - centred.square().mean(-1, keepdim=True)
+    eps = float(ratio.median())
+    if not math.isfinite(eps):
+        return None
+    return eps if eps > 1e-25 else 0.0
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _layer(x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
+_FORMULAS: dict[NormKind, Callable[[Tensor, float], Tensor]] = {"rms": _rms, "layer": _layer}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= _AGREES * b.abs().max())
+
+
+def _tokens(width: int) -> Tensor:
+    """(2, tokens, width); as many tokens as channels would hide which of the two is normalised."""
+    return _rows(2, 5 if width != 5 else 3, width)
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64) * 1.3 + 0.4
+
+
+def _cast_order(copy: Isolated, weight: str, bias: str | None, offset: int, kind: NormKind, eps: float) -> CastOrder:
+    """Which of the two roundings to bf16 the module does, by the number of equal elements."""
+    with _in_bfloat16(copy):
+        width = copy.parameter(weight).numel()
+        x = _rows(16, width).bfloat16()
+        values = {weight: (torch.rand(width) * 1.3 + 0.3).bfloat16()}
+        if bias:
+            values[bias] = torch.randn(width).bfloat16()
+        try:
+            y = copy.run(x, values, native=True)
+        except _FAILURES:
+            return "after"
+    x_hat = _FORMULAS[kind](x.float(), eps)
+    before = (offset + values[weight]) * x_hat.bfloat16()
+    after = (offset + values[weight].float()) * x_hat
+    if bias:
+        before, after = before + values[bias], after + values[bias].float()
+    equal_before, equal_after = (int((y == candidate.bfloat16()).sum()) for candidate in (before, after))
+    return "before" if equal_before > equal_after else "after"
+
+
+@contextlib.contextmanager
+def _in_bfloat16(copy: Isolated) -> Iterator[None]:
+    copy.module.to(torch.bfloat16)
+    try:
+        yield
+    finally:
+        copy.module.to(torch.float64)

@@ -1,0 +1,67 @@
+"""Tiny children that take the place of a module's own, so that its forward can be run for what it does with them.
+
+What was found is judged by who asks: `memopt.walk.probes.gated`, `memopt.walk.probes.sum_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.aten.precision import Float64Mode
+from memopt.walk.probes.isolate import with_stand_ins
+
+
+class Marker(nn.Module):
+    """Leaves a trace of having been applied, once. Stands for what passes its input on (a dropout)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x + 1
+
+
+class Scrambler(nn.Module):
+    """Gives away any change of its input, a scale too. Stands for a norm, which would hide that."""
+
+    def __init__(self, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.mix = linear(width, width, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.mix(x))
+
+
+@torch.no_grad()
+def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
+    """A random linear in fp64."""
+    made = nn.Linear(width_in, width_out, dtype=torch.float64, device="cpu")
+    for parameter in made.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return made
+
+
+def run(
+    module: nn.Module,
+    stand_ins: Mapping[str, nn.Module],
+    call: Callable[[nn.Module], Any],
+    *,
+    training: bool,
+    native: bool = False,
+) -> Tensor | None:
+    """What `call` makes of a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
+
+    None where it fails, makes anything but one tensor, or leaves something behind on the module.
+    """
+    alone = with_stand_ins(module, stand_ins, training=training)
+    before = dict(vars(alone))
+    try:
+        with torch.random.fork_rng(devices=[]), nullcontext() if native else Float64Mode():
+            y = call(alone)
+    except Exception:  # any forward may refuse anything in its own way; refusing is the answer
+        return None
+    after = vars(alone)
+    untouched = after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
+    return y if untouched and isinstance(y, Tensor) else None
