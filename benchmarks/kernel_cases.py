@@ -121,19 +121,19 @@ def _norm(name: str, spec: NormSpec, *, affine: bool) -> Op:
         x = inputs[0].detach()
         weight, bias = (*(tensor.detach() for tensor in inputs[1:]), None, None)[:2]
         dtype = x.dtype
-        _, x_hat, rstd = kernels.launch_forward(x, weight, bias, spec, dtype, dtype)
+        _, x_hat, rstd = kernels.launch_forward(x, weight, bias, spec.in_dtype(dtype))
         needs = (True, weight is not None, bias is not None)
 
         def forward() -> tuple[Tensor, ...]:
-            y, x_hat, _ = kernels.launch_forward(x, weight, bias, spec, dtype, dtype)
+            y, x_hat, _ = kernels.launch_forward(x, weight, bias, spec.in_dtype(dtype))
             return (x_hat if y is None else y,)
 
         calls: Launchers = {
             FORWARD: forward,
-            BACKWARD: lambda: kernels.launch_backward(dy, x_hat, rstd, weight, spec, needs, dtype)[:1],
+            BACKWARD: lambda: kernels.launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(dtype), needs)[:1],
         }
         if affine:
-            calls[REMAKE] = lambda: (kernels.launch_affine(x_hat, weight, bias, spec, dtype, dtype),)
+            calls[REMAKE] = lambda: (kernels.launch_affine(x_hat, weight, bias, spec.in_dtype(dtype)),)
         return calls
 
     rms = spec.kind == "rms"

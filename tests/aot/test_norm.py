@@ -22,9 +22,9 @@ def test_a_rounded_product_is_not_fused_with_the_sum(dtype: torch.dtype) -> None
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     with capture("sm_90") as binaries:
-        launch_affine(meta(64, 1024), meta(1024), meta(1024), spec, dtype, dtype)
-        launch_forward(meta(64, 1024), meta(1024), meta(1024), spec, dtype, dtype)
-        launch_forward(meta(64, 20000), meta(20000), meta(20000), spec, dtype, dtype)
+        launch_affine(meta(64, 1024), meta(1024), meta(1024), spec.in_dtype(dtype))
+        launch_forward(meta(64, 1024), meta(1024), meta(1024), spec.in_dtype(dtype))
+        launch_forward(meta(64, 20000), meta(20000), meta(20000), spec.in_dtype(dtype))
     assert len(binaries) == 3
     for binary in binaries:
         assert not re.findall(r"fma[\w.]*\.b?f16", binary.asm["ptx"]), binary.kernel

@@ -18,7 +18,15 @@ from memopt.kernels.norm import backward_triton as norm_backward_triton
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.forward_triton import launch_affine, launch_backward, launch_forward
-from memopt.kernels.norm.function import NormSpec, affine, ms_norm, ms_norm_of_sum, norm_backward, normalize
+from memopt.kernels.norm.function import (
+    NormArguments,
+    NormSpec,
+    affine,
+    ms_norm,
+    ms_norm_of_sum,
+    norm_backward,
+    normalize,
+)
 from memopt.saved import RecomputeScope
 from tests.kernels.test_norm import FAMILIES
 from tests.triton.conftest import DEVICE
@@ -76,7 +84,7 @@ def without_signs(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def check_forward(x, weight, bias, spec, dtype, kept_dtype) -> tuple[Tensor, Tensor]:
-    y, x_hat, rstd = launch_forward(x, weight, bias, spec, dtype, kept_dtype)
+    y, x_hat, rstd = launch_forward(x, weight, bias, NormArguments(spec, x.dtype, dtype, kept_dtype))
     exact = double(x, weight, bias)
     true_x_hat, true_rstd = normalize(exact[0], spec)
     reference, reference_rstd = normalize(x, spec)
@@ -103,7 +111,7 @@ def check_affine(ours, reference, x_hat, weight, bias, spec, terms_of_x_hat=None
 
 
 def check_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype) -> None:
-    ours = launch_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype)
+    ours = launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(x_dtype), needs)
     reference = list(norm_backward(dy, x_hat, rstd, weight, spec, needs))
     truth = norm_backward(*double(dy, x_hat, rstd, weight), spec, needs)
     if needs[0]:
@@ -124,7 +132,7 @@ def check(family, cast, dtype, rows: int, hidden: int, shift: float = 0.5) -> No
     x = draw(rows, hidden, dtype=dtype, scale=2, shift=shift)
     x_hat, rstd = check_forward(x, weight, bias, spec, dtype, dtype)
     if weight is not None:
-        remade = launch_affine(x_hat, weight, bias, spec, dtype, dtype)
+        remade = launch_affine(x_hat, weight, bias, spec.in_dtype(dtype))
         check_affine(remade, affine(x_hat, weight, bias, spec, dtype, dtype), x_hat, weight, bias, spec)
     needs = (True, weight is not None, bias is not None)
     check_backward(draw(rows, hidden, dtype=dtype, seed=3), x_hat, rstd, weight, spec, needs, dtype)
@@ -216,12 +224,12 @@ def test_only_the_gradients_that_are_needed_are_made(needs, hidden, red_zones):
 def test_steps_are_rounded_in_the_order_and_to_the_dtypes_of_the_reference(x_dtype, weight_dtype, dtype, cast, offset):
     weight, _, spec = parameters(("rms", offset, True, False), 200, weight_dtype, cast)
     x_hat = draw(9, 200, dtype=dtype)
-    ours = launch_affine(x_hat, weight, None, spec, x_dtype, dtype)
+    ours = launch_affine(x_hat, weight, None, NormArguments(spec, x_dtype, dtype, x_hat.dtype))
     assert torch.equal(ours, affine(x_hat, weight, None, spec, x_dtype, dtype))
     if cast == "before" and torch.promote_types(x_dtype, weight_dtype) != torch.float32:
         # In fp32 the product and the sum may be one operation, which rounds once less.
         bias = draw(200, dtype=weight_dtype, seed=5)
-        ours = launch_affine(x_hat, weight, bias, spec, x_dtype, dtype)
+        ours = launch_affine(x_hat, weight, bias, NormArguments(spec, x_dtype, dtype, x_hat.dtype))
         assert torch.equal(ours, affine(x_hat, weight, bias, spec, x_dtype, dtype))
 
 
@@ -258,18 +266,20 @@ LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
 def test_strided_inputs_give_what_contiguous_ones_give(family, layout, red_zones):
     x = red_zones.guard(LAYOUTS[layout](torch.float16))
     weight, bias, spec = parameters(family, x.size(-1), torch.float16)
-    strided = launch_forward(x, weight, bias, spec, x.dtype, x.dtype)
-    packed = launch_forward(x.contiguous(), weight, bias, spec, x.dtype, x.dtype)
+    strided = launch_forward(x, weight, bias, spec.in_dtype(x.dtype))
+    packed = launch_forward(x.contiguous(), weight, bias, spec.in_dtype(x.dtype))
     expected = torch.empty_like(x).stride() if spec.kind == "rms" else packed[0].stride()
     for ours, theirs in zip(strided, packed, strict=True):
         assert torch.equal(ours, theirs)
     assert strided[0].stride() == strided[1].stride() == expected
-    remade = launch_affine(strided[1], weight, bias, spec, x.dtype, x.dtype)
-    assert torch.equal(remade, launch_affine(packed[1], weight, bias, spec, x.dtype, x.dtype))
+    remade = launch_affine(strided[1], weight, bias, spec.in_dtype(x.dtype))
+    assert torch.equal(remade, launch_affine(packed[1], weight, bias, spec.in_dtype(x.dtype)))
     assert remade.stride() == expected
     dy = draw(*x.shape, dtype=torch.float16, seed=3)
-    gradients = launch_backward(dy, strided[1], strided[2], weight, spec, ALL, x.dtype)
-    for ours, theirs in zip(gradients, launch_backward(dy, *packed[1:], weight, spec, ALL, x.dtype), strict=True):
+    gradients = launch_backward(dy, strided[1], strided[2], weight, spec.in_dtype(x.dtype), ALL)
+    for ours, theirs in zip(
+        gradients, launch_backward(dy, *packed[1:], weight, spec.in_dtype(x.dtype), ALL), strict=True
+    ):
         assert torch.equal(ours, theirs)
     assert gradients[0].stride() == expected
 
@@ -281,8 +291,8 @@ def test_gradients_may_be_expanded_or_transposed(layout, block, red_zones):
     weight, _, spec = parameters(LAYER, dy.size(-1), torch.float32)
     x_hat, rstd = draw(*dy.shape, dtype=torch.float32), draw(*dy.shape[:-1], 1, dtype=torch.float32).abs()
     with override("norm_backward", LaunchConfig(rows=16, block=block, num_warps=1)):
-        strided = launch_backward(dy, x_hat, rstd, weight, spec, ALL, dy.dtype)
-        packed = launch_backward(dy.contiguous(), x_hat, rstd, weight, spec, ALL, dy.dtype)
+        strided = launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(dy.dtype), ALL)
+        packed = launch_backward(dy.contiguous(), x_hat, rstd, weight, spec.in_dtype(dy.dtype), ALL)
     for ours, theirs in zip(strided, packed, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -294,8 +304,8 @@ def test_gradients_may_be_expanded_or_transposed(layout, block, red_zones):
 def test_the_norm_of_a_sum_is_bitwise_that_of_the_rounded_sum(family, dtype, hidden, red_zones):
     weight, bias, spec = parameters(family, hidden, dtype)
     a, b = draw(9, hidden, dtype=dtype), draw(9, hidden, dtype=dtype, scale=3, seed=7)
-    ours = launch_forward(a, weight, bias, spec, dtype, dtype, b)
-    theirs = launch_forward(a + b, weight, bias, spec, dtype, dtype)
+    ours = launch_forward(a, weight, bias, spec.in_dtype(dtype), b)
+    theirs = launch_forward(a + b, weight, bias, spec.in_dtype(dtype))
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
 
@@ -309,8 +319,8 @@ def test_either_term_of_a_sum_may_be_strided(family, block, strided, layout, red
     weight, bias, spec = parameters(family, terms[0].size(-1), torch.float16)
     a, b = terms
     with override("norm_forward", LaunchConfig(rows=4, block=block, num_warps=1)):
-        ours = launch_forward(a, weight, bias, spec, a.dtype, a.dtype, b)
-        packed = launch_forward(a.contiguous(), weight, bias, spec, a.dtype, a.dtype, b.contiguous())
+        ours = launch_forward(a, weight, bias, spec.in_dtype(a.dtype), b)
+        packed = launch_forward(a.contiguous(), weight, bias, spec.in_dtype(a.dtype), b.contiguous())
     for one, other in zip(ours, packed, strict=True):
         assert torch.equal(one, other)
     assert ours[0].stride() == (torch.empty_like(a).stride() if spec.kind == "rms" else packed[0].stride())
@@ -325,10 +335,10 @@ def test_nan_and_infinity_stay_visible_and_in_their_row(family, hidden, value):
     weight, bias, spec = parameters(family, hidden, torch.float32)
     x = draw(6, hidden, dtype=torch.float32)
     x[2, 5] = value
-    y, x_hat, rstd = launch_forward(x, weight, bias, spec, x.dtype, x.dtype)
+    y, x_hat, rstd = launch_forward(x, weight, bias, spec.in_dtype(x.dtype))
     assert torch.equal(y.isnan(), affine(normalize(x, spec)[0], weight, bias, spec, x.dtype, x.dtype).isnan())
     dy = draw(6, hidden, dtype=torch.float32, seed=3)
-    dx, _, _ = launch_backward(dy, x_hat, rstd, weight, spec, ALL, x.dtype)
+    dx, _, _ = launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(x.dtype), ALL)
     assert torch.equal(dx.isnan(), norm_backward(dy, x_hat, rstd, weight, spec, ALL)[0].isnan())
     clean = [0, 1, 3, 4, 5]
     assert y[2].isnan().any()
@@ -342,10 +352,10 @@ def test_nan_and_infinity_stay_visible_and_in_their_row(family, hidden, value):
 def test_empty_tensors_need_no_launch(family, shape):
     weight, bias, spec = parameters(family, shape[-1], torch.bfloat16)
     x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-    y, x_hat, rstd = launch_forward(x, weight, bias, spec, x.dtype, x.dtype)
-    assert y.shape == x_hat.shape == launch_affine(x_hat, weight, bias, spec, x.dtype, x.dtype).shape == shape
+    y, x_hat, rstd = launch_forward(x, weight, bias, spec.in_dtype(x.dtype))
+    assert y.shape == x_hat.shape == launch_affine(x_hat, weight, bias, spec.in_dtype(x.dtype)).shape == shape
     assert rstd.shape == (*shape[:-1], 1)
-    dx, dweight, dbias = launch_backward(x, x_hat, rstd, weight, spec, ALL, x.dtype)
+    dx, dweight, dbias = launch_backward(x, x_hat, rstd, weight, spec.in_dtype(x.dtype), ALL)
     assert dx.shape == shape
     assert torch.equal(dweight, torch.zeros(shape[-1], device=DEVICE))
     assert torch.equal(dbias, torch.zeros(shape[-1], device=DEVICE))
@@ -361,15 +371,15 @@ def test_offsets_beyond_2_to_the_31_elements(hidden):
     x = lazily_huge((2 + rows, hidden), (stride, 1), torch.bfloat16, DEVICE)[2:]
     x.copy_(small)
     for ours, theirs in zip(
-        launch_forward(x, weight, bias, spec, x.dtype, x.dtype),
-        launch_forward(small, weight, bias, spec, x.dtype, x.dtype),
+        launch_forward(x, weight, bias, spec.in_dtype(x.dtype)),
+        launch_forward(small, weight, bias, spec.in_dtype(x.dtype)),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
     rstd, other = torch.ones(rows, 1, device=DEVICE), draw(rows, hidden, dtype=torch.bfloat16, seed=3)
     for ours, theirs in zip(
-        launch_backward(x, other, rstd, weight, spec, ALL, x.dtype),
-        launch_backward(small, other, rstd, weight, spec, ALL, x.dtype),
+        launch_backward(x, other, rstd, weight, spec.in_dtype(x.dtype), ALL),
+        launch_backward(small, other, rstd, weight, spec.in_dtype(x.dtype), ALL),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
@@ -384,8 +394,8 @@ def test_a_residual_beyond_2_to_the_31_elements(hidden):
     residual = lazily_huge((2 + rows, hidden), (stride, 1), torch.bfloat16, DEVICE)[2:]
     residual.copy_(small)
     for ours, theirs in zip(
-        launch_forward(x, weight, bias, spec, x.dtype, x.dtype, residual),
-        launch_forward(x, weight, bias, spec, x.dtype, x.dtype, small),
+        launch_forward(x, weight, bias, spec.in_dtype(x.dtype), residual),
+        launch_forward(x, weight, bias, spec.in_dtype(x.dtype), small),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
@@ -401,8 +411,8 @@ def test_results_beyond_2_to_the_31_elements():
     rstd = torch.empty(rows, 1, device=DEVICE)
     packed, spread = (1, 1, hidden, 0, 0), (1, 1, stride, 0, 0)
     rounding = dict.fromkeys(("X_HAT", "SCALE", "PRODUCT", "SUM"), tl.float32)
-    expected = launch_forward(x, weight, bias, spec, x.dtype, x.dtype)
-    expected_dx, _, _ = launch_backward(dy, expected[1], expected[2], weight, spec, ALL, x.dtype)
+    expected = launch_forward(x, weight, bias, spec.in_dtype(x.dtype))
+    expected_dx, _, _ = launch_backward(dy, expected[1], expected[2], weight, spec.in_dtype(x.dtype), ALL)
     forward = (x, None, weight, bias, y, x_hat, rstd, rows, hidden, spec.eps, *packed, *packed, *spread, False, False)
     backward = (dy, x_hat, rstd, weight, dx)
 
@@ -418,7 +428,7 @@ def test_results_beyond_2_to_the_31_elements():
     norm_triton.norm_affine_kernel[(1, 1)](
         x_hat, weight, bias, y, rows, hidden, *spread, *spread, False, **rounding, ROWS=4, BLOCK=32
     )
-    check_and_clear((y, launch_affine(expected[1], weight, bias, spec, x.dtype, x.dtype)))
+    check_and_clear((y, launch_affine(expected[1], weight, bias, spec.in_dtype(x.dtype))))
     norm_backward_triton.norm_backward_kernel[(1,)](
         *backward, None, None, rows, hidden, 1, *packed, *spread, False, False, ROWS=4, BLOCK=32
     )
@@ -432,7 +442,7 @@ def test_the_same_inputs_give_the_same_bits():
     weight, _, spec = parameters(LAYER, 256, torch.bfloat16)
     x_hat, rstd = draw(301, 256, dtype=torch.bfloat16), draw(301, 1, dtype=torch.float32).abs()
     dy = draw(301, 256, dtype=torch.bfloat16, seed=3)
-    first, second = (launch_backward(dy, x_hat, rstd, weight, spec, ALL, dy.dtype) for _ in range(2))
+    first, second = (launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(dy.dtype), ALL) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
@@ -442,10 +452,10 @@ def test_a_zero_weight_still_gets_a_gradient():
     x_hat, rstd = draw(32, 96, dtype=torch.bfloat16), torch.ones(32, 1, device=DEVICE)
     dy = draw(32, 96, dtype=torch.bfloat16, seed=3)
     weight = torch.zeros(96, dtype=torch.bfloat16, device=DEVICE)
-    dx, dweight, _ = launch_backward(dy, x_hat, rstd, weight, spec, (True, True, False), dy.dtype)
+    dx, dweight, _ = launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(dy.dtype), (True, True, False))
     assert (dweight != 0).all()
     assert not dx.any()
-    y, _, _ = launch_forward(x_hat, weight, None, spec, dy.dtype, dy.dtype)
+    y, _, _ = launch_forward(x_hat, weight, None, spec.in_dtype(dy.dtype))
     assert not y.any()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from memopt.kernels.base.launch import LaunchConfig, launch_config
 from memopt.kernels.base.rows import Rows, rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
-from memopt.kernels.norm.reference import NormSpec
+from memopt.kernels.norm.reference import NormArguments, NormSpec
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -31,11 +31,10 @@ def launch_backward(
     x_hat: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    spec: NormSpec,
+    arguments: NormArguments,
     needs: tuple[bool, bool, bool],
-    x_dtype: torch.dtype,
 ) -> Gradients:
-    """dx in `x_dtype` with the strides of x_hat where it has no gaps; dweight and dbias (hidden,) in fp32.
+    """dx in the dtype of x with the strides of x_hat where it has no gaps; dweight and dbias (hidden,) in fp32.
 
     Args:
         dy: (..., hidden) with any strides, expanded ones too.
@@ -45,15 +44,15 @@ def launch_backward(
     per program 8 for each element of a partial row. Rows longer than the tile are read a second time for dx, mostly
     from the cache, and once more for dweight and dbias.
     """
-    hidden = x_hat.size(-1)
-    dx = torch.empty_like(x_hat, dtype=x_dtype) if needs[0] else None
+    hidden, spec = x_hat.size(-1), arguments.spec
+    dx = torch.empty_like(x_hat, dtype=arguments.x_dtype) if needs[0] else None
     if not x_hat.numel():
         dweight, dbias = (rstd.new_zeros(hidden) if need else None for need in needs[1:])
         return dx, dweight, dbias
     dy = in_rows(dy)
     layout = rows_of(x_hat)
     if layout is None or (dx is not None and rows_of(dx) != layout):
-        packed_dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, spec, needs, x_dtype)
+        packed_dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs)
         return (None if dx is None or packed_dx is None else dx.copy_(packed_dx)), dweight, dbias
     config = launch_config("norm_backward", hidden, x_hat.dtype)
     rstd = rstd.contiguous()

@@ -17,7 +17,7 @@ from memopt.kernels.base.launch import launch_config
 from memopt.kernels.base.rows import Rows, rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
 from memopt.kernels.norm.backward_triton import launch_backward
-from memopt.kernels.norm.reference import NormSpec
+from memopt.kernels.norm.reference import NormArguments
 
 __all__ = ["launch_affine", "launch_backward", "launch_forward"]
 
@@ -26,12 +26,10 @@ def launch_forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    spec: NormSpec,
-    dtype: torch.dtype,
-    kept_dtype: torch.dtype,
+    arguments: NormArguments,
     residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` (both (..., hidden)) and rstd (fp32, (..., 1)).
+    """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
     With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
     sum. Without weight and bias y is None: the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps,
@@ -41,15 +39,19 @@ def launch_forward(
     8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
     longer than the tile are read a second time, mostly from the cache.
     """
-    has_affine = weight is not None or bias is not None
-    x_hat = torch.empty_like(x, dtype=kept_dtype) if spec.kind == "rms" else x.new_empty(x.shape, dtype=kept_dtype)
+    has_affine, kept_dtype, rms = (
+        weight is not None or bias is not None,
+        arguments.kept_dtype,
+        arguments.spec.kind == "rms",
+    )
+    x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
         packed = x.contiguous()
-        contiguous_y, contiguous_x_hat, rstd = launch_forward(packed, weight, bias, spec, dtype, kept_dtype, residual)
+        contiguous_y, contiguous_x_hat, rstd = launch_forward(packed, weight, bias, arguments, residual)
         x_hat.copy_(contiguous_x_hat)
         return (None if contiguous_y is None else _copy_like(x_hat, contiguous_y)), x_hat, rstd
-    y = torch.empty_like(x_hat, dtype=dtype) if has_affine else None
+    y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_affine else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if not x.numel():
         return y, x_hat, rstd
@@ -58,42 +60,41 @@ def launch_forward(
     residual = None if residual is None else in_rows(residual)
     added = source if residual is None else rows_of(residual)
     assert added is not None
-    arguments = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd, source.count, hidden, spec.eps)
+    tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd)
+    sizes = (source.count, hidden, arguments.spec.eps)
     strides = (*_arguments(source), *_arguments(added), *_arguments(target))
-    constants = _affine_options(weight, bias, spec, x.dtype) | {"RMS": spec.kind == "rms"}
+    constants = _affine_options(weight, bias, arguments) | {"RMS": rms}
     with on_device_of(x):
         if hidden <= config.block:
             norm_forward_kernel[(triton.cdiv(source.count, config.rows),)](
-                *arguments, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
+                *tensors, *sizes, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
                 num_warps=config.num_warps,
             )  # fmt: skip
         else:
             norm_long_forward_kernel[(source.count,)](
-                *arguments, *strides, **constants, BLOCK=config.block,
+                *tensors, *sizes, *strides, **constants, BLOCK=config.block,
                 num_warps=config.num_warps,
             )  # fmt: skip
     return y, x_hat, rstd
 
 
-def launch_affine(
-    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
-) -> Tensor:
-    """y = (offset + weight) * x_hat + bias in `dtype`, with the strides of x_hat where it has no gaps.
+def launch_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
+    """y = (offset + weight) * x_hat + bias in the dtype of the output, with the strides of x_hat where it has no gaps.
 
     Moves x_hat in and y out, which is the floor: 4 bytes per element in 16-bit, 8 in fp32.
     """
-    y = torch.empty_like(x_hat, dtype=dtype)
+    y = torch.empty_like(x_hat, dtype=arguments.dtype)
     if not y.numel():
         return y
     source, target = rows_of(x_hat), rows_of(y)
     if source is None or target is None:
-        return y.copy_(launch_affine(x_hat.contiguous(), weight, bias, spec, x_dtype, dtype))
+        return y.copy_(launch_affine(x_hat.contiguous(), weight, bias, arguments))
     hidden = x_hat.size(-1)
     config = launch_config("norm_affine", hidden, x_hat.dtype)
     with on_device_of(x_hat):
         norm_affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
             x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *_arguments(source), *_arguments(target),
-            **_affine_options(weight, bias, spec, x_dtype), ROWS=config.rows, BLOCK=config.block,
+            **_affine_options(weight, bias, arguments), ROWS=config.rows, BLOCK=config.block,
             num_warps=config.num_warps,
         )  # fmt: skip
     return y
@@ -227,11 +228,12 @@ def scaled_and_shifted(  # type: ignore[no-untyped-def]
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _affine_options(weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype) -> dict[str, Any]:
+def _affine_options(weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> dict[str, Any]:
     """The constants of :func:`scaled_and_shifted`, and the option of the launch that depends on them.
 
     The dtypes are those that `memopt.kernels.norm.reference.affine` goes through.
     """
+    spec, x_dtype = arguments.spec, arguments.x_dtype
     x_hat = scale = product = total = torch.float32
     if spec.cast == "before":
         x_hat = x_dtype

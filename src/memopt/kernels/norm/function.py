@@ -5,7 +5,7 @@ input, which need not be made where it is a sum. Without an affine y is x_hat, o
 keeps. With one, y can be made again from x_hat, weight and bias, so whoever keeps y inside a
 `memopt.saved.RecomputeScope` keeps a handle.
 
-The formulas are in `norm_reference`, the Triton kernels in `norm_triton`, the choice between them in `norm_ops`.
+The formulas are in `memopt.kernels.norm.reference`, the Triton kernels in `*_triton`, the choice between them in `ops`.
 
 Source: LowMemoryBP, ICML 2024, arXiv 2406.16282 (MS-norms); keeping x_hat before the affine avoids the division by
 the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a weight is near zero.
@@ -20,10 +20,26 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import refuse_double_backward
 from memopt.kernels.norm import ops as norm_ops
-from memopt.kernels.norm.reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
+from memopt.kernels.norm.reference import (
+    NormArguments,
+    NormSpec,
+    accumulation_dtype,
+    affine,
+    norm_backward,
+    normalize,
+)
 from memopt.recompute_rules import Node, recomputable
 
-__all__ = ["NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward", "normalize"]
+__all__ = [
+    "NormArguments",
+    "NormSpec",
+    "accumulation_dtype",
+    "affine",
+    "ms_norm",
+    "ms_norm_of_sum",
+    "norm_backward",
+    "normalize",
+]
 
 
 def ms_norm(
@@ -87,9 +103,11 @@ def _norm(
             options = (spec.kind, spec.eps, spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     elif bare:
-        y = NormalizeFunction.apply(x, spec, dtype, residual)  # type: ignore[no-untyped-call]
+        arguments = NormArguments(spec, x.dtype, dtype, kept_dtype=dtype)
+        y = NormalizeFunction.apply(x, arguments, residual)  # type: ignore[no-untyped-call]
     else:
-        y = NormFunction.apply(x, weight, bias, spec, dtype, kept_dtype, residual)  # type: ignore[no-untyped-call]
+        arguments = NormArguments(spec, x.dtype, dtype, kept_dtype)
+        y = NormFunction.apply(x, weight, bias, arguments, residual)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -97,9 +115,9 @@ class NormalizeFunction(torch.autograd.Function):
     """Norm without an affine: the output is the kept x_hat."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: NormSpec, dtype: torch.dtype, residual: Tensor | None) -> Tensor:
-        _, x_hat, rstd = norm_ops.forward(x, None, None, spec, dtype, dtype, residual)
-        ctx.spec, ctx.x_dtype = spec, x.dtype
+    def forward(ctx: Any, x: Tensor, arguments: NormArguments, residual: Tensor | None) -> Tensor:
+        _, x_hat, rstd = norm_ops.forward(x, None, None, arguments, residual)
+        ctx.arguments = arguments
         ctx.save_for_backward(x_hat, rstd)
         return x_hat
 
@@ -107,9 +125,9 @@ class NormalizeFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         x_hat, rstd = ctx.saved_tensors
-        dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.spec, (True, False, False), ctx.x_dtype)
-        x_needs, _, _, residual_needs = ctx.needs_input_grad
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None, None))
+        dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.arguments, (True, False, False))
+        x_needs, _, residual_needs = ctx.needs_input_grad
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None,))
 
 
 class NormFunction(torch.autograd.Function):
@@ -121,13 +139,11 @@ class NormFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        spec: NormSpec,
-        dtype: torch.dtype,
-        kept_dtype: torch.dtype,
+        arguments: NormArguments,
         residual: Tensor | None,
     ) -> Tensor | None:
-        y, x_hat, rstd = norm_ops.forward(x, weight, bias, spec, dtype, kept_dtype, residual)
-        ctx.spec, ctx.x_dtype, ctx.dtype, ctx.remakes_output = spec, x.dtype, dtype, True
+        y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual)
+        ctx.arguments, ctx.remakes_output = arguments, True
         # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
         # output, in another shard unit, runs its backward first.
         copies = [None if parameter is None else parameter.detach().clone() for parameter in (weight, bias)]
@@ -140,15 +156,15 @@ class NormFunction(torch.autograd.Function):
         x_hat, rstd, weight, bias = ctx.saved_tensors
         x_needs, weight_needs, bias_needs, *_, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
-        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.spec, needs, ctx.x_dtype)
+        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs)
         of_parameters = (
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
         )
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None, None, None))
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None))
 
 
 @recomputable("NormFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     x_hat, _, weight, bias = node.saved_tensors
-    return norm_ops.remade_output(x_hat, weight, bias, node.spec, node.x_dtype, node.dtype)
+    return norm_ops.remade_output(x_hat, weight, bias, node.arguments)

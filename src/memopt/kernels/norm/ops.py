@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.norm.reference import NormSpec, accumulation_dtype, affine, norm_backward, normalize
+from memopt.kernels.norm.reference import (
+    NormArguments,
+    NormSpec,
+    accumulation_dtype,
+    affine,
+    norm_backward,
+    normalize,
+)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -21,12 +28,10 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    spec: NormSpec,
-    dtype: torch.dtype,
-    kept_dtype: torch.dtype,
+    arguments: NormArguments,
     residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` and rstd. Without weight and bias y is None: the output is x_hat.
+    """y, x_hat (in the dtypes of `arguments`) and rstd. Without weight and bias y is None: the output is x_hat.
 
     With a residual, in the shape and dtype of x, the norm is that of x + residual.
     """
@@ -38,23 +43,21 @@ def forward(
     if runs_triton(x, weight, bias, residual):
         from memopt.kernels.norm.forward_triton import launch_forward
 
-        return launch_forward(x, weight, bias, spec, dtype, kept_dtype, residual)
+        return launch_forward(x, weight, bias, arguments, residual)
     if residual is not None:
         x = x + residual
-    exact, rstd = normalize(x, spec)
-    y = None if weight is None and bias is None else affine(exact, weight, bias, spec, x.dtype, dtype)
-    return y, exact.to(kept_dtype), rstd
+    exact, rstd = normalize(x, arguments.spec)
+    y = None if weight is None and bias is None else _affine(exact, weight, bias, arguments)
+    return y, exact.to(arguments.kept_dtype), rstd
 
 
-def remade_output(
-    x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype
-) -> Tensor:
+def remade_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
     if runs_triton(x_hat, weight, bias):
         from memopt.kernels.norm.forward_triton import launch_affine
 
-        return launch_affine(x_hat, weight, bias, spec, x_dtype, dtype)
-    return affine(x_hat, weight, bias, spec, x_dtype, dtype)
+        return launch_affine(x_hat, weight, bias, arguments)
+    return _affine(x_hat, weight, bias, arguments)
 
 
 def backward(
@@ -62,17 +65,20 @@ def backward(
     x_hat: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    spec: NormSpec,
+    arguments: NormArguments,
     needs: tuple[bool, bool, bool],
-    x_dtype: torch.dtype,
 ) -> Gradients:
-    """dx in `x_dtype`, dweight and dbias in the dtype of rstd; None where not needed."""
+    """dx in the dtype of x, dweight and dbias in that of rstd; None where not needed."""
     if runs_triton(dy, x_hat, rstd, weight):
         from memopt.kernels.norm.forward_triton import launch_backward
 
-        return launch_backward(dy, x_hat, rstd, weight, spec, needs, x_dtype)
-    dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, spec, needs)
-    return (None if dx is None else dx.to(x_dtype)), dweight, dbias
+        return launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+    dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
+    return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
+
+
+def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
+    return affine(x_hat, weight, bias, arguments.spec, arguments.x_dtype, arguments.dtype)
 
 
 @torch.library.custom_op("memopt::ms_normalize", mutates_args=())
@@ -80,7 +86,7 @@ def ms_normalize(
     x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x_hat in `dtype` and rstd: the norm of x (+ residual) without an affine."""
-    _, x_hat, rstd = forward(x, None, None, _spec(kind, eps), dtype, dtype, residual)
+    _, x_hat, rstd = forward(x, None, None, NormArguments(_spec(kind, eps), x.dtype, dtype, dtype), residual)
     return _promised(x, kind, x_hat), rstd.contiguous()
 
 
@@ -98,7 +104,8 @@ def ms_norm(
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual) with a weight, a bias or both."""
-    y, x_hat, rstd = forward(x, weight, bias, _spec(kind, eps, offset, cast_order), dtype, kept_dtype, residual)
+    arguments = NormArguments(_spec(kind, eps, offset, cast_order), x.dtype, dtype, kept_dtype)
+    y, x_hat, rstd = forward(x, weight, bias, arguments, residual)
     if y is None:
         raise ValueError("memopt::ms_norm needs a weight or a bias; without them call memopt::ms_normalize.")
     return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
@@ -116,8 +123,8 @@ def ms_norm_backward(
     x_dtype: torch.dtype,
 ) -> list[Tensor]:
     """Those of dx, dweight and dbias that `needs` names, in this order."""
-    wanted = (needs[0], needs[1], needs[2])
-    dx, dweight, dbias = backward(dy, x_hat, rstd, weight, _spec(kind, 0.0, offset), wanted, x_dtype)
+    arguments = NormArguments(_spec(kind, 0.0, offset), x_dtype, dy.dtype, x_hat.dtype)
+    dx, dweight, dbias = backward(dy, x_hat, rstd, weight, arguments, (needs[0], needs[1], needs[2]))
     if dx is not None:
         dx = _promised(x_hat, "rms", dx)
     return [gradient for gradient in (dx, dweight, dbias) if gradient is not None]

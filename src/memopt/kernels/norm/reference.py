@@ -31,6 +31,23 @@ class NormSpec:
     cast: Literal["before", "after"] = "after"
     """Whether x_hat is rounded to the input's dtype before or after it is scaled by the weight."""
 
+    def in_dtype(self, dtype: torch.dtype) -> NormArguments:
+        """This norm where input, output and x_hat have one dtype."""
+        return NormArguments(self, dtype, dtype, dtype)
+
+
+@dataclass(frozen=True)
+class NormArguments:
+    """What a norm is called with beside its tensors: the family, and the dtypes on the way through it."""
+
+    spec: NormSpec
+    x_dtype: torch.dtype
+    """Dtype of the input, and so of its gradient."""
+    dtype: torch.dtype
+    """Dtype of the output."""
+    kept_dtype: torch.dtype
+    """Dtype of the saved x_hat."""
+
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64).

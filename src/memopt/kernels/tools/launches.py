@@ -66,7 +66,7 @@ def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = 
     def prepare(sample: Sample) -> Call:
         x, added = sample.tensor(), sample.tensor() if residual else None
         gamma, beta = sample.vector() if weight else None, sample.vector() if bias else None
-        return lambda: norm_triton.launch_forward(x, gamma, beta, spec, x.dtype, x.dtype, added)
+        return lambda: norm_triton.launch_forward(x, gamma, beta, spec.in_dtype(x.dtype), added)
 
     return prepare
 
@@ -74,7 +74,7 @@ def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = 
 def _norm_affine(spec: NormSpec, *, bias: bool) -> Callable[[Sample], Call]:
     def prepare(sample: Sample) -> Call:
         x_hat, gamma, beta = sample.tensor(), sample.vector(), sample.vector() if bias else None
-        return lambda: norm_triton.launch_affine(x_hat, gamma, beta, spec, x_hat.dtype, x_hat.dtype)
+        return lambda: norm_triton.launch_affine(x_hat, gamma, beta, spec.in_dtype(x_hat.dtype))
 
     return prepare
 
@@ -83,7 +83,7 @@ def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, boo
     def prepare(sample: Sample) -> Call:
         dy, x_hat, rstd = sample.tensor(), sample.tensor(), sample.statistics()
         gamma = sample.vector() if weight else None
-        return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, spec, needs, x_hat.dtype)
+        return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, spec.in_dtype(x_hat.dtype), needs)
 
     return prepare
 
