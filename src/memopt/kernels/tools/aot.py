@@ -3,7 +3,8 @@
 :func:`capture` runs real launchers on meta tensors. Each launch becomes an ahead-of-time compilation with the arguments
 of that launch, so the launchers' own choices (tile sizes, constants, alignment) are the ones that are looked at. The
 wheel of Triton brings every tool that this needs. For the tests, the table of resources and the tuner; no operator
-imports it.
+imports it. With MEMOPT_AOT_CACHE set to a folder, binaries are read from there and compiled only where they are missing
+(:mod:`memopt.kernels.tools.binary_cache`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as triton_compile
 from triton.runtime import driver
-from triton.runtime.jit import KernelInterface, MockTensor
+from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from memopt.kernels.base.launch import warps_of
+from memopt.kernels.tools.binary_cache import Compiled, binary_key, cached
 from memopt.kernels.tools.occupancy import LIMITS
 
 TARGETS = {
@@ -48,7 +51,8 @@ class Binary:
     num_warps: int
     shared: int
     """Bytes of shared memory a block takes."""
-    asm: Mapping[str, Any]
+    asm: Mapping[str, str]
+    """``ttir``, and ``ptx`` with the report of ``resources`` (NVIDIA) or ``amdgcn`` (AMD)."""
 
     @property
     def registers(self) -> int:
@@ -62,8 +66,8 @@ class Binary:
 
     @cached_property
     def _resources(self) -> dict[str, int]:
-        if "cubin" in self.asm:
-            return _resources_of_cubin(self.asm["cubin"])
+        if "resources" in self.asm:
+            return _resources_of_cubin(self.asm["resources"])
         return _resources_of_amdgcn(self.asm["amdgcn"])
 
     @cached_property
@@ -87,15 +91,19 @@ def capture(target: str) -> Iterator[list[Binary]]:
         raise RuntimeError("kernels cannot be compiled in Triton's interpreter: unset TRITON_INTERPRET")
     binaries: list[Binary] = []
 
-    def subscript(kernel: KernelInterface[Any], grid: Any) -> Callable[..., None]:
+    def subscript(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            compiled = kernel.warmup(
-                *map(_as_pointer, args), grid=(1,), **{name: _as_pointer(value) for name, value in kwargs.items()}
-            )
+            kernel.device_caches[target]  # making the entry sets `compile` to Triton's
+            kernel.compile = _compile
+            try:
+                compiled = kernel.warmup(
+                    *map(_as_pointer, args), grid=(1,), **{name: _as_pointer(value) for name, value in kwargs.items()}
+                )
+            finally:
+                kernel.compile = triton_compile
             dims = grid(dict(zip(kernel.arg_names, args, strict=False)) | kwargs) if callable(grid) else grid
-            metadata = compiled.metadata
             binaries.append(
-                Binary(metadata.name, target, tuple(dims), metadata.num_warps, metadata.shared, compiled.asm)
+                Binary(compiled.name, target, tuple(dims), compiled.num_warps, compiled.shared, compiled.asm)
             )
 
         return launch
@@ -111,6 +119,23 @@ def capture(target: str) -> Iterator[list[Binary]]:
         # `driver.active` must not be read to be put back: reading it looks for a GPU and raises without one.
         vars(driver).clear()
         vars(driver).update(driver_before)
+
+
+def _compile(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
+    """What Triton's `compile` does, from the cache where it can be; the result has what :class:`Binary` reads."""
+    return cached(binary_key(source, target, options), lambda: _compile_now(source, target, options))
+
+
+def _compile_now(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
+    # Triton's own cache would keep every binary a second time.
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        kernel = triton_compile(source, target=target, options=options)
+    asm = {kind: kernel.asm[kind] for kind in ("ttir", "ptx", "amdgcn") if kind in kernel.asm}
+    if "cubin" in kernel.asm:
+        asm["resources"] = _report_of_cubin(kernel.asm["cubin"])
+    metadata = kernel.metadata
+    return Compiled(metadata.name, metadata.num_warps, metadata.shared, asm)
 
 
 class _StubDriver:
@@ -152,12 +177,15 @@ def _as_pointer(argument: Any) -> Any:
     return _Pointer(argument) if isinstance(argument, Tensor) else argument
 
 
-def _resources_of_cubin(cubin: bytes) -> dict[str, int]:
+def _report_of_cubin(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        report = subprocess.check_output(command, text=True)
+        return subprocess.check_output(command, text=True)
+
+
+def _resources_of_cubin(report: str) -> dict[str, int]:
     found = dict(re.findall(r"\b(REG|STACK):(\d+)", report))
     # Spilled registers stand in the stack frame; LOCAL stays 0.
     return {"registers": int(found["REG"]), "spilled": int(found["STACK"])}
