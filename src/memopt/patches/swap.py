@@ -15,6 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.torch_compat import (
+    forward_mode_level,
+    has_any_global_hook,
+    interpreter_stack,
+    module_hooks,
+    tracing_state,
+)
+
 _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
 _WRAPS = "_memopt_wraps_any_forward"
@@ -68,9 +76,9 @@ def steps_aside() -> bool:
     return (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or interpreter_stack() is not None
+        or forward_mode_level() >= 0
+        or tracing_state() is not None
     )
 
 
@@ -80,8 +88,7 @@ def is_swapped(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    hooked = any(hooks) or nn.modules.module._has_any_global_hook()
+    hooked = any(module_hooks(module)) or has_any_global_hook()
     return hooked or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
 
 

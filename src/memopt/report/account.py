@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from memopt.report.causes import Causes
 from memopt.report.observer import Saved, SavedTensorObserver
 from memopt.report.storages import StorageTracker
+from memopt.torch_compat import tree_leaves
 from memopt.walk.sites import Sites
 
 #: Where a storage is first held: before, inside, between or after the repeated blocks; ``shared`` by several of them.

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+from memopt.torch_compat import tree_map
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
@@ -28,6 +26,7 @@ from memopt.report.adapters import add_adapters
 from memopt.report.emulate import CudaChoices, unpadded_masks
 from memopt.report.fake_reads import FakeReads
 from memopt.report.training import Precision, Training
+from memopt.torch_compat import FakeTensorMode, tree_map
 from memopt.walk.calls.arguments import BATCH, LENGTH, forward_parameters
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets

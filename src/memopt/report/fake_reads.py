@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from memopt.torch_compat import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
 
 
 class FakeReads(TorchDispatchMode):

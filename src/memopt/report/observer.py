@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from memopt.report.storages import storages
 from memopt.saved.kept import alias_of
 from memopt.saved.savers import APPLY
+from memopt.torch_compat import is_operator, operator_schema, storage_id
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _SAMPLE_MODULE = "memopt.saved.sampled"
@@ -93,7 +94,7 @@ class SavedTensorObserver:
             slot = reference()
             if slot is not None:
                 for storage in storages([slot.tensor]):
-                    held.setdefault(storage._cdata, (storage, []))[1].append(event)
+                    held.setdefault(storage_id(storage), (storage, []))[1].append(event)
         return [Saved(storage, tuple(events)) for storage, events in held.values()]
 
     @staticmethod
@@ -160,8 +161,8 @@ class _FunctionNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "") or str(func)
-        if isinstance(func, torch._ops.OpOverload):
-            name = func._schema.name.removeprefix("aten::")
+        if is_operator(func):
+            name = operator_schema(func).name.removeprefix("aten::")
         self._running.append(name.strip("_"))
         try:
             return func(*args, **(kwargs or {}))

@@ -12,9 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from memopt.torch_compat import (
+    TorchDispatchMode,
+    is_operator,
+    is_traceable_wrapper_subclass,
+    living_storage,
+    operator_schema,
+    storage_id,
+    tree_leaves,
+    weak_storage,
+)
 
 #: Operations whose output holds the values of their input: a cast, or a copy in another layout.
 _COPIES = frozenset({"_to_copy", "clone"})
@@ -71,19 +79,19 @@ class StorageTracker(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._function = module, function
-        self._parameters = {storage._cdata for storage in storages(parameters)}
+        self._parameters = {storage_id(storage) for storage in storages(parameters)}
         # A weak reference keeps the address of a freed storage from being used again, so an address is an identity.
-        self._born: dict[int, tuple[StorageWeakRef, Birth]] = {}
+        self._born: dict[int, tuple[Any, Birth]] = {}
 
     def birth(self, storage: torch.UntypedStorage) -> Birth | None:
         """How `storage` came to be; None if it existed before."""
-        entry = self._born.get(storage._cdata)
+        entry = self._born.get(storage_id(storage))
         return None if entry is None else entry[1]
 
     def alive_bytes(self) -> int:
         """Bytes of the storages born so far that something still refers to."""
         references = (reference for reference, _ in self._born.values())
-        living = (torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in references)
+        living = (living_storage(reference) for reference in references)
         return sum(storage.nbytes() for storage in living if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,17 +103,19 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
-        aliases = {storage._cdata for storage in inputs}
+        aliases = {storage_id(storage) for storage in inputs}
         for output in outputs:
             for storage in storages([output]):
-                address = storage._cdata
+                address = storage_id(storage)
                 if address in aliases or address in self._born or address in self._parameters:
                     continue
                 operation = _name(func)
                 source, of_parameter = None, False
                 if operation in _COPIES and inputs:
                     source = self.birth(inputs[0])
-                    of_parameter = inputs[0]._cdata in self._parameters or (source is not None and source.of_parameter)
+                    of_parameter = storage_id(inputs[0]) in self._parameters or (
+                        source is not None and source.of_parameter
+                    )
                 birth = Birth(
                     dtype=str(output.dtype).removeprefix("torch."),
                     shape=tuple(output.shape),
@@ -115,7 +125,7 @@ class StorageTracker(TorchDispatchMode):
                     copy_of=source,
                     of_parameter=of_parameter,
                 )
-                self._born[address] = (StorageWeakRef(storage), birth)
+                self._born[address] = (weak_storage(storage), birth)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -123,5 +133,5 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _name(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    return (schema.name if schema is not None else str(func)).removeprefix("aten::")
+    name: str = operator_schema(func).name if is_operator(func) else str(func)
+    return name.removeprefix("aten::")

@@ -19,12 +19,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.quantize.quantize import Quantized, dequantize, quantize
 from memopt.saved.pinned import Holder, only_held_by, stream_of
+from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 
 #: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the
 #: hidden state, since statistics are in 32 bits.
@@ -55,14 +54,14 @@ class Compressible:
     def __init__(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool = False) -> None:
         self.packed, self.holder, self.needs_strides = packed, holder, needs_strides
         self._version, self._stream = tensor._version, stream_of(tensor)
-        self._storage = tensor.untyped_storage()._cdata
+        self._storage = storage_id(tensor.untyped_storage())
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing was written into the tensor since, and no other stream may still use it."""
         tensor = self.holder.tensor
         # A copy in its place (`memopt.saved.pinned`) counts its own changes.
-        version = self._version if tensor.untyped_storage()._cdata == self._storage else 0
+        version = self._version if storage_id(tensor.untyped_storage()) == self._storage else 0
         return tensor._version == version and stream_of(tensor) == self._stream
 
     def unpack(self) -> Tensor:
@@ -101,7 +100,7 @@ class Compressor:
         for reference in self._kept:
             compressible = reference()
             if compressible is not None:
-                groups.setdefault(compressible.holder.tensor.untyped_storage()._cdata, []).append(compressible)
+                groups.setdefault(storage_id(compressible.holder.tensor.untyped_storage()), []).append(compressible)
         self._kept.clear()
         for group in groups.values():
             dtypes = {member.holder.tensor.dtype for member in group}
@@ -165,17 +164,17 @@ class _Stored:
     def __init__(self, quantized: Quantized, keep: Callable[[Tensor], Packed]) -> None:
         self._codes, self._scales = keep(quantized.codes), keep(quantized.scales)
         self._rest = (quantized.bits, quantized.numel, quantized.dtype)
-        self._values: StorageWeakRef | None = None
+        self._values: Any = None
 
     def values(self) -> Tensor:
         codes = self._codes.unpack()
         if self._values is not None:
-            storage = torch.UntypedStorage._new_with_weak_ptr(self._values.cdata)
+            storage = living_storage(self._values)
             if storage is not None:
                 return torch.empty(0, dtype=self._rest[2], device=codes.device).set_(storage)
         with torch.no_grad():
             values = dequantize(Quantized(codes, self._scales.unpack(), *self._rest))
-        self._values = StorageWeakRef(values.untyped_storage())
+        self._values = weak_storage(values.untyped_storage())
         return values
 
 

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from memopt.recompute_rules import Node
 from memopt.saved.rules import signed
+from memopt.torch_compat import input_metadata, saved, shows_saved
 
-_CAST, _CLONE, _CONSTANT_PAD = "ToCopyBackward0", "CloneBackward0", "ConstantPadNdBackward0"
+_CAST, _CLONE = "ToCopyBackward0", "CloneBackward0"
+_TRANSPOSE, _PERMUTE, _CONSTANT_PAD = (
+    name if shows_saved(name) else None for name in ("TransposeBackward0", "PermuteBackward0", "ConstantPadNdBackward0")
+)
 #: That of `memopt.kernels.dropout.function`.
 _DROPOUT = "SeededDropoutFunctionBackward"
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
@@ -21,6 +25,7 @@ _MODES = {
     f"{name}Pad{rank}DBackward0": mode
     for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
     for rank in (1, 2, 3)
+    if shows_saved(f"{name}Pad{rank}DBackward0")
 }
 _FILL_KEY = "memopt.fill"
 
@@ -123,18 +128,18 @@ def source_of(node: Node) -> Source:
     steps: list[Step] = []
     while node is not None:
         name = node.name()
-        if name == _CAST:
-            steps.append(("cast", node._input_metadata[0].dtype))
+        if name == _CAST and input_metadata is not None:
+            steps.append(("cast", input_metadata(node)[0].dtype))
         elif name == _CLONE:
             steps.append(("clone", None))
-        elif name in _VIEWS:
-            steps.append(("view", tuple(node._input_metadata[0].shape)))
-        elif name == "TransposeBackward0":
-            steps.append(("transpose", (signed(node._saved_dim0), signed(node._saved_dim1))))
-        elif name == "PermuteBackward0":
-            steps.append(("permute", tuple(map(signed, node._saved_dims))))
+        elif name in _VIEWS and input_metadata is not None:
+            steps.append(("view", tuple(input_metadata(node)[0].shape)))
+        elif name == _TRANSPOSE:
+            steps.append(("transpose", (signed(saved(node, "dim0")), signed(saved(node, "dim1")))))
+        elif name == _PERMUTE:
+            steps.append(("permute", tuple(map(signed, saved(node, "dims")))))
         elif name in _MODES:
-            steps.append((_MODES[name], tuple(map(signed, node._saved_padding))))
+            steps.append((_MODES[name], tuple(map(signed, saved(node, "padding")))))
         elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
             steps.append(("constant", _padding(node)))
         elif name == _DROPOUT and getattr(node, "read_unchanged", False):
@@ -149,7 +154,7 @@ def source_of(node: Node) -> Source:
 
 def _padding(node: Node) -> Padding:
     """The same for every tensor that is made of what `node` made."""
-    padding: Padding = node.metadata.setdefault(_FILL_KEY, Padding(tuple(map(signed, node._saved_pad))))
+    padding: Padding = node.metadata.setdefault(_FILL_KEY, Padding(tuple(map(signed, saved(node, "pad")))))
     return padding
 
 

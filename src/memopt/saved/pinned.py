@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.saved.savers import may_be_a_function
+from memopt.torch_compat import FakeTensor, storage_id, storage_use_count
 
 #: What is copied has to be at most this part of its storage.
 LARGEST_PART = 0.75
 #: Storages that are watched at a time; the oldest is forgotten. One layer has one or two of them.
 WATCHED = 8
-
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Holder(Protocol):
@@ -65,12 +63,12 @@ class PinnedStorages:
 
     def saved(self, holder: Holder, tensor: Tensor) -> None:
         """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
-        if _use_count is None or tensor.is_leaf or tensor.layout is not torch.strided:
+        if tensor.is_leaf or tensor.layout is not torch.strided:
             return
         if may_be_a_function(sys._getframe(1).f_back):
             return
         storage = tensor.untyped_storage()
-        address, nbytes = storage._cdata, storage.nbytes()
+        address, nbytes = storage_id(storage), storage.nbytes()
         if self._watched and (len(self._watched) > 1 or address not in self._watched):
             self.settle(but=address)
         if tensor.numel() * tensor.element_size() > LARGEST_PART * nbytes:
@@ -95,7 +93,7 @@ def _is_settled(address: int, watched: _Watched) -> bool:
     if not holders:
         return True
     first = holders[0][0].tensor
-    if first.untyped_storage()._cdata != address:
+    if storage_id(first.untyped_storage()) != address:
         return True
     if not only_held_by([holder.tensor for holder, _ in holders]) or stream_of(first) != watched.stream:
         return False
@@ -114,7 +112,7 @@ def _is_settled(address: int, watched: _Watched) -> bool:
 def only_held_by(aliases: Sequence[Tensor]) -> bool:
     """Whether nobody but `aliases`, one for each holder, refers to their storage; False where none can tell."""
     storage = aliases[0].untyped_storage()  # one reference more
-    return _use_count is not None and _use_count(storage._cdata) <= 1 + len(aliases)
+    return storage_use_count(storage_id(storage)) <= 1 + len(aliases)
 
 
 def stream_of(tensor: Tensor) -> object:

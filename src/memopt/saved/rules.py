@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.recompute_rules import RULES, Node, Rule, recomputable
+from memopt.torch_compat import SAVED_FIELDS, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
 
@@ -20,79 +21,79 @@ def _keeps_both_operands(node: Node) -> bool:
 
 @recomputable("MulBackward0", "gated_mlp", _keeps_both_operands)
 def _product(node: Node) -> Tensor:
-    return torch.mul(node._saved_self, node._saved_other)
+    return torch.mul(saved(node, "self"), saved(node, "other"))
 
 
 @recomputable("SiluBackward0", "activation")
 def _silu(node: Node) -> Tensor:
-    return F.silu(node._saved_self)
+    return F.silu(saved(node, "self"))
 
 
 @recomputable("GeluBackward0", "activation")
 def _gelu(node: Node) -> Tensor:
-    return F.gelu(node._saved_self, approximate=node._saved_approximate)
+    return F.gelu(saved(node, "self"), approximate=saved(node, "approximate"))
 
 
 @recomputable("MishBackward0", "activation")
 def _mish(node: Node) -> Tensor:
-    return F.mish(node._saved_self)
+    return F.mish(saved(node, "self"))
 
 
 @recomputable("HardswishBackward0", "activation")
 def _hardswish(node: Node) -> Tensor:
-    return F.hardswish(node._saved_self)
+    return F.hardswish(saved(node, "self"))
 
 
 @recomputable("LeakyReluBackward0", "activation")
 def _leaky_relu(node: Node) -> Tensor:
-    return F.leaky_relu(node._saved_self, node._saved_negative_slope)
+    return F.leaky_relu(saved(node, "self"), saved(node, "negative_slope"))
 
 
 @recomputable("EluBackward0", "activation")
 def _elu(node: Node) -> Tensor:  # SELU too
-    z, alpha, scale, input_scale = node._saved_self, node._saved_alpha, node._saved_scale, node._saved_input_scale
-    h: Tensor = torch.ops.aten.elu(z, alpha, scale, input_scale)
+    z, alpha = saved(node, "self"), saved(node, "alpha")
+    h: Tensor = torch.ops.aten.elu(z, alpha, saved(node, "scale"), saved(node, "input_scale"))
     return h
 
 
 @recomputable("SoftplusBackward0", "activation")
 def _softplus(node: Node) -> Tensor:
-    return F.softplus(node._saved_self, node._saved_beta, node._saved_threshold)
+    return F.softplus(saved(node, "self"), saved(node, "beta"), saved(node, "threshold"))
 
 
 @recomputable("HardtanhBackward0", "activation")
 def _hardtanh(node: Node) -> Tensor:  # ReLU6 too
-    return F.hardtanh(node._saved_self, node._saved_min_val, node._saved_max_val)
+    return F.hardtanh(saved(node, "self"), saved(node, "min_val"), saved(node, "max_val"))
 
 
 @recomputable("HardsigmoidBackward0", "activation")
 def _hardsigmoid(node: Node) -> Tensor:
-    return F.hardsigmoid(node._saved_self)
+    return F.hardsigmoid(saved(node, "self"))
 
 
 @recomputable("CeluBackward0", "activation")
 def _celu(node: Node) -> Tensor:
-    return F.celu(node._saved_self, node._saved_alpha)
+    return F.celu(saved(node, "self"), saved(node, "alpha"))
 
 
 @recomputable("LogSigmoidBackward0", "activation")
 def _log_sigmoid(node: Node) -> Tensor:
-    return F.logsigmoid(node._saved_self)
+    return F.logsigmoid(saved(node, "self"))
 
 
 @recomputable("ClampBackward1", "activation")
 def _clamp(node: Node) -> Tensor:
-    return torch.clamp(node._saved_self, node._saved_min, node._saved_max)
+    return torch.clamp(saved(node, "self"), saved(node, "min"), saved(node, "max"))
 
 
 @recomputable("GluBackward0", "activation")
 def _glu(node: Node) -> Tensor:
-    return F.glu(node._saved_self, signed(node._saved_dim))
+    return F.glu(saved(node, "self"), signed(saved(node, "dim")))
 
 
 @recomputable("PowBackward0", "activation")
 def _power(node: Node) -> Tensor:
-    return torch.pow(node._saved_self, node._saved_exponent)
+    return torch.pow(saved(node, "self"), saved(node, "exponent"))
 
 
 def signed(number: int) -> int:
@@ -101,12 +102,12 @@ def signed(number: int) -> int:
 
 
 def _kept_output(node: Node) -> Tensor:
-    output: Tensor = node._saved_output
+    output: Tensor = saved(node, "output")
     return output
 
 
 def _kept_result(node: Node) -> Tensor:
-    result: Tensor = node._saved_result
+    result: Tensor = saved(node, "result")
     return result
 
 
@@ -119,3 +120,8 @@ for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAt
     RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
         _kept_output, lambda node: True, "activation", of_copies_only=True
     )
+
+# A rule that cannot read what its nodes saved would fail in backward.
+for _name in SAVED_FIELDS:
+    if not shows_saved(_name):
+        RULES.pop(_name, None)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute_rules import RULES, Node, Rule
@@ -33,11 +32,18 @@ from memopt.saved.sampled import Importance, SampledInput, Sampling
 from memopt.saved.savers import may_be_a_function
 from memopt.saved.slots import Slot, settle
 from memopt.saved.versions import is_unchanged
+from memopt.torch_compat import (
+    FakeTensor,
+    current_graph_task_id,
+    next_sequence_number,
+    saved_tensors_hooks_disabled,
+    sequence_number,
+    top_saved_tensors_hooks,
+    unpack_hooks,
+)
 
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
-#: Under these names nodes of PyTorch's own show the hooks of the tensors that the rules read.
-_RAW_SAVED = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw_saved_output")
 ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 S = TypeVar("S", bound=Slot)
 
@@ -71,10 +77,9 @@ class RecomputeScope:
     def _enter(self) -> tuple[saved_tensors_hooks, _Pack] | None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        autograd: Any = torch._C._autograd  # the hook stack has no public reader
-        if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if saved_tensors_hooks_disabled() is not None:
             return None
-        outer, inside = autograd._top_saved_tensors_default_hooks(False), None
+        outer, inside = top_saved_tensors_hooks(False), None
         if outer is not None and isinstance(outer[0], _Pack):
             inside = outer[0]
             if outer[0].families == self._families and self._compression in (None, outer[0].compression):
@@ -127,8 +132,7 @@ class _Pack:
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
-        autograd: Any = torch._C._autograd
-        self._first_node: int = autograd._get_sequence_nr() if restricted else -1
+        self._first_node = next_sequence_number() if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Packed:
         by_function = may_be_a_function(sys._getframe().f_back)
@@ -212,7 +216,7 @@ class _Pack:
             self._compressor.settle()
 
     def _applies(self, rule: Rule, node: Node) -> bool:
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if rule.family not in self.families or number < self._first_node or not rule.keeps_enough(node):
             return False
         # A node made inside a foreign hook too (checkpointing of the node's module alone) has its tensors kept by that
@@ -269,14 +273,12 @@ def save_sampled(
 
 def _is_in_backward() -> bool:
     """Whether this thread is running backward, as it does when reentrant checkpointing runs a forward again."""
-    autograd: Any = torch._C
-    return bool(autograd._current_graph_task_id() != -1)
+    return current_graph_task_id() != -1
 
 
 def _innermost() -> _Pack | None:
     """The innermost scope, where no other hook is inside it."""
-    autograd: Any = torch._C._autograd
-    top = autograd._top_saved_tensors_default_hooks(False)
+    top = top_saved_tensors_hooks(False)
     return top[0] if top is not None and isinstance(top[0], _Pack) else None
 
 
@@ -302,10 +304,7 @@ def _is_followed(rule: Rule, source: Source) -> bool:
 def _kept_by_a_scope(node: Node) -> bool:
     """Whether the tensors that `node` saved are there, and passed through no hook but a scope's or an observer's."""
     try:
-        saved = getattr(node, "_raw_saved_tensors", None) or [
-            getattr(node, name) for name in _RAW_SAVED if hasattr(node, name)
-        ]
-        hooks = [getattr(tensor, "unpack_hook", None) for tensor in saved]
+        hooks = unpack_hooks(node)
     except RuntimeError:  # backward has been through it
         return False
     return all(hook in (None, _unpack) or getattr(hook, "memopt_observer", False) for hook in hooks)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memopt.saved.compression import Compressible, Packed
 from memopt.saved.pinned import only_held_by
+from memopt.torch_compat import storage_id
 
 
 class Slot:
@@ -65,7 +66,7 @@ def settle(references: Iterable[weakref.ref[Slot]]) -> None:
     groups: dict[int, list[Slot]] = {}
     for slot in slots:
         if slot.held is not None:
-            groups.setdefault(tensor_of(slot).untyped_storage()._cdata, []).append(slot)
+            groups.setdefault(storage_id(tensor_of(slot).untyped_storage()), []).append(slot)
     for group in sorted(groups.values(), key=lambda group: max(slot.rank for slot in group)):
         if _gives_way(group):
             with torch.no_grad():

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
+from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class
 

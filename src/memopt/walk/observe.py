@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from memopt.errors import InputsError, ModelError
+from memopt.torch_compat import module_hooks
 from memopt.walk.calls.batch import Batch, check_names, does_not_run, placed
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.calls.twin import build_driven_twin
@@ -126,7 +127,7 @@ def _one_thread() -> Iterator[None]:
 
 def _drop_hooks(module: nn.Module) -> None:
     """Hooks are the user's (or a sharding tool's): they may count calls, read values or gather shards."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+    for hooks in module_hooks(module):
         hooks.clear()
 
 

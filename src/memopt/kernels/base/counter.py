@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
+
+from memopt.torch_compat import no_dispatch
 
 _WORD = 0xFFFFFFFF
 #: 2**32 divided by the golden ratio: keeps index and seed 0 away from 0, which `_mix` maps to itself.

@@ -13,6 +13,8 @@ import os
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import is_legacy_batched, is_transformed
+
 #: Triton's interpreter runs the kernels on CPU tensors; it is a tool of the tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -38,9 +40,7 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
 
 def _is_transformed(tensor: Tensor) -> bool:
-    functorch = torch._C._functorch
-    # The second one is what `autograd.grad(..., is_grads_batched=True)` hands to a backward.
-    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    return is_transformed(tensor) or is_legacy_batched(tensor)
 
 
 @functools.cache

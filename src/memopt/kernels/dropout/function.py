@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
+from memopt.torch_compat import FakeTensor, no_dispatch
 
 #: Elements whose random numbers the reference draws at a time: few enough for a cache.
 _CHUNK = 2**18

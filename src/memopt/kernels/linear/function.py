@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
+from memopt.torch_compat import FakeTensor, tensor_hooks, top_saved_tensors_hooks
 
 #: (dh, inputs) -> (gradient of each input, h)
 Differentiate = Callable[[Tensor, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
@@ -49,7 +49,7 @@ def offer(h: Tensor, inputs: tuple[Tensor, ...], differentiate: Differentiate) -
     """Say that `h` is made from `inputs`, which are kept anyway, and that `differentiate` makes it again with their
     gradients."""
     if h.requires_grad:
-        _offers[h] = _Offer(inputs, _versions(inputs), differentiate, _saved_tensor_hooks())
+        _offers[h] = _Offer(inputs, _versions(inputs), differentiate, top_saved_tensors_hooks(False))
 
 
 def withdraw(h: Tensor) -> None:
@@ -67,11 +67,11 @@ def takes_offer(h: object, weight: Tensor) -> bool:
     if not isinstance(h, Tensor) or torch.compiler.is_compiling() or not weight.requires_grad:
         return False
     found: _Offer | None = _offers.get(h)
-    if found is None or h._version != 0 or h._backward_hooks or h.retains_grad:
+    if found is None or h._version != 0 or tensor_hooks(h) or h.retains_grad:
         return False
     if not is_plain(weight) or h.dtype != (autocast_dtype(h) or weight.dtype):
         return False
-    return found.versions == _versions(found.inputs) and found.hooks == _saved_tensor_hooks()
+    return found.versions == _versions(found.inputs) and found.hooks == top_saved_tensors_hooks(False)
 
 
 def is_plain(weight: object) -> bool:
@@ -136,8 +136,3 @@ def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors)
-
-
-def _saved_tensor_hooks() -> object:
-    autograd: Any = torch._C._autograd  # the hook stack has no public reader
-    return autograd._top_saved_tensors_default_hooks(False)

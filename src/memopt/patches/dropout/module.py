@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.torch_compat import FakeTensor
 from memopt.walk.probes.isolate import with_stand_ins
 
 #: Where sizes, strides and an offset say all about a tensor. Of a sharded one they say what its shards do not.

@@ -18,6 +18,7 @@ from memopt.kernels.base.device import runs_triton
 from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.torch_compat import module_forward_hooks
 from memopt.walk.sites import NormSite
 
 #: Width at which a norm that takes any is compared with the stock module.
@@ -100,7 +101,7 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
         return None
     autocast = _autocast_dtype(x)
     # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
-    if autocast is not None and rewrite.only_linears_read and not module._forward_hooks:
+    if autocast is not None and rewrite.only_linears_read and not module_forward_hooks(module):
         dtype = autocast
     elif any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
         # What the stock module returns for mixed dtypes depends on its code and the device.

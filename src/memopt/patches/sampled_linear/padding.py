@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.torch_compat import FakeTensor
 
 #: Gradients without any on padding, one after the other, after which padding is left out.
 _ENOUGH = 2

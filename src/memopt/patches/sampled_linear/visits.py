@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.patches.sampled_linear.gradient_memory import GradientMemory, Step
 from memopt.patches.sampled_linear.padding import PaddingWatch
@@ -31,6 +30,7 @@ from memopt.patches.swap import (
     swap_state,
     wraps_any_forward,
 )
+from memopt.torch_compat import FakeTensor
 
 #: The key of a batch that says which samples of the data set it holds.
 INDEX = "memopt_index"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from memopt.torch_compat import TorchDispatchMode, tree_leaves, tree_map
 from memopt.walk.aten.meta_shapes import MetaShapes
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import operator_schema
 from memopt.walk.aten.parameters import storage_key
 from memopt.walk.aten.rules import tensors_in
 
@@ -67,7 +68,7 @@ def _form(value: Any) -> Any:
 @functools.cache
 def _makes_one(function: Any) -> bool:
     """Whether its schema says that an operation returns one tensor, which shares nothing, and changes nothing."""
-    schema = function._schema
+    schema = operator_schema(function)
     output = schema.returns[0] if len(schema.returns) == 1 else None
     return output is not None and not schema.is_mutable and str(output.type) == "Tensor" and output.alias_info is None
 

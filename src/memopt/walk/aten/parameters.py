@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import storage_id
+
 
 @dataclass(frozen=True)
 class Along:
@@ -42,10 +44,9 @@ class ParameterView:
 def storage_key(tensor: Tensor) -> int | None:
     """Identity of the memory, meta tensors included; None for wrappers that have none. Valid while the tensor lives."""
     try:
-        key: int = tensor.untyped_storage()._cdata
+        return storage_id(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
         return None
-    return key
 
 
 class ParameterTable:

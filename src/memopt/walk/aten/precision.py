@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.torch_compat import TorchDispatchMode
 
 _WIDENED = {
     torch.float32: torch.float64,

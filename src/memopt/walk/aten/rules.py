@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.torch_compat import operator_schema
 from memopt.walk.aten.ops import (
     MOVEMENT,
     NO_USE,
@@ -106,7 +107,7 @@ def _propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
     shadowed = [t for t in call.tensors if shadow_of(t) is not None]
     if call.name in NO_USE:
         return []
-    if call.func._schema.is_mutable:
+    if operator_schema(call.func).is_mutable:
         return _mutation(call.name)
     if call.name in MOVEMENT:
         source = call.args[0] if call.args else None

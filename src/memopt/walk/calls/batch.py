@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from memopt.errors import InputsError
+from memopt.torch_compat import tree_leaves, tree_map
 from memopt.walk.calls.arguments import forward_parameters, inner_model
 from memopt.walk.models.config import one_line
 

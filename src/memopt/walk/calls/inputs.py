@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from memopt.errors import ModelError
+from memopt.torch_compat import tree_map
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates, forward_parameters, has_config, inner_model

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.torch_compat import TorchDispatchMode, is_operator, operator_name, storage_id
 from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
@@ -142,8 +142,8 @@ class _Watch:
         held: dict[int | None, dict[str, None]] = {}
         for reference, function, who in self._saved:
             slot = reference()
-            if slot is not None and slot.storage is not None and (function, slot.storage._cdata) not in linears:
-                held.setdefault(slot.storage._cdata, {})[who] = None
+            if slot is not None and slot.storage is not None and (function, storage_id(slot.storage)) not in linears:
+                held.setdefault(storage_id(slot.storage), {})[who] = None
         found: dict[str, Held] = {}
         for reading in self.readings:
             now = Held(tuple(held.get(storage_key(reading.source), ())), reading.given_to)
@@ -205,7 +205,7 @@ class _Contractions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._schema.name.split("::")[-1]
+        name = operator_name(func)
         contraction = recognise(OpCall(func, name, args, kwargs, out))
         if contraction is not None:
             a, b = self._parameter(contraction.a), self._parameter(contraction.b)
@@ -278,8 +278,8 @@ def _is_number(value: Any) -> bool:
 @functools.cache
 def _name(function: Any) -> str:
     """Name of a function or operator as a user knows it."""
-    if isinstance(function, torch._ops.OpOverload):
-        name = function._schema.name.split("::")[-1].strip("_")
+    if is_operator(function):
+        name = operator_name(function).strip("_")
     else:
         name = (getattr(function, "__name__", "") or str(function)).strip("_")
     return _OPERATORS.get(name, name)

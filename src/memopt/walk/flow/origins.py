@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from memopt.torch_compat import operator_schema
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
@@ -293,7 +294,7 @@ def _drop_probability(call: OpCall) -> float | None:
         return 1.0 - call.args[1]
     if call.name in {"native_dropout", "dropout"}:
         return float(call.args[1])
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in operator_schema(call.func).arguments]
     if "dropout_p" in names:
         return float(call.argument(names.index("dropout_p"), "dropout_p", 0.0))
     return None

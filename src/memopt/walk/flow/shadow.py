@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.torch_compat import TorchDispatchMode, no_dispatch, operator_name
 from memopt.walk.aten.contractions import Contraction, read, recognise
 from memopt.walk.aten.ops import MOVEMENT, NO_USE
 from memopt.walk.aten.parameters import ParameterTable, ParameterView, storage_key
@@ -178,7 +177,7 @@ class ShadowMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._float64:
             args, kwargs = widen(args, kwargs)
-        name = func._schema.name.split("::")[-1]
+        name = operator_name(func)
         out = func(*args, **kwargs)
         if not self._paused:
             with self.unobserved():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.torch_compat import storage_id
 from memopt.walk.models.instantiate import instantiate
 
 
@@ -70,10 +71,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _meta_twin(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
         source = tensor.untyped_storage()
-        if source._cdata not in storages:
-            storages[source._cdata] = torch.empty(source.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        key = storage_id(source)
+        if key not in storages:
+            storages[key] = torch.empty(source.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
         twin = torch.empty(0, dtype=tensor.dtype, device="meta")
-        twin.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        twin.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
     else:  # Wrapper subclasses (quantised, distributed) have no strided storage of their own; shape and dtype remain.
         twin = torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):

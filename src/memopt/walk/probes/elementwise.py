@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.precision import Float64Mode
 from memopt.walk.probes import stand_ins
 from memopt.walk.probes.isolate import Isolated, isolate, signature, with_stand_ins
@@ -175,7 +175,7 @@ class _CountMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.count += func._schema.name.split("::")[-1] not in _VIEWS_AND_CASTS
+        self.count += operator_name(func) not in _VIEWS_AND_CASTS
         return func(*args, **(kwargs or {}))
 
 

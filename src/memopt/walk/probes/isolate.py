@@ -7,13 +7,13 @@ memory of its own.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import module_hooks, no_forward_hooks
 from memopt.walk.aten.precision import Float64Mode
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -75,7 +75,7 @@ def isolate(module: nn.Module) -> Isolated | None:
         alone = alone.to(torch.float64).eval()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
         return None
-    for hooks in (alone._forward_hooks, alone._forward_pre_hooks):
+    for hooks in module_hooks(alone):
         hooks.clear()
     return Isolated(alone)
 
@@ -95,8 +95,7 @@ def with_stand_ins(
     alone.__dict__ = dict(vars(module)) | {
         "_modules": dict(module._modules) | dict(children or {}),
         "_parameters": dict(module._parameters) | dict(parameters or {}),
-        "_forward_hooks": OrderedDict(),
-        "_forward_pre_hooks": OrderedDict(),
+        **no_forward_hooks(),
         "training": training,
     }
     return alone

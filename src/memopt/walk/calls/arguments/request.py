@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
+from memopt.torch_compat import compiled_module
 from memopt.walk.models.config import config_nodes
 
 BATCH = 2
@@ -28,7 +29,7 @@ def inner_model(model: nn.Module) -> nn.Module:
         if callable(getter := getattr(model, "get_base_model", None)):
             wrapped = getter()
         else:
-            wrapped = getattr(model, "_orig_mod", None)
+            wrapped = compiled_module(model)
             if wrapped is None and not parameters_of(model):
                 wrapped = getattr(model, "module", None)
         if not isinstance(wrapped, nn.Module) or wrapped is model:

@@ -1,0 +1,222 @@
+"""Autograd's private names: saved-tensor hooks, graph nodes and what they saved, storages and their owners."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.torch_compat.lookup import find, is_found
+
+#: (pack, unpack), as `torch.autograd.graph.saved_tensors_hooks` takes them.
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+# -- saved-tensor hooks ---------------------------------------------------------------------------------------------
+
+_TOP = "torch._C._autograd._top_saved_tensors_default_hooks"
+_DISABLED = "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message"
+_NO_SCOPE = "nothing is recomputed, sampled, coded or compressed inside a block"
+
+
+def _unknown_hooks(ignore_is_tracing: bool) -> Hooks | None:
+    return (lambda tensor: tensor), (lambda packed: packed)  # equal to no other pair
+
+
+def _unknown_message() -> str | None:
+    return "it is not known whether saved-tensor hooks are disabled"
+
+
+top_saved_tensors_hooks: Callable[[bool], Hooks | None] = find(_TOP, _unknown_hooks, _NO_SCOPE)
+"""The innermost pair of saved-tensor hooks that is active in this thread; None where none is.
+
+Its argument: False, or True to look at them while hooks are being traced. Hooks do not stack in PyTorch, the innermost
+wins, so a scope has to know the one outside and hand on what it keeps. Without this name no scope opens and no linear
+takes an offer to recompute its input.
+"""
+
+saved_tensors_hooks_disabled: Callable[[], str | None] = find(_DISABLED, _unknown_message, _NO_SCOPE)
+"""Why saved-tensor hooks may not be entered now (function transforms disable them); None where they may.
+
+Entering them all the same is an error, so without this name no scope opens.
+"""
+if not is_found(_TOP):
+    saved_tensors_hooks_disabled = _unknown_message
+
+# -- graph nodes ----------------------------------------------------------------------------------------------------
+
+_NUMBER = "torch._C._functions.AccumulateGrad._sequence_nr"
+_NEXT_NUMBER = "torch._C._autograd._get_sequence_nr"
+_NOT_UNDER_HOOKS = "nothing is recomputed inside activation checkpointing or under other saved-tensor hooks"
+
+find(_NUMBER, None, _NOT_UNDER_HOOKS)
+next_sequence_number: Callable[[], float] = find(_NEXT_NUMBER, lambda: math.inf, _NOT_UNDER_HOOKS)
+"""The number that the next node of this thread gets; numbers rise by one a node.
+
+A scope under a foreign hook recomputes only from nodes with this number or a higher one: those made inside it. Without
+it, or without the number of a node, no node counts as made inside.
+"""
+
+sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0
+"""The number of a node, which :func:`next_sequence_number` gave before it was made."""
+
+_METADATA = "torch._C._functions.AccumulateGrad._input_metadata"
+input_metadata: Callable[[Any], Any] | None = (
+    attrgetter("_input_metadata")
+    if find(_METADATA, None, "casts and reshaped copies of recomputable tensors are kept") is not None
+    else None
+)
+"""One entry for each output of a node's forward operation (input of its backward) with its ``dtype`` and ``shape``.
+
+Autograd's casts and views do not say otherwise to what they cast or reshaped. None where PyTorch lacks it.
+"""
+
+current_graph_task_id: Callable[[], int] = find(
+    "torch._C._current_graph_task_id", lambda: 0, "views are not copied and nothing is sampled, coded or compressed"
+)
+"""The number of the backward that this thread is running; -1 where it runs none.
+
+What a forward saves inside backward (reentrant checkpointing) is used up at once, so exchanging it frees nothing.
+Without this name every forward counts as one inside backward.
+"""
+
+# -- what a node saved ----------------------------------------------------------------------------------------------
+
+_PADS = tuple(f"{mode}Pad{rank}DBackward0" for mode in ("Reflection", "Replication") for rank in (1, 2, 3))
+_ATTENTIONS = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
+_RESULTS = ("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0")
+
+SAVED_FIELDS: dict[str, tuple[str, ...]] = {
+    "MulBackward0": ("self", "other"),
+    "SiluBackward0": ("self",),
+    "GeluBackward0": ("self", "approximate"),
+    "MishBackward0": ("self",),
+    "HardswishBackward0": ("self",),
+    "LeakyReluBackward0": ("self", "negative_slope"),
+    "EluBackward0": ("self", "alpha", "scale", "input_scale"),
+    "SoftplusBackward0": ("self", "beta", "threshold"),
+    "HardtanhBackward0": ("self", "min_val", "max_val"),
+    "HardsigmoidBackward0": ("self",),
+    "CeluBackward0": ("self", "alpha"),
+    "LogSigmoidBackward0": ("self",),
+    "ClampBackward1": ("self", "min", "max"),
+    "GluBackward0": ("self", "dim"),
+    "PowBackward0": ("self", "exponent"),
+    "TransposeBackward0": ("dim0", "dim1"),
+    "PermuteBackward0": ("dims",),
+    "ConstantPadNdBackward0": ("pad",),
+    **dict.fromkeys(_PADS, ("padding",)),
+    **dict.fromkeys(_RESULTS, ("result",)),
+    **{f"ScaledDotProduct{attention}Backward0": ("output",) for attention in _ATTENTIONS},
+}
+"""Kind of node (its ``name()``) -> the fields of it that memopt reads, by :func:`saved`."""
+
+_UNSHOWN = frozenset(
+    node
+    for node, fields in SAVED_FIELDS.items()
+    for field in fields
+    if find(f"torch._C._functions.{node}._saved_{field}", None, f"what {node} belongs to is not recomputed") is None
+)
+
+
+def shows_saved(node_name: str) -> bool:
+    """Whether nodes of this kind of `SAVED_FIELDS` show all fields that memopt reads; otherwise none has a rule."""
+    return node_name in SAVED_FIELDS and node_name not in _UNSHOWN
+
+
+def saved(node: Any, field: str) -> Any:
+    """What `node` saved for its backward under the name that derivatives.yaml gives it: a tensor, number or tuple.
+
+    Negative dimensions are shown as unsigned 64-bit numbers.
+
+    Raises:
+        RuntimeError: backward has been through the node and released it.
+    """
+    return getattr(node, "_saved_" + field)
+
+
+_UNPACK_HOOK = "torch._C._autograd.SavedTensor.unpack_hook"
+_RAW_OF_FUNCTIONS = "torch._C._FunctionBase._raw_saved_tensors"
+_RAW_OF_OPERATIONS = "torch._C._functions.MulBackward0._raw_saved_self"
+_RAW_FIELDS = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw_saved_output")
+
+
+def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
+    """The hook that gives back each tensor that `node` saved, or None where autograd itself holds it.
+
+    Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read. A foreign hook
+    (checkpointing of one module inside a block) may give a tensor back only once, so such nodes are not recomputed
+    from. Without ``SavedTensor.unpack_hook`` or the raw fields that cannot be told, and no node is recomputed from.
+
+    Raises:
+        RuntimeError: backward has been through the node and released it, or PyTorch lacks the fields.
+    """
+    raw = getattr(node, "_raw_saved_tensors", None) or [
+        getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)
+    ]
+    return [getattr(tensor, "unpack_hook", None) for tensor in raw]
+
+
+def _unknown_unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
+    raise RuntimeError("it is not known which hooks hold the tensors of a node")
+
+
+unpack_hooks = _unpack_hooks
+for _name in (_UNPACK_HOOK, _RAW_OF_FUNCTIONS, _RAW_OF_OPERATIONS):
+    if find(_name, None, "nothing is recomputed by a saved-tensor hook") is None:
+        unpack_hooks = _unknown_unpack_hooks
+
+# -- tensors and storages -------------------------------------------------------------------------------------------
+
+_TENSOR_HOOKS = "torch.Tensor._backward_hooks"
+tensor_hooks: Callable[[Tensor], object] = (
+    attrgetter("_backward_hooks")
+    if find(_TENSOR_HOOKS, True, "linears keep their input") is not True
+    else lambda tensor: True
+)
+"""The hooks of ``Tensor.register_hook``, None or empty where there are none. A hooked tensor is not recomputed inside
+a linear, where the hook would not run; without this name every tensor counts as hooked."""
+
+_ADDRESS = "torch.UntypedStorage._cdata"
+_COUNT = "torch._C._storage_Use_Count"
+_STORAGES = "views are not copied out of larger storages, and nothing is sampled, coded or compressed"
+
+find(_ADDRESS, None, _STORAGES)
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata") if is_found(_ADDRESS) else id
+"""The identity of a storage, meta tensors' included, for as long as something refers to it: its address in C++.
+
+Without this name, that of its Python object, which lives as long.
+"""
+
+storage_use_count: Callable[[int], float] = find(_COUNT, lambda identity: math.inf, _STORAGES)
+"""How many tensors and other owners refer to the storage with this :func:`storage_id`.
+
+A storage that autograd alone refers to may be exchanged for something smaller. Without this name, others always do.
+"""
+if not is_found(_ADDRESS):
+    storage_use_count = lambda identity: math.inf  # noqa: E731 - the number would be read as an address
+
+_WEAK, _REVIVE = "torch.multiprocessing.reductions.StorageWeakRef", "torch.UntypedStorage._new_with_weak_ptr"
+_AT_ADDRESS = "a report may miss storages that were allocated where a freed one had been"
+_weak: Any = find(_WEAK, None, _AT_ADDRESS)
+_revive: Any = find(_REVIVE, None, _AT_ADDRESS)
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """A weak reference to a storage, for :func:`living_storage`; while it exists no other gets its :func:`storage_id`.
+
+    Without PyTorch's own (``StorageWeakRef``), Python's, which does not hold the address back.
+    """
+    return weakref.ref(storage) if _weak is None or _revive is None else _weak(storage)
+
+
+def living_storage(reference: Any) -> torch.UntypedStorage | None:
+    """The storage of a :func:`weak_storage`; None once nothing refers to it."""
+    storage: torch.UntypedStorage | None = (
+        reference() if isinstance(reference, weakref.ref) else _revive(reference.cdata)
+    )
+    return storage

@@ -1,0 +1,166 @@
+"""Private names of dispatch: modes that see every operator, fake tensors, operators, trees, transforms and traces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from memopt.errors import MemoptError
+from memopt.torch_compat.lookup import find, is_found
+
+_NO_WALK = "memopt cannot observe a model, so nothing can be patched or reported"
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise MemoptError(
+        f"memopt cannot observe models with PyTorch {torch.__version__}: it lacks names that memopt needs.",
+        "memopt.torch_compat.missing() lists them; install a PyTorch that memopt was tested with (2.13).",
+    )
+
+
+class _Unavailable:
+    __init__ = _refuse
+
+
+def _is_never(value: object) -> bool:
+    return False
+
+
+# -- trees of tensors -----------------------------------------------------------------------------------------------
+
+
+def _own_tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return type(tree)((key, _own_tree_map(function, value)) for key, value in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_own_tree_map(function, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_own_tree_map(function, value) for value in tree)
+    return function(tree)
+
+
+def _own_tree_leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (Mapping, list, tuple)):
+        children = tree.values() if isinstance(tree, Mapping) else tree
+        return [leaf for child in children for leaf in _own_tree_leaves(child)]
+    return [tree]
+
+
+_TREES = "tensors inside containers that only PyTorch's registry knows are not seen"
+
+# -- modes and fake tensors -----------------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch.utils._mode_utils import no_dispatch as no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+else:
+    _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
+    TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode", _Unavailable, _NO_WALK)
+    is_traceable_wrapper_subclass = find(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        _is_never,
+        "reports do not look inside sharded and quantised tensors",
+    )
+    FakeTensor = find(f"{_FAKE}.FakeTensor", type("FakeTensor", (Tensor,), {}), _NO_ESTIMATE)
+    FakeTensorMode = find(f"{_FAKE}.FakeTensorMode", _Unavailable, _NO_ESTIMATE)
+    unset_fake_temporarily = find(f"{_FAKE}.unset_fake_temporarily", contextlib.nullcontext, _NO_ESTIMATE)
+    no_dispatch = find(
+        "torch.utils._mode_utils.no_dispatch", contextlib.nullcontext, "models with dropout cannot be estimated"
+    )
+    tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
+    tree_leaves = find("torch.utils._pytree.tree_leaves", _own_tree_leaves, _TREES)
+
+#: What each of these is, beside PyTorch's own name for it:
+#: TorchDispatchMode               context manager; its ``__torch_dispatch__`` sees every operator called inside
+#: is_traceable_wrapper_subclass   whether a tensor is made of inner tensors (``__tensor_flatten__``)
+#: FakeTensor, FakeTensorMode      tensors with a shape and device but no memory, and the mode that makes them
+#: unset_fake_temporarily          inside it that mode is off
+#: no_dispatch                     inside it no mode sees what is called
+#: tree_map, tree_leaves           every tensor in nested containers
+
+# -- operators ------------------------------------------------------------------------------------------------------
+
+_OVERLOAD, _SCHEMA = "torch._ops.OpOverload", "torch._ops.OpOverload._schema"
+_overload: Any = find(_OVERLOAD, (), "operators called by their own name are not recognised")
+# An instance attribute: the class only annotates it.
+operator_schema: Callable[[Any], Any] = attrgetter("_schema")
+if find("torch.ops.aten.mm.default._schema", None, _NO_WALK) is None:
+    operator_schema = _refuse
+"""The schema of an operator (``OpOverload``): ``name`` with its namespace, ``arguments``, ``returns``, ``is_mutable``.
+
+How the walk tells what an operator does. Without it nothing can be observed.
+"""
+
+
+def operator_name(function: Any) -> str:
+    """The name of an operator without namespace and overload: ``mm`` of ``aten::mm.default``."""
+    name: str = operator_schema(function).name
+    return name.split("::")[-1]
+
+
+def is_operator(function: object) -> bool:
+    """Whether `function` is an operator of ``torch.ops`` (an ``OpOverload``), and not a Python function."""
+    return isinstance(function, _overload)
+
+
+# -- function transforms, forward mode, traces ----------------------------------------------------------------------
+
+_STEPS_ASIDE = "every patched module runs its stock forward"
+_NO_KERNELS = "operators run as plain PyTorch instead of Triton kernels"
+
+
+def _unknown() -> object:
+    return "unknown"
+
+
+def _is_always(tensor: Tensor) -> bool:
+    return True
+
+
+interpreter_stack: Callable[[], object] = find("torch._C._functorch.peek_interpreter_stack", _unknown, _STEPS_ASIDE)
+"""The innermost function transform (`torch.func`) that is running; None where none is.
+
+Transforms need operations that they know. Without this name one might always be running.
+"""
+
+_LEVEL = "torch.autograd.forward_ad._current_level"
+find(_LEVEL, None, _STEPS_ASIDE)
+forward_mode_level: Callable[[], int] = functools.partial(
+    getattr, forward_ad, "_current_level" if is_found(_LEVEL) else "_level_is_unknown", 0
+)
+"""The level of forward-mode derivatives (`torch.autograd.forward_ad.dual_level`); -1 outside of them.
+
+memopt's operators have no forward-mode derivative. Without this name a level might always be active.
+"""
+
+tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unknown, _STEPS_ASIDE)
+"""The state of the `torch.jit.trace` that is running; None where none is. Traces need stock operations.
+
+Without this name one might always be running.
+"""
+
+is_transformed: Callable[[Tensor], bool] = find(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _is_always, _NO_KERNELS
+)
+"""Whether a tensor belongs to a function transform, though its type is plain: no kernel can read its memory.
+
+Without this name any might.
+"""
+
+is_legacy_batched: Callable[[Tensor], bool] = find(
+    "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
+)
+"""The same of what ``torch.autograd.grad(..., is_grads_batched=True)`` hands to a backward."""

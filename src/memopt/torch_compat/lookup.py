@@ -1,0 +1,68 @@
+"""Looks a private name up, and remembers those that this PyTorch lacks."""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A name that this PyTorch lacks."""
+
+    name: str
+    """Where it is looked for: ``torch._C._storage_Use_Count``."""
+    lost: str
+    """What is off without it, as the rest of a sentence: "views are not copied out of larger storages"."""
+
+
+_missing: dict[str, Missing] = {}
+
+
+def find(name: str, otherwise: Any, lost: str) -> Any:
+    """What the dotted `name` leads to. Where it leads nowhere, `otherwise`, and :func:`missing` says what is `lost`."""
+    try:
+        return resolve(name)
+    except (ImportError, AttributeError):
+        _missing[name] = Missing(name, lost)
+        return otherwise
+
+
+def is_found(name: str) -> bool:
+    """Whether :func:`find`, which was called with `name` before, found it."""
+    return name not in _missing
+
+
+def resolve(name: str) -> Any:
+    """What the dotted `name` leads to; attributes of ``torch.nn.Module`` are those of an instance.
+
+    Raises:
+        ImportError: a module on the way does not exist.
+        AttributeError: something else on the way does not.
+    """
+    owner, _, attribute = name.rpartition(".")
+    if owner == "torch.nn.Module":
+        return getattr(torch.nn.Module(), attribute)
+    return pkgutil.resolve_name(name)
+
+
+def missing() -> tuple[Missing, ...]:
+    """The private names that this PyTorch lacks; empty where every saving is available."""
+    return tuple(_missing.values())
+
+
+@functools.cache
+def warn_once_of_missing() -> None:
+    """Warn, once a process, of what is off because this PyTorch lacks the names that it needs."""
+    if _missing:
+        lacks = "; ".join(f"{entry.name} ({entry.lost})" for entry in _missing.values())
+        warnings.warn(
+            f"PyTorch {torch.__version__} lacks names that memopt uses, so less is saved; results are not affected. "
+            f"Missing: {lacks}.",
+            stacklevel=3,
+        )

@@ -1,0 +1,92 @@
+"""Private names of `torch.nn.Module`, `torch.compile` and activation checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import nn
+from torch.utils import checkpoint
+
+from memopt.torch_compat.lookup import find, is_found
+
+_WATCHED = "modules whose children may have hooks run their stock forward"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+for _name in _HOOKS:
+    find(f"torch.nn.Module.{_name}", None, _WATCHED)
+
+Tables = tuple[MutableMapping[int, Any], ...]
+
+
+def _module_hooks(module: nn.Module) -> Tables:
+    # `torch.compile` traces it, so it is plain Python.
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _unknown_hooks(module: nn.Module) -> Tables:
+    return ({0: None},)
+
+
+module_hooks: Callable[[nn.Module], Tables] = (
+    _module_hooks if all(is_found(f"torch.nn.Module.{name}") for name in _HOOKS) else _unknown_hooks
+)
+"""The hooks of one module: forward, forward-pre, backward, backward-pre; changing a table changes the module's.
+
+A hooked module has to be called, so its parent does not skip it. Without these names every module counts as hooked.
+"""
+
+
+def module_forward_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """The forward hooks of one module, which see its output."""
+    return module_hooks(module)[0]
+
+
+def no_forward_hooks() -> dict[str, OrderedDict[int, Any]]:
+    """The attributes of a module without forward hooks, for a copy that is to run none of the original's."""
+    return {"_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+
+
+has_any_global_hook: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook", lambda: True, _WATCHED)
+"""Whether a hook is registered for all modules (``register_module_forward_hook`` and the like).
+
+It watches every module. Without this name one might always be there.
+"""
+
+
+def compiled_module(module: object) -> object | None:
+    """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
+    return getattr(module, "_orig_mod", None)
+
+
+_RESPECT = "respect_saved_tensors_hooks"
+
+
+def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) -> dict[str, Any]:
+    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` keep what `policy` selects.
+
+    The same dictionary serves as transformers' ``gradient_checkpointing_kwargs``. PyTorch stages a change here
+    (pytorch#191236): where saved-tensor hooks are active around a selectively checkpointed region, leaving
+    ``respect_saved_tensors_hooks`` out warns first, is an error in the release after, and then changes its meaning.
+    memopt's scopes and observers are such hooks. So the argument is passed wherever PyTorch takes it.
+
+    For code that checkpoints a part of a patched block, or a whole model under `memopt.report`'s observer.
+
+    Args:
+        policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators to keep,
+            or a function that decides for each.
+        respect_hooks: hand what `policy` keeps to the saved-tensor hooks around the region. False is what PyTorch
+            always did; True has no effect where it knows no such argument.
+    """
+    create: Any = checkpoint.create_selective_checkpoint_contexts
+    own = {_RESPECT: respect_hooks} if _takes(create, _RESPECT) else {}
+    arguments: dict[str, Any] = {"use_reentrant": False, "context_fn": functools.partial(create, policy, **own)}
+    if _takes(checkpoint.checkpoint, _RESPECT):
+        arguments[_RESPECT] = respect_hooks
+    return arguments
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
