@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.derivative_error import Row, measure
-from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 
 KINDS = {"gelu_erf": "GELU", "silu": "SiLU"}
@@ -53,7 +53,7 @@ def _derivatives(pyplot: Any, kind: str, name: str) -> Any:
     figure, axes = pyplot.subplots(1, len(_SHOWN), figsize=(11, 2.8), sharey=True)
     for axis, scheme in zip(axes, _SHOWN, strict=True):
         code = derivative_code(kind, scheme)
-        axis.plot(z, GRADIENTS[kind](ones, z), color="#9aa5b1", linewidth=3)
+        axis.plot(z, ACTIVATIONS[kind].gradient(ones, z), color="#9aa5b1", linewidth=3)
         axis.plot(z, apply_code(ones, encode(z, code), code), color="#1b7f5a", linewidth=1)
         axis.set_title(f"{scheme}: {code.error:.1%} off", fontsize=10)
         axis.set_xlabel("z")

@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import GRADIENTS
-from memopt.kernels.derivative_codes.codes import PUBLISHED, SCHEMES, apply_code, derivative_code, encode
+from memopt.activations import ACTIVATIONS
+from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.fit import KINDS
+from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES
 
 RELU_STEP, PUBLISHED_SCHEME = "ReLU step", "published"
 RANGE, POINTS = 10.0, 2**20 + 1
@@ -89,7 +90,7 @@ def measure(kind: str, scheme: str) -> Row:
 def compare(kind: str, scheme: str, bits: int, z: Tensor, slope: Tensor) -> Row:
     """The row of a derivative that is `slope` at the points z."""
     z = z.double()
-    truth = GRADIENTS[kind](torch.ones_like(z), z)
+    truth = ACTIVATIONS[kind].gradient(torch.ones_like(z), z)
     weight = (-0.5 * z.square()).exp()
     difference, norm = slope - truth, (weight @ truth.square()).sqrt()
     error = (weight @ difference.square()).sqrt() / norm

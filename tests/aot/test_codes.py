@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.kernels.derivative_codes.codes import RELU_MASK, derivative_code
+from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
+from memopt.kernels.derivative_codes.schemes import RELU_MASK
 from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
 
 CODES = [("relu", "mask"), ("gelu_erf", "published"), ("silu", "3bit"), ("mish", "4bit"), ("mish", "8bit-stochastic")]

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import derivative_error
 from benchmarks.derivative_error import RELU_STEP, TARGETS, Row, compare, measure, shortfalls
-from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import derivative_code
 
 
@@ -26,7 +26,7 @@ def rows_at_the_targets() -> list[Row]:
 @pytest.mark.usefixtures("few_points")
 def test_the_exact_derivative_has_no_error_and_a_scaled_one_has_its_scale() -> None:
     z = torch.linspace(-4, 4, 1001)
-    slope = GRADIENTS["silu"](torch.ones_like(z, dtype=torch.float64), z.double())
+    slope = ACTIVATIONS["silu"].gradient(torch.ones_like(z, dtype=torch.float64), z.double())
     exact, scaled = compare("silu", "2bit", 2, z, slope), compare("silu", "2bit", 2, z, 1.05 * slope)
     assert (exact.error, exact.cosine) == pytest.approx((0, 1))
     assert (scaled.error, scaled.cosine) == pytest.approx((0.05, 1))

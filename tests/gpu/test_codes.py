@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.derivative_codes.codes import (
-    RELU_MASK,
-    DerivativeCode,
-    _apply,
-    _encode,
-    apply_code,
-    derivative_code,
-    encode,
-)
+from memopt.kernels.derivative_codes.codes import _apply, _encode, apply_code, derivative_code, encode
+from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 
 pytestmark = pytest.mark.gpu
 

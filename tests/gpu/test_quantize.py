@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.quantize.quantize import GROUP, Quantized, _dequantize, _quantize, dequantize, quantize
+from memopt.kernels.quantize.layout import GROUP, Quantized
+from memopt.kernels.quantize.quantize import _dequantize, _quantize, dequantize, quantize
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import activation, activation_backward, recomputed_activation
 
 

@@ -7,20 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.activations import ACTIVATIONS
 from memopt.errors import MemoptError
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
 from memopt.kernels.derivative_codes import fit as code_fit
-from memopt.kernels.derivative_codes.codes import (
-    PUBLISHED,
-    SCHEMES,
-    CodeError,
-    apply_code,
-    code_of,
-    derivative,
-    derivative_code,
-    encode,
-)
+from memopt.kernels.derivative_codes.codes import apply_code, code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.fit import KINDS, differences, fit
+from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES, CodeError, derivative
 
 CODES = [(kind, scheme) for kind in KINDS for scheme in SCHEMES if scheme != "published" or kind in PUBLISHED]
 every_code = pytest.mark.parametrize(("kind", "scheme"), CODES)
@@ -32,7 +24,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, se
 
 
 def slope_of(z: Tensor, kind: str) -> Tensor:
-    return GRADIENTS[kind](torch.ones_like(z), z)
+    return ACTIVATIONS[kind].gradient(torch.ones_like(z), z)
 
 
 def measured_error(packed: Tensor, z: Tensor, kind: str, scheme: str) -> float:
@@ -49,7 +41,7 @@ def relative_error(slope: Tensor, z: Tensor, kind: str) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_meet_the_conditions_of_least_squares_with_pinned_tails(kind, scheme):
     code = derivative_code(kind, scheme)
-    f = ACTIVATIONS[kind]
+    f = ACTIVATIONS[kind].value
     c, levels = (torch.tensor(numbers, dtype=torch.float64) for numbers in (code.thresholds, code.levels))
     far = slope_of(torch.tensor([-50.0, 50.0], dtype=torch.float64), kind)
     torch.testing.assert_close(levels[[0, -1]], far, rtol=0, atol=1e-9)
@@ -160,7 +152,7 @@ def test_codes_shifted_by_one_and_a_scale_off_by_five_percent_are_noticed(kind, 
 def test_the_shipped_codes_are_what_the_fit_finds():
     shipped = code_fit.json.loads(code_fit.SHIPPED.read_text())["codes"]
     for kind, scheme in [("gelu_erf", "2bit"), ("silu", "3bit"), ("mish", "8bit")]:
-        assert not list(differences(shipped[kind][scheme], fit(ACTIVATIONS[kind], scheme)))
+        assert not list(differences(shipped[kind][scheme], fit(ACTIVATIONS[kind].value, scheme)))
 
 
 def test_the_check_ends_with_code_1_where_a_number_differs(monkeypatch, tmp_path, capsys):

@@ -11,16 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.kernels.activation.formulas import GRADIENTS
-from memopt.kernels.derivative_codes.codes import (
-    FLAG_GROUP,
-    PUBLISHED,
-    apply_code,
-    code_of,
-    derivative_code,
-    encode,
-    fp32_below,
-)
+from memopt.activations import ACTIVATIONS
+from memopt.kernels.derivative_codes.codes import apply_code, code_of, derivative_code, encode
+from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, PUBLISHED, fp32_below
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 #: One of each width and family.
@@ -34,7 +27,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, se
 
 
 def slope_of(z: Tensor, kind: str) -> Tensor:
-    return GRADIENTS[kind](torch.ones_like(z), z)
+    return ACTIVATIONS[kind].gradient(torch.ones_like(z), z)
 
 
 def unpacked(packed: Tensor, bits: int, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused, product_backward_op, product_op
 from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
@@ -63,7 +63,7 @@ def halves(gate: Tensor, up: Tensor, gate_first: bool) -> Tensor:
 @pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
 def test_the_product_and_its_gradients_are_bitwise_the_stock_ones(kind, dtype):
     gate, up, *_ = make(dtype)
-    stock, ours = ACTIVATIONS[kind](gate) * up, gated_product(gate, up, kind)
+    stock, ours = ACTIVATIONS[kind].value(gate) * up, gated_product(gate, up, kind)
     assert torch.equal(stock, ours)
     assert same(gradients(stock, [gate, up]), gradients(ours, [gate, up]))
 
@@ -193,7 +193,7 @@ def test_under_autocast_everything_is_as_in_the_stock_module(rows, parameters, k
     gate, up, *_ = make(rows)
     _, _, weight, bias = make(parameters)
     with torch.autocast("cpu", torch.bfloat16):
-        stock = F.linear(ACTIVATIONS[kind](gate) * up, weight, bias)
+        stock = F.linear(ACTIVATIONS[kind].value(gate) * up, weight, bias)
         ours = gated_linear(gate, up, weight, bias, kind)
         both = gated_linear_fused(halves(gate, up, True), weight, bias, kind, True)
     assert stock.dtype == ours.dtype == torch.bfloat16

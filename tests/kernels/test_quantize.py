@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 
 from memopt.kernels.quantize import quantize as room
-from memopt.kernels.quantize.quantize import GROUP, Quantized, dequantize, quantize
+from memopt.kernels.quantize.layout import GROUP, Quantized
+from memopt.kernels.quantize.quantize import dequantize, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SIZES = [1, 2, 3, 127, 128, 129, 255, 257, 1000, 4096]

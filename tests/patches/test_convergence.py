@@ -21,7 +21,9 @@ from torch import Tensor, nn
 import memopt
 from memopt.kernels.derivative_codes import codes
 from memopt.kernels.derivative_codes import function as coded
-from memopt.kernels.quantize.quantize import Quantized, dequantize
+from memopt.kernels.derivative_codes.schemes import DerivativeCode
+from memopt.kernels.quantize.layout import Quantized
+from memopt.kernels.quantize.quantize import dequantize
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.report.account import live_bytes
 from memopt.saved import compression
@@ -348,14 +350,14 @@ def test_the_approximation_was_there(name: str) -> None:
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def _apply_with(changed: Callable[[codes.DerivativeCode], codes.DerivativeCode]) -> Fault:
+def _apply_with(changed: Callable[[DerivativeCode], DerivativeCode]) -> Fault:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coded, "apply_code", lambda dh, packed, code: codes.apply_code(dh, packed, changed(code)))
 
     return plant
 
 
-def _encode_with(changed: Callable[[codes.DerivativeCode], codes.DerivativeCode]) -> Fault:
+def _encode_with(changed: Callable[[DerivativeCode], DerivativeCode]) -> Fault:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coded, "encode", lambda z, code, seed=0: codes.encode(z, changed(code), seed))
 
@@ -366,7 +368,7 @@ def _levels(change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Fault:
     return _apply_with(lambda code: dataclasses.replace(code, levels=change(code.levels)))
 
 
-def _slope_of_relu(code: codes.DerivativeCode) -> codes.DerivativeCode:
+def _slope_of_relu(code: DerivativeCode) -> DerivativeCode:
     """The first level of a step code is 0, the last one 1."""
     return dataclasses.replace(code, thresholds=(0.0,) * len(code.thresholds), kind="relu")
 

@@ -17,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.kernels.derivative_codes.codes import FLAG_GROUP, apply_code, derivative_code, encode
+from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.function import CodableFunction
+from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.plan.recipe import load_recipe
 from memopt.report.account import account, live_bytes
 from memopt.saved import RecomputeScope

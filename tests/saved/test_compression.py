@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.kernels.quantize.quantize import GROUP, dequantize, quantize
+from memopt.kernels.quantize.layout import GROUP
+from memopt.kernels.quantize.quantize import dequantize, quantize
 from memopt.report.account import account, live_bytes
 from memopt.saved import RecomputeScope, compression
 from memopt.saved.compression import Compression

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.kernels.derivative_codes.codes import FLAG_GROUP
+from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.kernels.sampled_linear.sampling import rows_kept
 from memopt.report.account import account, live_bytes
 from memopt.saved.sampled import _together

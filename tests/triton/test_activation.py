@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import recomputed_activation
 from memopt.kernels.activation.function_triton import launch_backward, launch_forward
 from memopt.saved import RecomputeScope
@@ -28,9 +28,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, se
 
 def check(z: Tensor, dh: Tensor, kind: str) -> None:
     h, dz = launch_forward(z, kind), launch_backward(dh, z, kind)[0]
-    assert_as_accurate(h, ACTIVATIONS[kind](z), ACTIVATIONS[kind](z.double()))
-    reference = GRADIENTS[kind](dh.to(z.dtype), z)
-    assert_as_accurate(dz, reference, GRADIENTS[kind](dh.double(), z.double()))
+    assert_as_accurate(h, ACTIVATIONS[kind].value(z), ACTIVATIONS[kind].value(z.double()))
+    reference = ACTIVATIONS[kind].gradient(dh.to(z.dtype), z)
+    assert_as_accurate(dz, reference, ACTIVATIONS[kind].gradient(dh.double(), z.double()))
 
 
 def check_layout(z: Tensor, dh: Tensor) -> None:
@@ -85,7 +85,7 @@ def test_every_layout_is_read_right_and_keeps_its_dense_strides(
     z = red_zones.guard(LAYOUTS[layout](draw(3, 5, 40, dtype=dtype)))
     h = launch_forward(z, SMOOTH)
     dh = draw(*z.shape, dtype=dtype, seed=1)
-    assert h.stride() == ACTIVATIONS[SMOOTH](z).stride()
+    assert h.stride() == ACTIVATIONS[SMOOTH].value(z).stride()
     assert launch_backward(dh, z, SMOOTH)[0].stride() == h.stride()
     check_layout(z, dh)
 
@@ -104,7 +104,7 @@ def test_four_leading_dimensions_that_do_not_merge_are_copied() -> None:
 def test_a_gradient_of_another_dtype_is_read_as_it_is() -> None:
     z, dh = draw(700, dtype=torch.bfloat16), draw(700, seed=1)
     dz, _ = launch_backward(dh, z, SMOOTH)
-    truth = GRADIENTS[SMOOTH](dh.double(), z.double())
+    truth = ACTIVATIONS[SMOOTH].gradient(dh.double(), z.double())
     assert dz.dtype == torch.bfloat16
     assert_as_accurate(dz, truth.to(torch.bfloat16), truth)
 
@@ -123,8 +123,10 @@ def test_nan_and_infinity_give_what_pytorch_gives(kind: str, dtype: torch.dtype)
     for device in {DEVICE, "cpu"}:
         for repeats in (1, 64):
             many = [z.to(device)[i : i + 1].repeat(repeats) for i in range(z.numel())]
-            values.append(torch.cat([ACTIVATIONS[kind](t)[:1] for t in many]).to(DEVICE))
-            gradients.append(torch.cat([GRADIENTS[kind](torch.ones_like(t), t)[:1] for t in many]).to(DEVICE))
+            values.append(torch.cat([ACTIVATIONS[kind].value(t)[:1] for t in many]).to(DEVICE))
+            gradients.append(
+                torch.cat([ACTIVATIONS[kind].gradient(torch.ones_like(t), t)[:1] for t in many]).to(DEVICE)
+            )
     assert_same_special_values(launch_forward(z, kind), *values)
     assert_same_special_values(launch_backward(dh, z, kind)[0], *gradients)
 
@@ -135,7 +137,7 @@ def test_a_gradient_that_is_not_finite_stays_so_except_where_the_function_is_fla
     z = torch.tensor([-7.0, -1.0, 1.0, 7.0], device=DEVICE)
     for value in (math.nan, math.inf):
         dh = torch.full_like(z, value)
-        assert torch.equal(launch_backward(dh, z, kind)[0].isfinite(), GRADIENTS[kind](dh, z).isfinite())
+        assert torch.equal(launch_backward(dh, z, kind)[0].isfinite(), ACTIVATIONS[kind].gradient(dh, z).isfinite())
 
 
 def test_offsets_beyond_2_to_the_31_elements_are_right() -> None:
@@ -149,7 +151,7 @@ def test_the_operator_runs_the_kernels_and_keeps_its_input_only() -> None:
     z = draw(6, 50).requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        h = recomputed_activation(z, ACTIVATIONS["gelu_tanh"], "gelu_tanh")
+        h = recomputed_activation(z, ACTIVATIONS["gelu_tanh"].value, "gelu_tanh")
     assert [t.data_ptr() for t in kept] == [z.data_ptr()]
     dh = draw(6, 50, seed=1)
     first, second = (torch.autograd.grad(h, z, dh, retain_graph=True)[0] for _ in range(2))
@@ -163,7 +165,7 @@ def test_a_function_that_returns_another_dtype_is_replayed() -> None:
     z = draw(64, dtype=torch.bfloat16).requires_grad_()
 
     def in_fp32(t: Tensor) -> Tensor:
-        return ACTIVATIONS["gelu_tanh"](t.float())
+        return ACTIVATIONS["gelu_tanh"].value(t.float())
 
     h = recomputed_activation(z, in_fp32, "gelu_tanh")
     assert h.dtype == torch.float32
@@ -187,9 +189,9 @@ def test_the_output_is_made_again_by_the_kernel() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             if scoped:
                 with RecomputeScope():
-                    y = linear(recomputed_activation(z, ACTIVATIONS["quick_gelu"], "quick_gelu"))
+                    y = linear(recomputed_activation(z, ACTIVATIONS["quick_gelu"].value, "quick_gelu"))
             else:
-                y = linear(recomputed_activation(z, ACTIVATIONS["quick_gelu"], "quick_gelu"))
+                y = linear(recomputed_activation(z, ACTIVATIONS["quick_gelu"].value, "quick_gelu"))
         gradients.append((kept.count((4, 8)), *torch.autograd.grad(y.square().sum(), (z, linear.weight))))
     (stock_kept, *stock), (ours_kept, *ours) = gradients
     assert ours_kept == stock_kept - 1

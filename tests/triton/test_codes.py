@@ -9,21 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.derivative_codes import codes, codes_triton
-from memopt.kernels.derivative_codes.codes import (
-    PUBLISHED,
-    RELU_MASK,
-    SCHEMES,
-    DerivativeCode,
-    _apply,
-    _encode,
-    code_of,
-    derivative_code,
-)
+from memopt.kernels.derivative_codes.codes import _apply, _encode, code_of, derivative_code
 from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
 from memopt.kernels.derivative_codes.fit import KINDS
+from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, PUBLISHED, RELU_MASK, SCHEMES, DerivativeCode
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
 
@@ -56,7 +48,7 @@ def check_encoding(z: Tensor, code: DerivativeCode, seed: int = 7) -> Tensor:
     assert torch.equal(ours[code.code_bytes(count) :], reference[code.code_bytes(count) :])
     a, b = unpacked(ours, code, count), unpacked(reference, code, count)
     assert (a - b).abs().max() <= 1
-    slope = GRADIENTS[code.kind](torch.ones_like(z, dtype=torch.float64), z.double()).reshape(-1)
+    slope = ACTIVATIONS[code.kind].gradient(torch.ones_like(z, dtype=torch.float64), z.double()).reshape(-1)
     place = (slope - code.levels[0]) / code.step
     boundary = 1 - uniform(torch.arange(count, device=z.device), seed).double() if code.stochastic else 0.5
     distance = (place - place.floor() - boundary).abs()
@@ -86,7 +78,7 @@ def test_bytes_and_gradients_are_those_of_the_reference(kind: str, scheme: str, 
 def test_the_mask_of_a_relu_takes_one_bit_and_is_exact(count: int, dtype: torch.dtype) -> None:
     h, dh = draw(count, dtype=dtype).relu(), draw(count, dtype=dtype, seed=1)
     packed = check_encoding(h, RELU_MASK)
-    assert packed.numel() == -(-count // 8) - (-count // codes.FLAG_GROUP)
+    assert packed.numel() == -(-count // 8) - (-count // FLAG_GROUP)
     assert torch.equal(launch_apply(dh, packed, RELU_MASK), torch.where(h > 0, dh, 0))
 
 

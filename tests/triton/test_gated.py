@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.gated_mlp.function_triton import launch_backward, launch_forward
 from memopt.kernels.linear.function import linear
@@ -29,8 +29,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, se
 
 def plain(dh: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """dgate, dup and h as autograd computes them for the stock module, in the dtype of the tensors."""
-    activated = ACTIVATIONS[kind](gate)
-    return GRADIENTS[kind](dh * up, gate), dh * activated, activated * up
+    activated = ACTIVATIONS[kind].value(gate)
+    return ACTIVATIONS[kind].gradient(dh * up, gate), dh * activated, activated * up
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from memopt.kernels.base import counter, counter_triton
 from memopt.kernels.quantize import quantize_triton
-from memopt.kernels.quantize.quantize import GROUP, _dequantize, _quantize, dequantize, quantize
+from memopt.kernels.quantize.layout import GROUP
+from memopt.kernels.quantize.quantize import _dequantize, _quantize, dequantize, quantize
 from memopt.kernels.quantize.quantize_triton import launch_dequantize, launch_quantize
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones

@@ -10,7 +10,7 @@ import torch
 import memopt.kernels.derivative_codes.function as coded
 import memopt.saved.compression as compression
 from memopt.cli.main import main
-from memopt.kernels.quantize.quantize import Quantized
+from memopt.kernels.quantize.layout import Quantized
 from memopt.verify.run import verify
 from memopt.verify.verdict import Check
 from tests.factories import tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.patches.activation.module import ActivationRewrite, patch_activation, unpatch_activation
 from memopt.patches.dropout.module import DropoutRewrite, patch_dropout, unpatch_dropout
 from memopt.patches.gated_mlp.module import GatedMLPRewrite, patch_gated_mlp, unpatch_gated_mlp

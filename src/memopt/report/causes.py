@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, get_args
 
+from memopt.activations import OPERATIONS
 from memopt.report.observer import CHECKPOINT, SAMPLE
 from memopt.report.storages import Birth
 from memopt.walk.sites import Sites
@@ -39,29 +40,8 @@ Cause = Literal[
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
-_ACTIVATIONS = frozenset(
-    {
-        "gelu",
-        "silu",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "softplus",
-        "softsign",
-        "sigmoid",
-        "logsigmoid",
-        "tanh",
-        "glu",
-        "prelu",
-    }
-)
+#: Names of Python functions; softsign takes several operations.
+_ACTIVATIONS = frozenset({"softsign", *(name for operation in OPERATIONS.values() for name in operation.functions)})
 _LINEARS = frozenset({"linear", "addmm", "grouped_mm", "bilinear"})
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum", "rmatmul"})
 _LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax", "binary_cross_entropy_with_logits", "mse_loss"})

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.counter import draw_seed
-from memopt.kernels.quantize.quantize import Quantized, dequantize, quantize
+from memopt.kernels.quantize.layout import Quantized
+from memopt.kernels.quantize.quantize import dequantize, quantize
 from memopt.saved.pinned import Holder, only_held_by, stream_of
 from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 

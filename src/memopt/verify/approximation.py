@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.derivative_codes.codes import apply_code, derivative, encode
+from memopt.kernels.derivative_codes.codes import apply_code, encode
+from memopt.kernels.derivative_codes.schemes import derivative
 from memopt.patches.activation.module import ActivationRewrite
 from memopt.patches.swap import is_swapped, original_class, swap_state
 from memopt.plan.recipe import Recipe

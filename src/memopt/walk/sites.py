@@ -143,7 +143,9 @@ class ActivationSite:
     @property
     def keeps_its_output(self) -> bool:
         """Whether backward needs its output, not its input."""
-        return self.kind in ("relu", "tanh", "sigmoid") and self.operations == 1
+        from memopt.activations import keeps_its_output  # sites are read where torch is not imported
+
+        return self.operations == 1 and keeps_its_output(self.kind)
 
 
 @dataclass(frozen=True)

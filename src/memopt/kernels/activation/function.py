@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import offer
@@ -37,7 +37,7 @@ def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = N
     Args:
         z: any shape, floating point.
         function: elementwise, without parameters and without randomness.
-        kind: the key of `formulas.ACTIVATIONS` that `function` computes; None where it is none of them.
+        kind: the key of `memopt.activations.ACTIVATIONS` that `function` computes; None where it is none of them.
 
     Returns:
         The value of function(z), with its shape and dtype.
@@ -142,7 +142,7 @@ def _value(z: Tensor, kind: str) -> Tensor:
 
         return launch_forward(z, kind)
     with autocast_as(None, z):
-        return ACTIVATIONS[kind](z)
+        return ACTIVATIONS[kind].value(z)
 
 
 def _gradient(dh: Tensor, z: Tensor, kind: str, *, remake: bool) -> tuple[Tensor, Tensor | None]:
@@ -152,7 +152,7 @@ def _gradient(dh: Tensor, z: Tensor, kind: str, *, remake: bool) -> tuple[Tensor
 
         return launch_backward(dh, z, kind, remake)
     with autocast_as(None, z):
-        return GRADIENTS[kind](dh.to(z.dtype), z), ACTIVATIONS[kind](z) if remake else None
+        return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if remake else None
 
 
 @torch.library.custom_op("memopt::activation", mutates_args=())

@@ -1,8 +1,7 @@
 """The known activations inside a Triton kernel: value, slope and gradient of one element, fp32 in and out.
 
-The definitions are those of `memopt.kernels.activation.formulas`; NaN and infinity give what PyTorch gives. Only
-operations that
-every back end and the interpreter have are used (no libdevice), so tanh, expm1 and log1p are made of exp here, in forms
+The definitions are those of `memopt.activations`; NaN and infinity give what PyTorch gives. Only operations that every
+back end and the interpreter have are used (no libdevice), so tanh, expm1 and log1p are made of exp here, in forms
 that neither overflow nor cancel.
 """
 
@@ -36,8 +35,6 @@ def value(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         h = tl.where(z <= 0, 0.0, tl.where(z >= 6, 6.0, z))
     elif KIND == "leaky_relu":
         h = tl.where(z > 0, z, 0.01 * z)
-    elif KIND == "elu":
-        h = tl.where(z <= 0, _expm1_of_negative(z), z)
     elif KIND == "tanh":
         h = _tanh(z)
     elif KIND == "sigmoid":
@@ -51,6 +48,8 @@ def value(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         h = z * (numerator / (numerator + rest))
     elif KIND == "softplus":
         h = tl.where(z <= 0, 0.0, z) + _log1p_of_fraction(tl.exp(-tl.abs(z)))
+    elif KIND == "elu":
+        h = tl.where(z <= 0, _expm1_of_negative(z), z)
     return h
 
 
@@ -75,8 +74,6 @@ def slope(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         d = tl.where((z <= 0) | (z >= 6), 0.0, 1.0)
     elif KIND == "leaky_relu":
         d = tl.where(z > 0, 1.0, 0.01)
-    elif KIND == "elu":
-        d = tl.where(z > 0, 1.0, tl.exp(z))
     elif KIND == "tanh":
         d = 4 * _sigmoid_slope(2 * z)
     elif KIND == "sigmoid":
@@ -92,6 +89,8 @@ def slope(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         d = numerator / denominator + z * _sigmoid(z) * one_minus_square
     elif KIND == "softplus":
         d = _sigmoid(z)
+    elif KIND == "elu":
+        d = tl.where(z > 0, 1.0, tl.exp(z))
     return d
 
 

@@ -1,100 +1,37 @@
 """An activation's derivative in 2, 3, 4 or 8 bits an element, and the gradient taken from them.
 
-    forward   code[i] = a small number that stands for f'(z[i])          backward   dz[i] = dh[i] * levels[code[i]]
-
-The forward value stays exact and z need not be kept; the gradient is approximate. Two families of codes:
-
-- Step codes (2 and 3 bits): the number of thresholds below z. f' is taken as a step function of z.
-- Value codes (4 and 8 bits): the nearest of equally spaced levels to f'(z), or, stochastic, one of the two around it
-  with an expectation of f'(z).
-
-Here are the codes, their packing and the reference in PyTorch. The thresholds and levels are those that
-`memopt.kernels.derivative_codes.fit` found (codes.json), but for the published ones below. Nothing here imports Triton.
+What the codes mean is in `memopt.kernels.derivative_codes.schemes`. Here are the codes of each activation, their
+packing and the reference in PyTorch. Thresholds and levels are those that `memopt.kernels.derivative_codes.fit` found
+(codes.json), but for the published ones. Nothing here imports Triton.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from memopt.errors import MemoptError
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.autograd import autocast_as
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
-
-Elementwise = Callable[[Tensor], Tensor]
-
-SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
-#: Elements that share one flag for NaN.
-FLAG_GROUP = 1024
-
-#: Kind -> name, slopes a and thresholds c of the published derivative sum_i a_i [z > c_i]: arXiv 2406.16282 (ReGELU2,
-#: ReSiLU2). quick_gelu(z) = silu(1.702 z) / 1.702 has the slopes of SiLU and thresholds of c / 1.702.
-PUBLISHED: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
-    "gelu_erf": (
-        "ReGELU2",
-        (-0.04922261145617846, 1.0979632065417297, -0.048740595085551286),
-        (-3.1858810036855245, -0.001178821281161997, 3.190832613414926),
-    ),
-    "silu": (
-        "ReSiLU2",
-        (-0.04060357190528599, 1.080925428529668, -0.040321856624382146),
-        (-6.3050461001646445, -0.0008684942046214787, 6.325815242089708),
-    ),
-}
-PUBLISHED["quick_gelu"] = (*PUBLISHED["silu"][:2], tuple(c / 1.702 for c in PUBLISHED["silu"][2]))
-
-
-class CodeError(MemoptError, ValueError):
-    """There is no such code of this activation."""
-
-
-@dataclass(frozen=True)
-class DerivativeCode:
-    """What the codes of one activation mean."""
-
-    name: str
-    kind: str
-    """The key of `formulas.ACTIVATIONS`, or "other"."""
-    bits: int
-    """1, 2, 3, 4 or 8."""
-    thresholds: tuple[float, ...]
-    """Of a step code, rising; empty for a value code."""
-    levels: tuple[float, ...]
-    """The 2**bits values of the derivative, by code. Those of a value code are equally spaced and exact in fp32."""
-    stochastic: bool = False
-    error: float = math.nan
-    """Relative RMS error of the derivative for z ~ N(0, 1)."""
-    function: Elementwise | None = field(default=None, repr=False)
-    """The activation, where `kind` is "other"."""
-
-    @property
-    def step(self) -> float:
-        """Distance of a value code's levels."""
-        return self.levels[1] - self.levels[0]
-
-    def code_bytes(self, elements: int) -> int:
-        """Bytes of the packed codes, without the flags."""
-        return -(-elements * self.bits // 8)
-
-    def packed_bytes(self, elements: int) -> int:
-        """Bytes that :func:`encode` gives for so many elements."""
-        return self.code_bytes(elements) - (-elements // FLAG_GROUP)
-
-
-#: ReLU's derivative is one bit of its input, or of its output: this code is exact.
-RELU_MASK = DerivativeCode("mask", "relu", 1, thresholds=(0.0,), levels=(0.0, 1.0), error=0.0)
+from memopt.kernels.derivative_codes.fit import fit
+from memopt.kernels.derivative_codes.schemes import (
+    FLAG_GROUP,
+    CodeError,
+    DerivativeCode,
+    Elementwise,
+    bits_of,
+    derivative,
+    fp32_below,
+    published_code,
+    require_scheme,
+)
 
 
 def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
@@ -148,13 +85,13 @@ def derivative_code(kind: str, scheme: str) -> DerivativeCode:
     """The code of a known activation.
 
     Args:
-        kind: a key of `formulas.ACTIVATIONS` whose derivative is continuous, or nearly.
+        kind: a key of `memopt.activations.ACTIVATIONS` whose derivative is continuous, or nearly.
         scheme: one of :data:`SCHEMES`.
 
     Raises:
         CodeError: the scheme is unknown, or this kind has no code of that scheme.
     """
-    _require_scheme(scheme)
+    require_scheme(scheme)
     fitted = _fitted()
     found = fitted.get(kind, {}).get(scheme)
     if found is None:
@@ -176,36 +113,11 @@ def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
     Raises:
         CodeError: the scheme is unknown or belongs to known activations, or the derivative has no limits.
     """
-    from memopt.kernels.derivative_codes.fit import fit
-
-    _require_scheme(scheme)
+    require_scheme(scheme)
     if scheme == "published":
         raise CodeError("The published codes are those of GELU and SiLU.", "Use derivative_code() or another scheme.")
     found = fit(function, scheme)
     return DerivativeCode(scheme, "other", *_meaning(found, scheme), "stochastic" in scheme, found["error"], function)
-
-
-def published_code(kind: str, error: float = math.nan) -> DerivativeCode:
-    """The published 2-bit code of a key of :data:`PUBLISHED`."""
-    name, slopes, thresholds = PUBLISHED[kind]
-    return DerivativeCode(name, kind, 2, thresholds, (0.0, *itertools.accumulate(slopes)), error=error)
-
-
-def derivative(function: Elementwise, z: Tensor) -> Tensor:
-    """f'(z) by autograd, shaped like z."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(function(z).sum(), z)
-    return slope
-
-
-def bits_of(scheme: str) -> int:
-    return int(scheme[0])
-
-
-def _require_scheme(scheme: str) -> None:
-    if scheme not in SCHEMES:
-        raise CodeError(f"There is no code named {scheme!r}.", f"Codes: {', '.join(SCHEMES)}.")
 
 
 @functools.cache
@@ -243,8 +155,8 @@ def _encode(z: Tensor, code: DerivativeCode, seed: int) -> Tensor:
 
 def _slope(z: Tensor, code: DerivativeCode) -> Tensor:
     with autocast_as(None, z):
-        if code.kind in GRADIENTS:
-            return GRADIENTS[code.kind](torch.ones_like(z), z)
+        if code.kind in ACTIVATIONS:
+            return ACTIVATIONS[code.kind].gradient(torch.ones_like(z), z)
         assert code.function is not None
         return derivative(code.function, z)
 
@@ -291,11 +203,3 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, -tensor.numel() % multiple))
-
-
-def fp32_below(value: float) -> float:
-    """The largest fp32 number that is not above `value`: z > value and z > this are the same for every fp32 z."""
-    nearest = np.float32(value)
-    if float(nearest) > value:
-        nearest = np.nextafter(nearest, np.float32(-math.inf))
-    return float(nearest)

@@ -17,7 +17,7 @@ from memopt.kernels.activation.scalar_triton import slope
 from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.rows import rows_of
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read
-from memopt.kernels.derivative_codes.codes import FLAG_GROUP, DerivativeCode, fp32_below
+from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, DerivativeCode, fp32_below
 
 #: As many threads whatever the GPU calls a warp: each reads one vector of a 16-bit tensor.
 _WARPS = 2 if torch.version.hip else 4
@@ -81,7 +81,7 @@ def apply_kernel(  # type: ignore[no-untyped-def]
         for i in tl.static_range(1, 2**BITS):
             level = tl.where(codes >= i, LEVELS[i], level)
     else:
-        # Exact: see `code_fit`.
+        # Exact: see `memopt.kernels.derivative_codes.fit`.
         level = LOW + codes.to(tl.float32) * STEP
     flag = tl.load(packed_ptr + code_bytes + group)
     dz = (dh * tl.where(flag != 0, float("nan"), level)).to(dz_ptr.dtype.element_ty)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
-from memopt.kernels.derivative_codes.codes import (
+from memopt.activations import ACTIVATIONS
+from memopt.kernels.derivative_codes.schemes import (
     PUBLISHED,
     SCHEMES,
     CodeError,
@@ -36,7 +36,9 @@ from memopt.kernels.derivative_codes.codes import (
 SHIPPED = Path(__file__).with_name("codes.json")
 #: The kinds with a continuous derivative that goes from one limit to another. That of tanh and sigmoid comes back to
 #: the same one: of its best steps there are two sets, each the other's mirror image.
-KINDS = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu", "mish", "softplus", "elu")
+KINDS = tuple(
+    kind for kind, row in ACTIVATIONS.items() if row.continuous and row.slopes is not None and len({*row.slopes}) == 2
+)
 TOLERANCE = 1e-9
 
 _CELLS = 1600
@@ -108,9 +110,9 @@ def _schemes_of(kind: str) -> tuple[str, ...]:
 
 def _entry(kind: str, scheme: str) -> dict[str, Any]:
     if scheme != "published":
-        return fit(ACTIVATIONS[kind], scheme)
+        return fit(ACTIVATIONS[kind].value, scheme)
     code = published_code(kind)
-    return {"error": round(step_error(ACTIVATIONS[kind], list(code.thresholds), list(code.levels)), _DECIMALS)}
+    return {"error": round(step_error(ACTIVATIONS[kind].value, list(code.thresholds), list(code.levels)), _DECIMALS)}
 
 
 # --- step codes ------------------------------------------------------------------------------------------------------

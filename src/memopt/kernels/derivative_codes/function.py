@@ -20,7 +20,8 @@ from torch import Tensor
 from memopt.kernels.activation.function import differentiate, remade
 from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.base.counter import draw_seed
-from memopt.kernels.derivative_codes.codes import RELU_MASK, DerivativeCode, apply_code, encode
+from memopt.kernels.derivative_codes.codes import apply_code, encode
+from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.recompute_rules import RULES, Rule, recomputable
 
 Elementwise = Callable[[Tensor], Tensor]

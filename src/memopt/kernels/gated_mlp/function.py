@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.activation.formulas import ACTIVATIONS, GRADIENTS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.autograd import autocast_as, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import offer
@@ -33,7 +33,7 @@ def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
     Args:
         gate, up: (..., intermediate), floating point, of one shape; any strides.
-        kind: key of `formulas.ACTIVATIONS`.
+        kind: key of `memopt.activations.ACTIVATIONS`.
 
     Returns:
         h in the dtype that gate and up promote to (under autocast too).
@@ -108,7 +108,7 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
 
         return launch_forward(gate, up, kind)
     with autocast_as(None, gate):
-        return ACTIVATIONS[kind](gate) * up
+        return ACTIVATIONS[kind].value(gate) * up
 
 
 def _gradients(
@@ -125,8 +125,8 @@ def _gradients(
         *_, h = launch_backward(dh, z, factor, kind, remake, _halves(both, None, gate_first))
         return both, None, h
     with autocast_as(None, z):
-        activated = ACTIVATIONS[kind](z)
-        dgate, dup = GRADIENTS[kind]((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
+        activated = ACTIVATIONS[kind].value(z)
+        dgate, dup = ACTIVATIONS[kind].gradient((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
         h = activated * factor if remake else None
     return (dgate, dup, h) if up is not None else (torch.cat((dgate, dup) if gate_first else (dup, dgate), -1), None, h)
 

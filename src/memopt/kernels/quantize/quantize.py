@@ -14,34 +14,17 @@ order. Which tensors are worth their codes, and the seeds, are for the caller to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.quantize.layout import GROUP, Quantized
 
-#: Elements that share a minimum and a step.
-GROUP = 128
 #: Elements that the reference works on at a time. It needs some forty bytes for each.
 _CHUNK = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A tensor as :func:`quantize` keeps it."""
-
-    codes: Tensor
-    """uint8, (ceil(numel * bits / 8),). With 4 bits, element i is in byte i // 2 at bits 4 * (i % 2)."""
-    scales: Tensor
-    """(ceil(numel / GROUP), 2): minimum and step of each group. fp32, and fp64 for an fp64 tensor."""
-    bits: int
-    numel: int
-    dtype: torch.dtype
-    """That of the original."""
 
 
 def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:

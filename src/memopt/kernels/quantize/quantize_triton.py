@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.tiles_triton import on_device_of, read, write
-from memopt.kernels.quantize.quantize import GROUP
+from memopt.kernels.quantize.layout import GROUP
 
 #: Groups of a tile. With 4 warps a thread has two vectors of a 16-bit tensor.
 ROWS = 16
@@ -86,7 +86,7 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` (one-dimensional, contiguous), as in `memopt.kernels.quantize.quantize.Quantized`.
+    """Codes and scales of `x` (one-dimensional, contiguous), as in `memopt.kernels.quantize.layout.Quantized`.
 
     Moves x in and the codes and scales out, once each, which is the floor.
     """

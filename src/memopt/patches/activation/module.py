@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import recomputed_activation
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.derivative_codes.codes import RELU_MASK, DerivativeCode, code_of, derivative_code, encode
+from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.function import (
     CodableFunction,
     MaskableReluFunction,
     coded_activation,
     encode_anew,
 )
+from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.kernels.linear.function import withdraw
 from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
 from memopt.plan.recipe import ActivationRules

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from memopt.activations import OPERATIONS
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -29,10 +31,9 @@ NO_USE = _names(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full sym_size "
     "size is_same_size new_empty_strided sym_numel sym_stride stride numel _has_compatible_shallow_copy_type"
 )
-NONLINEARITIES = _names(
-    "silu gelu relu sigmoid tanh hardswish leaky_relu elu softplus mish hardtanh hardsigmoid log_sigmoid_forward celu "
-    "selu rrelu_with_noise _prelu_kernel glu _softmax _log_softmax softmax pow rsqrt sqrt exp erf log sin cos clamp "
-    "clamp_min clamp_max abs maximum minimum sign square reciprocal exp2 log1p round floor"
+NONLINEARITIES = OPERATIONS.keys() | _names(
+    "_softmax _log_softmax softmax pow rsqrt sqrt exp erf log sin cos clamp clamp_min clamp_max abs maximum minimum "
+    "sign square reciprocal exp2 log1p round floor"
 )
 NORM_FUNCTIONS = _names(
     "native_layer_norm layer_norm native_group_norm native_batch_norm _native_batch_norm_legit "

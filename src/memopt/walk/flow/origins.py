@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from memopt.activations import OPERATIONS, kind_of_call
 from memopt.torch_compat import operator_schema
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
@@ -19,14 +20,6 @@ from memopt.walk.aten.rules import OpCall
 from memopt.walk.probes.probe import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
-#: aten op -> kind, for nonlinearities called as functions.
-_FUNCTIONS = {
-    "gelu": "gelu_erf", "silu": "silu", "relu": "relu", "hardswish": "hardswish", "mish": "mish", "elu": "elu",
-    "leaky_relu": "leaky_relu", "hardtanh": "other", "celu": "other", "selu": "other", "sigmoid": "sigmoid",
-    "tanh": "tanh", "softplus": "softplus", "hardsigmoid": "hardsigmoid",
-}  # fmt: skip
-#: These gate and squash all kinds of things; they count as an activation where they read a linear.
-_OF_LINEARS_ONLY = {"sigmoid", "tanh", "softplus", "hardsigmoid"}
 #: Ops that leave a tensor's origin what it is.
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
@@ -158,10 +151,9 @@ class Labels:
     def _see(self, name: str, call: OpCall, here: str, parameters: ParameterTable) -> None:
         tensors, out = call.tensors, call.outputs[0]
         origin = self._origin(tensors[0])
-        if name in _FUNCTIONS:
-            if name not in _OF_LINEARS_ONLY or (origin is not None and origin.kind == "linear"):
-                tanh = name == "gelu" and call.kwargs.get("approximate") == "tanh"
-                kind = "gelu_tanh" if tanh else _FUNCTIONS[name]
+        kind = kind_of_call(name, call.kwargs)
+        if kind is not None:
+            if not OPERATIONS[name].only_of_linears or (origin is not None and origin.kind == "linear"):
                 self._activated(f"{here}()/{kind}", ActivationSite(here, kind, False), tensors[0], out)
         elif name in _KEEP_ORIGIN and origin is not None:
             for moved in call.outputs:

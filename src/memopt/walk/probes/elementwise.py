@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.precision import Float64Mode
 from memopt.walk.probes import stand_ins
@@ -27,7 +27,7 @@ _VIEWS_AND_CASTS = {
 @dataclass(frozen=True)
 class ActivationProbe:
     kind: str
-    """A key of `memopt.kernels.activation.formulas.ACTIVATIONS`, or ``other``."""
+    """A key of `memopt.activations.ACTIVATIONS`, or ``other``."""
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool
@@ -116,7 +116,7 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     if affine and (channels > 1 or not has_parameters):
         return None  # identity, a scale, a dropout that is off
     fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
-    known = (k for k, f in ACTIVATIONS.items() if fixed and float((f(x) - y).abs().max()) < _AGREES)
+    known = (k for k, row in ACTIVATIONS.items() if fixed and float((row.value(x) - y).abs().max()) < _AGREES)
     # A scale and a shift that are trained keep the input only.
     operations = 1 if affine else _count_operations(copy, x)
     return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.activation.formulas import ACTIVATIONS
+from memopt.activations import ACTIVATIONS
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.stand_ins import Marker, linear, run
 from memopt.walk.sites import GatedForm, GatedMLPSite
@@ -70,7 +70,7 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
         else:
             halves = stand_ins[gate](x).chunk(2, dim=-1)
             z, factor = halves if form == "gate_up" else halves[::-1]
-        h = ACTIVATIONS[site.activation](z) * factor
+        h = ACTIVATIONS[site.activation].value(z) * factor
         y: Tensor = stand_ins[down](h if site.between is None else stand_ins[site.between](h))
         return y
 
