@@ -12,7 +12,7 @@ from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import load_recipe
 from memopt.report.account import account, live_bytes
-from memopt.report.observer import SavedTensorObserver
+from memopt.saved_tensors import SavedTensorObserver
 from memopt.walk.observe import walk_model
 from tests.factories import tiny_inputs, tiny_model
 from tests.report.builders import (
@@ -200,10 +200,10 @@ def test_gradients_are_the_same_with_and_without_the_observer() -> None:
 
 def test_the_observer_keeps_no_node_alive() -> None:
     y = leaf(4).exp()
-    slot = SavedTensorObserver(nn.Identity(), []).pack(y)
+    slot = SavedTensorObserver(nn.Identity()).pack(y)
     assert slot.tensor.grad_fn is None
     assert slot.tensor.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def test_memopts_own_hooks_recognise_the_observer() -> None:
-    assert SavedTensorObserver(nn.Identity(), []).pack.memopt_observer is True
+    assert SavedTensorObserver(nn.Identity()).pack.memopt_observer is True

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.report.blocks import Blocks, Saved
 from memopt.report.causes import Causes
-from memopt.report.observer import Saved, SavedTensorObserver
 from memopt.report.storages import StorageTracker
 from memopt.torch_compat import tree_leaves
 from memopt.walk.sites import Sites
@@ -108,17 +108,19 @@ def account(
         sites: what the walk found; without it, norms and activations written as single operations are not named.
         notes: what a reader of the account should know.
     """
-    observer = SavedTensorObserver(model, blocks)
-    tracker = StorageTracker(observer.module, observer.function, [*model.parameters(), *model.buffers()])
+    running = Blocks(model, blocks)
+    observer = running.observer
+    parameters = [*model.parameters(), *model.buffers()]
+    tracker = StorageTracker(observer.modules.current, observer.functions.current, parameters)
     with observer, tracker, saved_tensors_hooks(observer.pack, observer.unpack):
         graph = _graph(run())
     gc.collect()
     causes = Causes(sites)
-    saved = [entry for entry in observer.saved() if tracker.birth(entry.storage) is not None]
-    kept = tuple(_kept(entry, tracker, observer, causes) for entry in saved)
+    saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
+    kept = tuple(_kept(entry, tracker, running, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in kept)
     del graph
-    return Account(kept, tuple(blocks), unseen, observer.unit, tuple(notes))
+    return Account(kept, tuple(blocks), unseen, running.unit, tuple(notes))
 
 
 def live_bytes(run: Callable[[], Any]) -> int:
@@ -142,26 +144,27 @@ def _graph(result: Any) -> list[Any]:
     return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
-def _kept(saved: Saved, tracker: StorageTracker, observer: SavedTensorObserver, causes: Causes) -> Kept:
+def _kept(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> Kept:
     birth = tracker.birth(saved.storage)
     assert birth is not None
-    holders = tuple(dict.fromkeys((event.module, event.operation) for event in saved.events))
-    first = saved.events[0]
+    holders = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
+    first = saved.saves[0]
+    block, entered = running.of(first), running.entered_before(first)
     part: Part
-    if len({event.block for event in saved.events if event.block}) > 1:
+    if len({running.of(save) for save in saved.saves} - {""}) > 1:
         part = "shared"
-    elif first.block:
+    elif block:
         part = "block"
-    elif first.blocks_entered == 0:
+    elif entered == 0:
         part = "embeddings"
     else:
-        part = "head" if first.blocks_entered == observer.blocks_entered else "between"
+        part = "head" if entered == running.entered else "between"
     return Kept(
         nbytes=saved.storage.nbytes(),
         dtype=birth.dtype,
         shape=birth.shape,
         part=part,
-        block=first.block,
+        block=block,
         holders=holders,
         cause=causes.of(birth, holders, differentiable=first.differentiable),
     )

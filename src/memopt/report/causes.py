@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from memopt.activations import OPERATIONS
-from memopt.report.observer import CHECKPOINT, SAMPLE
 from memopt.report.storages import Birth
+from memopt.saved_tensors import CHECKPOINT, SAMPLE
 from memopt.walk.sites import Sites
 
 Cause = Literal[

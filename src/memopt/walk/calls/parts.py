@@ -7,7 +7,6 @@ output of the model, since what the model makes of it is not seen.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from memopt.saved_tensors import RunningModules
 from memopt.walk.calls.inputs import (
     VARIANTS,
     Call,
@@ -46,7 +46,8 @@ def every_call(
     With `inputs`, these say how the model is used, and no part is called. An error is kept for a part that does not
     run at all.
     """
-    with _visits(model) as visits:
+    visits = _Visits(model)
+    with RunningModules(model, entered=visits.enter):
         calls = runnable_calls(model, inputs, variants=variants, seed=seed, run=visits.during(run))
         if inputs is not None or not calls:
             return calls
@@ -71,6 +72,9 @@ class _Visits:
         self.seen: set[str] = set()
         self.now: set[str] = set()
 
+    def enter(self, name: str, args: tuple[Any, ...]) -> None:
+        self.now.add(name)
+
     def during(self, run: Runner | None) -> Runner:
         def watched(model: nn.Module, call: Call) -> Any:
             self.now = set()
@@ -92,20 +96,6 @@ class _Visits:
             for name, module in self.model.named_modules()
             if name not in ran and next(module.children(), None) is not None and any(True for _ in module.parameters())
         }
-
-
-@contextlib.contextmanager
-def _visits(model: nn.Module) -> Iterator[_Visits]:
-    visits = _Visits(model)
-    hooks = [
-        module.register_forward_pre_hook(lambda _module, _args, name=name: visits.now.add(name))
-        for name, module in model.named_modules()
-    ]
-    try:
-        yield visits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _targets(model: nn.Module, visits: _Visits) -> Iterator[tuple[str, str]]:

@@ -8,10 +8,8 @@ modules keep is not asked here.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
-from memopt.torch_compat import TorchDispatchMode, is_operator, operator_name, storage_id
+from memopt.saved_tensors import Save, SavedTensorObserver, Slot
+from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
@@ -86,15 +83,6 @@ def _holders_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) 
     return found
 
 
-class _Slot:
-    """What autograd holds in the place of a tensor, exactly as long as it would keep the tensor."""
-
-    __slots__ = ("__weakref__", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage | None) -> None:
-        self.storage = storage
-
-
 @dataclass(frozen=True)
 class _Reading:
     """A contraction of a tensor with the parameter `weight`, run by the function call number `function`."""
@@ -109,85 +97,59 @@ class _Watch:
     """One forward: which module and function run, what is saved, what linears read."""
 
     def __init__(self, model: nn.Module, table: ParameterTable) -> None:
-        self.names = {id(module): name for name, module in model.named_modules()}
         self.table = table
-        self.modules: list[str] = []
-        #: Storages of the arguments of each of these.
-        self.given: list[frozenset[int | None]] = []
-        self.function, self.calls = "", 0
-        self.readings: list[_Reading] = []
-        self._saved: list[tuple[weakref.ref[_Slot], int, str]] = []
-
-    @property
-    def here(self) -> str:
-        """Name of the innermost module that is running."""
-        return self.modules[-1] if self.modules else ""
+        #: Storages of the arguments of each module that is running.
+        self._given: list[frozenset[int | None]] = []
+        self._readings: list[_Reading] = []
+        self._observer = SavedTensorObserver(
+            model,
+            entered=self._enter,
+            left=self._given.pop,
+            stand_ins={F.scaled_dot_product_attention: _attention},
+        )
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for handle in (
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
-            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(_Functions(self))
-            stack.enter_context(_Contractions(self))
+        with self._observer, saved_tensors_hooks(self._observer.pack, _no_backward), _Contractions(self):
             yield
+
+    def read(self, weight: nn.Parameter, source: Tensor) -> None:
+        """`source` is contracted with `weight`, or with a copy of it."""
+        modules, key = self._observer.modules, storage_key(source)
+        pairs = zip(modules.names, self._given, strict=True)
+        given_to = tuple(name for name, keys in pairs if key is not None and key in keys)
+        name = self.table.name(weight, modules.current())
+        self._readings.append(_Reading(name, source, self._observer.functions.called, given_to))
 
     def holders(self) -> dict[str, Held]:
         """By weight; asked while the graph of the forward lives."""
-        linears = {(reading.function, storage_key(reading.source)) for reading in self.readings}
+        linears = {(reading.function, storage_key(reading.source)) for reading in self._readings}
         held: dict[int | None, dict[str, None]] = {}
-        for reference, function, who in self._saved:
-            slot = reference()
-            if slot is not None and slot.storage is not None and (function, storage_id(slot.storage)) not in linears:
-                held.setdefault(storage_id(slot.storage), {})[who] = None
+        for tensor, save in self._observer.saves():
+            key = storage_key(tensor)
+            # What a `torch.autograd.Function` saves, it may save for more than the linear that it runs.
+            by_a_linear = bool(save.function) and (save.functions_called, key) in linears
+            if key is not None and not by_a_linear:
+                held.setdefault(key, {})[_holder(save)] = None
         found: dict[str, Held] = {}
-        for reading in self.readings:
+        for reading in self._readings:
             now = Held(tuple(held.get(storage_key(reading.source), ())), reading.given_to)
             before = found.get(reading.weight)
             found[reading.weight] = now if before is None else Held(*map(_every_time, before, now))
         return found
 
-    def _pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(tensor.untyped_storage() if storage_key(tensor) is not None else None)
-        who = self.function or "an autograd function"
-        where = f" in {self.here}" if self.here else ""
-        self._saved.append((weakref.ref(slot), self.calls, who + where))
-        return slot
-
-    @staticmethod
-    def _unpack(slot: _Slot) -> Tensor:
-        raise RuntimeError("the forward of a walk has no backward")
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self.modules.append(self.names.get(id(module), self.here))
-        self.given.append(frozenset(storage_key(each) for each in args if isinstance(each, Tensor)))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.modules.pop()
-        self.given.pop()
+    def _enter(self, name: str, args: tuple[Any, ...]) -> None:
+        self._given.append(frozenset(storage_key(each) for each in args if isinstance(each, Tensor)))
 
 
-class _Functions(TorchFunctionMode):
-    """Numbers the functions that Python calls and names the one that runs; runs attention by a stand-in."""
+def _holder(save: Save) -> str:
+    name = save.function.split("::")[-1].strip("_")
+    who = _OPERATORS.get(name, name) or "an autograd function"
+    return f"{who} in {save.module}" if save.module else who
 
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self.watch = watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch = self.watch
-        watch.calls += 1
-        watch.function = _name(func)
-        try:
-            if func is F.scaled_dot_product_attention:
-                return _attention(func, *args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
-        finally:
-            watch.function = ""
+def _no_backward(slot: Slot) -> Tensor:
+    raise RuntimeError("the forward of a walk has no backward")
 
 
 class _Contractions(TorchDispatchMode):
@@ -210,20 +172,14 @@ class _Contractions(TorchDispatchMode):
         if contraction is not None:
             a, b = self._parameter(contraction.a), self._parameter(contraction.b)
             if b is not None and a is None:
-                self._read(b, contraction.a)
+                self.watch.read(b, contraction.a)
             elif a is not None and b is None:
-                self._read(a, contraction.b)
+                self.watch.read(a, contraction.b)
         elif name in _COPIES or (name in _SCALES and _is_number(args[1])):
             copied, key = self._parameter(args[0]), storage_key(out)
             if copied is not None and key is not None:
                 self._of_weights.setdefault(key, (copied, out))
         return out
-
-    def _read(self, weight: nn.Parameter, source: Tensor) -> None:
-        watch = self.watch
-        key = storage_key(source)
-        given = (name for name, keys in zip(watch.modules, watch.given, strict=True) if key is not None and key in keys)
-        watch.readings.append(_Reading(watch.table.name(weight, watch.here), source, watch.calls, tuple(given)))
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
         """The parameter that `tensor` is a view of, or a copy."""
@@ -243,12 +199,12 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
 
-def _attention(stock: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The flash and the memory-efficient kernel take four dimensions; anything else is written out, as in stock."""
     if query.dim() == 4:
         fused: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return fused
-    written_out: Tensor = stock(query, key, value, *args, **kwargs)
+    written_out: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     return written_out
 
 
@@ -273,13 +229,3 @@ def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...
 
 def _is_number(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1
-
-
-@functools.cache
-def _name(function: Any) -> str:
-    """Name of a function or operator as a user knows it."""
-    if is_operator(function):
-        name = operator_name(function).strip("_")
-    else:
-        name = (getattr(function, "__name__", "") or str(function)).strip("_")
-    return _OPERATORS.get(name, name)

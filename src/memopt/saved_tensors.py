@@ -1,0 +1,231 @@
+"""Who saves which tensor for backward: in which module, and by which operation.
+
+Built from global module hooks, a function mode and the saved-tensor hooks. It observes only: what a tensor is, and what
+its bytes mean, is for `memopt.walk` and `memopt.report`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from memopt.saved.kept import alias_of
+from memopt.saved.savers import APPLY
+from memopt.torch_compat import is_operator, operator_schema
+
+CHECKPOINT = "checkpoint"
+"""Name of the operation that saves a checkpointed region's inputs."""
+SAMPLE = "sample"
+"""Name of the operation that keeps rows of a linear's input, their indices and their weights."""
+#: Modules whose own steps save tensors -> name of the operation.
+_STEPS = {"torch.utils.checkpoint": CHECKPOINT, "memopt.saved.sampled": SAMPLE}
+_DEEPEST_SAVER = 6
+
+
+@dataclass(frozen=True)
+class Save:
+    """One tensor saved by one operation."""
+
+    modules: tuple[str, ...]
+    """Names of the modules that were running, the outermost first."""
+    modules_entered: int
+    """How many calls of modules had begun."""
+    function: str
+    """Name of the function that Python had called; empty inside a `torch.autograd.Function`."""
+    functions_called: int
+    """How many calls of functions had begun."""
+    saver: str
+    """Without a function: name of the `torch.autograd.Function`, or of the step, that saved it; empty if not known."""
+    differentiable: bool
+    """Whether the tensor is part of the graph (an attention mask is not)."""
+
+    @property
+    def module(self) -> str:
+        """Name of the innermost module that was running."""
+        return self.modules[-1] if self.modules else ""
+
+    @property
+    def operation(self) -> str:
+        return self.function or self.saver
+
+
+class SavedTensorObserver:
+    """Context manager that follows which module and function run; `pack` and `unpack` are the saved-tensor hooks.
+
+    What `unpack` returns is the tensor itself, detached: a tensor that its own node saved would own that node.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        entered: Callable[[str, tuple[Any, ...]], None] | None = None,
+        left: Callable[[], object] | None = None,
+        stand_ins: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        self.modules = RunningModules(model, entered=entered, left=left)
+        self.functions = RunningFunctions(stand_ins)
+        self._saves: list[tuple[weakref.ref[Slot], Save]] = []
+        self._active = ExitStack()
+        self.pack = self._make_pack()
+
+    def __enter__(self) -> SavedTensorObserver:
+        with ExitStack() as stack:
+            stack.enter_context(self.modules)
+            stack.enter_context(self.functions)
+            self._active = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._active.__exit__(*error)
+
+    def saves(self) -> Iterator[tuple[Tensor, Save]]:
+        """The tensors that autograd still holds, in the order in which they were saved."""
+        for reference, save in self._saves:
+            slot = reference()
+            if slot is not None:
+                yield slot.tensor, save
+
+    @staticmethod
+    def unpack(slot: Slot) -> Tensor:
+        return slot.tensor
+
+    def _make_pack(self) -> Callable[[Tensor], Slot]:
+        def pack(tensor: Tensor) -> Slot:
+            function = self.functions.current()
+            save = Save(
+                modules=tuple(self.modules.names),
+                modules_entered=self.modules.entered,
+                function=function,
+                functions_called=self.functions.called,
+                saver="" if function else _saver(sys._getframe(1)),
+                differentiable=tensor.requires_grad,
+            )
+            slot = Slot(alias_of(tensor))
+            self._saves.append((weakref.ref(slot), save))
+            return slot
+
+        pack.memopt_observer = True  # type: ignore[attr-defined]
+        return pack
+
+
+# memopt's own hooks are more careful under hooks that they do not know; these only look.
+SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
+
+
+class Slot:
+    """What autograd holds in the place of a tensor; it lives exactly as long as autograd keeps the tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold a copy instead (`memopt.saved.pinned`)."""
+        self.tensor = tensor
+
+
+class RunningModules:
+    """Context manager that follows which modules of `model` run; a module that is none of its own counts as its caller.
+
+    Args:
+        entered: called with the name of each module whose forward begins, and its positional arguments.
+        left: called whenever a forward has ended, by an error too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        entered: Callable[[str, tuple[Any, ...]], None] | None = None,
+        left: Callable[[], object] | None = None,
+    ) -> None:
+        self.names: list[str] = []
+        """The modules that are running, the outermost first."""
+        self.entered = 0
+        """How many calls have begun."""
+        self._of = {id(module): name for name, module in model.named_modules()}
+        self._on_entry, self._on_exit = entered, left
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> RunningModules:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def current(self) -> str:
+        """Name of the innermost module that is running; empty where none is."""
+        return self.names[-1] if self.names else ""
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.entered += 1
+        self.names.append(self._of.get(id(module), self.current()))
+        if self._on_entry is not None:
+            self._on_entry(self.names[-1], args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.names.pop()
+        if self._on_exit is not None:
+            self._on_exit()
+
+
+class RunningFunctions(TorchFunctionMode):
+    """Counts the functions that Python calls and names the outermost one that is running.
+
+    Args:
+        stand_ins: function -> what runs in its place.
+    """
+
+    def __init__(self, stand_ins: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.called = 0
+        self._running: list[str] = []
+        self._stand_ins = stand_ins or {}
+
+    def current(self) -> str:
+        return self._running[0] if self._running else ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called += 1
+        self._running.append(_name(func))
+        try:
+            return self._stand_ins.get(func, func)(*args, **(kwargs or {}))
+        finally:
+            self._running.pop()
+
+
+def _name(function: Any) -> str:
+    if is_operator(function):
+        name: str = operator_schema(function).name.removeprefix("aten::")
+    else:
+        name = getattr(function, "__name__", "") or str(function)
+    return name.strip("_")
+
+
+def _saver(frame: Any) -> str:
+    """Name of the `autograd.Function` (or of the step) that is saving: only the call stack tells."""
+    for _ in range(_DEEPEST_SAVER):
+        if frame is None:
+            break
+        if frame.f_code is APPLY:
+            function = frame.f_locals["cls"]
+            return CHECKPOINT if _STEPS.get(function.__module__) == CHECKPOINT else str(function.__name__)
+        if step := _STEPS.get(frame.f_globals.get("__name__")):
+            return step
+        frame = frame.f_back
+    return ""
