@@ -75,7 +75,7 @@ def _gelu(z: Tensor, approximate: str) -> Tensor:
 
 
 _GELU = Operation("gelu", "GeluBackward0", "input", ("gelu",), "gelu_erf", _gelu, ("approximate",))
-_SILU = Operation("silu", "SiluBackward0", "input", ("silu",), "silu", F.silu)
+_SILU = Operation("silu", "SiluBackward0", "input", ("silu",), "silu", lambda z: F.silu(z))
 _RELU = Operation("relu", "ReluBackward0", "output", ("relu",), "relu")
 _LEAKY_RELU = Operation(
     "leaky_relu", "LeakyReluBackward0", "input", ("leaky_relu",), "leaky_relu", F.leaky_relu, ("negative_slope",)

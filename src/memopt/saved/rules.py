@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.activations import OPERATIONS, Operation
 from memopt.recompute_rules import RULES, Node, Rule, recomputable
 from memopt.torch_compat import SAVED_FIELDS, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
+
+
+def signed(value: Any) -> Any:
+    """A saved constant as it was given: nodes show negative dimensions as huge positive ones."""
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def _keeps_both_operands(node: Node) -> bool:
@@ -24,81 +32,14 @@ def _product(node: Node) -> Tensor:
     return torch.mul(saved(node, "self"), saved(node, "other"))
 
 
-@recomputable("SiluBackward0", "activation")
-def _silu(node: Node) -> Tensor:
-    return F.silu(saved(node, "self"))
-
-
-@recomputable("GeluBackward0", "activation")
-def _gelu(node: Node) -> Tensor:
-    return F.gelu(saved(node, "self"), approximate=saved(node, "approximate"))
-
-
-@recomputable("MishBackward0", "activation")
-def _mish(node: Node) -> Tensor:
-    return F.mish(saved(node, "self"))
-
-
-@recomputable("HardswishBackward0", "activation")
-def _hardswish(node: Node) -> Tensor:
-    return F.hardswish(saved(node, "self"))
-
-
-@recomputable("LeakyReluBackward0", "activation")
-def _leaky_relu(node: Node) -> Tensor:
-    return F.leaky_relu(saved(node, "self"), saved(node, "negative_slope"))
-
-
-@recomputable("EluBackward0", "activation")
-def _elu(node: Node) -> Tensor:  # SELU too
-    z, alpha = saved(node, "self"), saved(node, "alpha")
-    h: Tensor = torch.ops.aten.elu(z, alpha, saved(node, "scale"), saved(node, "input_scale"))
-    return h
-
-
-@recomputable("SoftplusBackward0", "activation")
-def _softplus(node: Node) -> Tensor:
-    return F.softplus(saved(node, "self"), saved(node, "beta"), saved(node, "threshold"))
-
-
-@recomputable("HardtanhBackward0", "activation")
-def _hardtanh(node: Node) -> Tensor:  # ReLU6 too
-    return F.hardtanh(saved(node, "self"), saved(node, "min_val"), saved(node, "max_val"))
-
-
-@recomputable("HardsigmoidBackward0", "activation")
-def _hardsigmoid(node: Node) -> Tensor:
-    return F.hardsigmoid(saved(node, "self"))
-
-
-@recomputable("CeluBackward0", "activation")
-def _celu(node: Node) -> Tensor:
-    return F.celu(saved(node, "self"), saved(node, "alpha"))
-
-
-@recomputable("LogSigmoidBackward0", "activation")
-def _log_sigmoid(node: Node) -> Tensor:
-    return F.logsigmoid(saved(node, "self"))
-
-
 @recomputable("ClampBackward1", "activation")
 def _clamp(node: Node) -> Tensor:
     return torch.clamp(saved(node, "self"), saved(node, "min"), saved(node, "max"))
 
 
-@recomputable("GluBackward0", "activation")
-def _glu(node: Node) -> Tensor:
-    return F.glu(saved(node, "self"), signed(saved(node, "dim")))
-
-
 @recomputable("PowBackward0", "activation")
 def _power(node: Node) -> Tensor:
     return torch.pow(saved(node, "self"), saved(node, "exponent"))
-
-
-def signed(number: int) -> int:
-    """A saved dimension as it was given: nodes show negative ones as huge positive ones."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _kept_output(node: Node) -> Tensor:
@@ -111,8 +52,23 @@ def _kept_result(node: Node) -> Tensor:
     return result
 
 
+def _value_of(operation: Operation) -> Callable[[Node], Tensor]:
+    recompute, constants = operation.recompute, operation.constants
+    assert recompute is not None
+
+    def output(node: Node) -> Tensor:
+        return recompute(saved(node, "self"), *(signed(saved(node, constant)) for constant in constants))
+
+    return output
+
+
+for _operation in OPERATIONS.values():
+    if _operation.recompute is not None:
+        recomputable(_operation.node, "activation")(_value_of(_operation))
+
 #: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
-for _name in ("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0"):
+_KEEP_THEIR_RESULT = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
+for _name in ("SoftmaxBackward0", "ExpBackward0", *_KEEP_THEIR_RESULT):
     RULES[_name] = Rule(_kept_result, lambda node: True, "activation", of_copies_only=True)
 
 #: Attention keeps its output in the layout of the queries; the linear behind it keeps a copy in its own layout.

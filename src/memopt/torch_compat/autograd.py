@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.activations import OPERATIONS
 from memopt.torch_compat.lookup import find, is_found
 
 #: (pack, unpack), as `torch.autograd.graph.saved_tensors_hooks` takes them.
@@ -88,23 +89,13 @@ Without this name every forward counts as one inside backward.
 
 _PADS = tuple(f"{mode}Pad{rank}DBackward0" for mode in ("Reflection", "Replication") for rank in (1, 2, 3))
 _ATTENTIONS = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
-_RESULTS = ("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0")
+_ACTIVATED = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
+_RESULTS = ("SoftmaxBackward0", "ExpBackward0", *_ACTIVATED)
 
 SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "MulBackward0": ("self", "other"),
-    "SiluBackward0": ("self",),
-    "GeluBackward0": ("self", "approximate"),
-    "MishBackward0": ("self",),
-    "HardswishBackward0": ("self",),
-    "LeakyReluBackward0": ("self", "negative_slope"),
-    "EluBackward0": ("self", "alpha", "scale", "input_scale"),
-    "SoftplusBackward0": ("self", "beta", "threshold"),
-    "HardtanhBackward0": ("self", "min_val", "max_val"),
-    "HardsigmoidBackward0": ("self",),
-    "CeluBackward0": ("self", "alpha"),
-    "LogSigmoidBackward0": ("self",),
+    **{operation.node: ("self", *operation.constants) for operation in OPERATIONS.values() if operation.recompute},
     "ClampBackward1": ("self", "min", "max"),
-    "GluBackward0": ("self", "dim"),
     "PowBackward0": ("self", "exponent"),
     "TransposeBackward0": ("dim0", "dim1"),
     "PermuteBackward0": ("dims",),
