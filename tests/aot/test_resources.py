@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernel_resources import Case, binaries, cases
 from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary
 from memopt.kernels.tools.launches import VARIANTS
+from tests.aot.cases import Case, binaries, cases
 
 VECTOR_BITS = 128
 

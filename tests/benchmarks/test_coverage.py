@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import coverage
 from benchmarks.coverage_page import page
-from benchmarks.coverage_sums import lost, rewrites, sums
-from benchmarks.zoo import Row, default_config
+from tests.zoo.coverage_sums import lost, rewrites, sums
+from tests.zoo.examine import Row, default_config
 
 
 def row(name: str = "llama", **fields):

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import sampling, sampling_cases, sampling_models
+from benchmarks import sampling, sampling_models
 from benchmarks.sampling import EXACT, Row, draw_case, model_shortfalls, shortfalls
-from benchmarks.sampling_cases import KEPT, Case, Outcome, cases, draw, outcome
 from benchmarks.sampling_models import BOTH, MODELS, Errors
 from memopt.kernels.sampled_linear.sampling import METHODS, sample_rows
+from tests.support import sampling_cases
+from tests.support.sampling_cases import KEPT, Case, Outcome, cases, draw, outcome
 
 SOUND = Outcome("flat", "crs", draws=4000, off=0.01, measured=1.0, expected=1.0, spread=0.004)
 

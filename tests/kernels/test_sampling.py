@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.sampling_cases import KEPT, LIMIT, Case, Sampler, cases, draw, outcome, scored
 from memopt.kernels.sampled_linear import sampling as room
 from memopt.kernels.sampled_linear.sampling import METHODS, Method, expected_error, rows_kept, sample_rows
+from tests.support.sampling_cases import KEPT, LIMIT, Case, Sampler, cases, draw, outcome, scored
 
 CASES = cases()
 DRAWS = 400

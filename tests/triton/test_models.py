@@ -29,7 +29,7 @@ def launches(monkeypatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     for module in (activation_triton, gated_triton, norm_triton):
         for name in [name for name in vars(module) if name.startswith("launch_") and name != "launch_config"]:
-            label = f"{module.__name__.rpartition('.')[2].removesuffix('_triton')}.{name.removeprefix('launch_')}"
+            label = f"{module.__name__.split('.')[-2]}.{name.removeprefix('launch_')}"
             monkeypatch.setattr(module, name, counted(getattr(module, name), counts, label))
     return counts
 
@@ -72,7 +72,7 @@ def test_a_gated_mlp_takes_one_kernel_forward_and_one_backward(name, launches):
     model, inputs = memopt.patch(tiny_model(name).to(DEVICE)), on_device(tiny_inputs(name, 2, 8), torch.float32)
     loss_and_gradients(model, inputs)
     mlps = model.config.num_hidden_layers * (2 if name == "t5" else 1)
-    assert (launches["gated.forward"], launches["gated.backward"]) == (mlps, mlps)
+    assert (launches["gated_mlp.forward"], launches["gated_mlp.backward"]) == (mlps, mlps)
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import transformers
 
-from benchmarks.coverage import COVERAGE
-from benchmarks.coverage_sums import lost
-from benchmarks.zoo import examine, model_types
 from memopt.kernels.norm import ops as norm_ops
 from memopt.saved import handles
+from tests.zoo.coverage_sums import COVERAGE, lost
+from tests.zoo.examine import examine, model_types
 
 TYPES = model_types()
 _DOCUMENT = json.loads(COVERAGE.read_text())

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 import memopt
-from benchmarks.zoo_config import complete, complete_for_runs, default_config
 from memopt.errors import MemoptError, NegativeVerdict
 from memopt.patches.apply import apply, undo
 from memopt.plan.plan import Plan, make_plan
@@ -43,6 +42,7 @@ from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
 from memopt.walk.observe import walk_config
 from memopt.walk.sites import NormSite
+from tests.zoo.config import complete, complete_for_runs, default_config
 
 #: Largest relative difference of an output or a gradient in fp64: a single rounding to fp32 (6e-8) would be seen.
 TOLERANCE = 1e-9

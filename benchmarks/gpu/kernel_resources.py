@@ -13,58 +13,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 
-from memopt.kernels.tools.aot import TARGETS, Binary, capture
-from memopt.kernels.tools.launches import VARIANTS, Sample, Variant
+from memopt.kernels.tools.aot import TARGETS
+from memopt.kernels.tools.launches import VARIANTS
+from tests.aot.cases import Case, binaries, cases
 
-RESULTS = Path(__file__).with_name("results") / "kernel_resources.json"
-ROWS = 512
-#: From a head's size to the widest MLP, and an odd one, which no vector fits.
-SIZES = (64, 128, 768, 1024, 2048, 4096, 4097, 5120, 8192, 14336, 16384)
-DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of a launcher."""
-
-    variant: Variant
-    hidden: int
-    dtype: torch.dtype
-    strided: bool = False
-
-    def __str__(self) -> str:
-        layout = ", strided" if self.strided else ""
-        return f"{self.variant}: {self.hidden} x {str(self.dtype).removeprefix('torch.')}{layout}"
-
-
-def cases(variant: Variant) -> Iterator[Case]:
-    """What is compiled of a variant. Kernels that see rows as such depend on their size, the others do not."""
-    by_rows = variant.kernel.startswith("norm")
-    for dtype in DTYPES:
-        for hidden in SIZES if by_rows else (4096,):
-            yield Case(variant, hidden, dtype)
-        if variant.heaviest:
-            yield Case(variant, 4096, dtype, strided=True)
-            if not by_rows:
-                yield Case(variant, 4097, dtype, strided=True)
-
-
-def binaries(case: Case, target: str) -> list[Binary]:
-    """The kernels that one call launches, compiled for `target`."""
-    call = case.variant.prepare(Sample(ROWS, case.hidden, case.dtype, "meta", case.strided))
-    with capture(target) as captured:
-        call()
-    return captured
+RESULTS = Path(__file__).parents[1] / "results" / "kernel_resources.json"
 
 
 def main(arguments: list[str] | None = None) -> int:

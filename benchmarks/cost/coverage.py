@@ -6,7 +6,7 @@
     python -m benchmarks.coverage --out FILE --against docs/coverage.json
                                                    every type -> FILE; exit 1 where less holds than in the other file
 
-A type is one process (`benchmarks.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
+A type is one process (`tests.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
 the output as they come: an interrupted run goes on where it stopped.
 """
 
@@ -36,10 +36,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.coverage_page import page
-from benchmarks.coverage_sums import Sum, lost, sums
-from benchmarks.zoo import Row, examine, model_types
+from tests.zoo.coverage_sums import COVERAGE, Sum, lost, sums
+from tests.zoo.examine import Row, examine, model_types
 
-COVERAGE = Path(__file__).resolve().parent.parent / "docs" / "coverage.json"
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
 TYPE_SECONDS = 240
 """A type that takes longer is stopped; the slowest take about a minute on one core."""
@@ -157,7 +156,7 @@ def _resumed(partial: Path, header: dict[str, Any]) -> Rows:
 def _examined(types: Sequence[str], jobs: int, memory: bool) -> Iterator[dict[str, Any]]:
     """Rows in the order in which they are ready."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.zoo"])  # transformers is imported once
+    context.set_forkserver_preload(["tests.zoo.examine"])  # transformers is imported once
     with ProcessPool(max_workers=jobs, max_tasks=1, context=context) as pool:
         futures = {pool.schedule(_work, args=(name, memory), timeout=TYPE_SECONDS): name for name in types}
         try:

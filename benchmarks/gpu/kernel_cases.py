@@ -1,4 +1,4 @@
-"""The operators that benchmarks/kernels.py times: their floors, and every provider's way to compute them.
+"""The operators that benchmarks/gpu/kernels.py times: their floors, and every provider's way to compute them.
 
 `stock` is what transformers runs today: the formulas of its LlamaRMSNorm, of its MLPs and of its activation modules,
 and PyTorch's own LayerNorm. Providers other than memopt get the very same tensors.

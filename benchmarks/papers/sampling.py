@@ -26,7 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.sampling_cases import (
+from benchmarks.sampling_models import BUDGETS, MODELS, Errors, measure
+from memopt.kernels.sampled_linear.sampling import METHODS, Method
+from tests.support.sampling_cases import (
     BUDGET,
     DRAWS,
     KEPT,
@@ -39,8 +41,6 @@ from benchmarks.sampling_cases import (
     draw,
     outcome,
 )
-from benchmarks.sampling_models import BUDGETS, MODELS, Errors, measure
-from memopt.kernels.sampled_linear.sampling import METHODS, Method
 
 SEED = 0
 #: Of the measured variance, relative to the formula's.

@@ -6,10 +6,10 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from benchmarks.zoo_config import complete, complete_for_runs, default_config
 from memopt.errors import ModelError
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.depth import with_depth
+from tests.zoo.config import complete, complete_for_runs, default_config
 
 
 def _filled(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""The models that benchmarks/block.py trains, and every provider's way to prepare and run one, in its own process."""
+"""The models of benchmarks/gpu/block.py, and every provider's way to prepare and run one, in its own process."""
 
 from __future__ import annotations
 

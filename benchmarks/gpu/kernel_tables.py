@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/kernels.py say: tables for people, and which kernels fall short."""
+"""What the rows of benchmarks/gpu/kernels.py say: tables for people, and which kernels fall short."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ADAPTED = ("query", "value")
 #: The key of a batch under which a patched model finds the number of each sample.
 INDEX = "memopt_index"
 
-_FOLDER = Path(__file__).resolve().parents[1] / "models" / MODEL
+_FOLDER = Path(__file__).resolve().parents[2] / "models" / MODEL
 _LABELS = {"rotten": 0, "fresh": 1}
 _SPLIT_SEED = 0
 _BUCKET = 8

@@ -28,7 +28,7 @@ MODELS = {
 BUDGETS = (0.3, 0.1)
 BOTH, INPUT = "|x| |dy|", "|x|"
 TOKENS = 16
-_FOLDER = Path(__file__).resolve().parents[1] / "models"
+_FOLDER = Path(__file__).resolve().parents[2] / "models"
 _SENTENCES = """\
 The ferry left the harbour an hour late because fog had settled over the whole bay before sunrise that day.
 Most of the recipes in her grandmother's notebook were written in pencil and had faded almost beyond reading.

@@ -7,7 +7,7 @@
 
 `kernel` is a launcher called directly: one kernel. `memopt`, `eager` (what transformers runs today), `compile`
 (torch.compile of that) and `liger` are the operators as a model calls them, with autograd. `copy` moves the kernel's
-floor of bytes (benchmarks/kernel_cases.py), half of it read and half of it written, just before and just after the
+floor of bytes (benchmarks/gpu/kernel_cases.py), half of it read and half of it written, just before and just after the
 kernel is timed. Every provider runs in a process of its own. docs/benchmarks.md says more.
 """
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.coverage_sums import Row, block_bytes, count, runs, sites, sums
+from tests.zoo.coverage_sums import Row, block_bytes, count, runs, sites, sums
 
 _INTRO = """\
 # Coverage
