@@ -11,9 +11,9 @@ import transformers
 from safetensors import safe_open
 
 import memopt
-from memopt.cli.main import main
-from memopt.errors import ModelError
+from memopt.errors import ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
+from memopt.pipeline import patch_checkpoint
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
             original = root / f"{name}-{str(dtype)[6:]}"
             tiny_model(name, dtype).save_pretrained(original)
             patched = Path(f"{original}-patched")
-            assert main(["patch", str(original), "--out", str(patched)]) == 0
+            patch_checkpoint(original, patched)
             made[name, dtype] = (original, patched)
         return made[name, dtype]
 
@@ -147,9 +147,9 @@ def test_loading_in_another_dtype(checkpoint):
     assert is_patched(model)
 
 
-def test_patching_a_patched_folder_says_so_and_exits_with_one(checkpoint, tmp_path, capsys):
-    assert main(["patch", str(checkpoint("llama")[1]), "--out", str(tmp_path / "again")]) == 1
-    assert "already patched" in capsys.readouterr().err
+def test_patching_a_patched_folder_says_so(checkpoint, tmp_path):
+    with pytest.raises(NegativeVerdict, match="already patched"):
+        patch_checkpoint(checkpoint("llama")[1], tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 

@@ -11,7 +11,7 @@ import transformers
 
 import memopt
 from memopt.checkpoint.manifest import read_manifest
-from memopt.cli.main import main
+from memopt.pipeline import patch_checkpoint
 from memopt.report.account import account
 from memopt.verify.run import verify
 
@@ -21,15 +21,13 @@ QUESTION = "The capital of France is"
 @pytest.fixture(scope="module")
 def patched_smollm2(smollm2, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("real") / "smollm2"
-    assert main(["patch", str(smollm2), "--out", str(folder)]) == 0
-    return folder
+    return patch_checkpoint(smollm2, folder).out
 
 
 @pytest.fixture(scope="module")
 def patched_minilm(minilm, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("real") / "minilm"
-    assert main(["patch", str(minilm), "--out", str(folder)]) == 0
-    return folder
+    return patch_checkpoint(minilm, folder).out
 
 
 def test_a_post_norm_encoder_passes_every_level(patched_minilm):

@@ -166,16 +166,15 @@ def _folders() -> tempfile.TemporaryDirectory[str]:
 
 
 def _folded(case: Case, sizes: Sizes, layers: int, device: str) -> Path:
-    """A checkpoint of the model with its norms folded away, made once by the command that users run."""
-    from memopt.cli.main import main
+    """A checkpoint of the model with its norms folded away, written once as `memopt patch` writes it."""
+    from memopt.pipeline import patch_checkpoint
 
     original = Path(_folders().name, f"{case.family}-{layers}")
     patched = original.with_name(original.name + "-patched")
     if not patched.exists():
         model: Any = stock_model(case, sizes, layers, device)
         model.save_pretrained(original)
-        if main(["patch", str(original), "--out", str(patched)]) != 0:
-            raise RuntimeError("memopt patch did not write the folded checkpoint")
+        patch_checkpoint(original, patched)
     return patched
 
 

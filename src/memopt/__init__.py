@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, unpatch
+    from memopt.pipeline import PatchResult, patch_checkpoint
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
 
@@ -20,6 +21,8 @@ _HOMES = {
     "plan_for": "memopt.api",
     "unpatch": "memopt.api",
     "load": "memopt.api",
+    "PatchResult": "memopt.pipeline",
+    "patch_checkpoint": "memopt.pipeline",
     "Plan": "memopt.plan.plan",
     "make_plan": "memopt.plan.plan",
     "Recipe": "memopt.plan.recipe",
@@ -27,7 +30,19 @@ _HOMES = {
 }
 _ROOMS = ("plan", "verify", "report", "sampling")
 
-__all__ = ["Plan", "Recipe", "__version__", "load", "load_recipe", "make_plan", "patch", "plan_for", "unpatch"]
+__all__ = [
+    "PatchResult",
+    "Plan",
+    "Recipe",
+    "__version__",
+    "load",
+    "load_recipe",
+    "make_plan",
+    "patch",
+    "patch_checkpoint",
+    "plan_for",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:

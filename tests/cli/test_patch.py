@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from memopt.cli import patch as command
-from memopt.plan.plan import Plan
+from memopt import pipeline
 from memopt.verify.verdict import Verdict
 from memopt.verify.weights import verify_weights
+from memopt.walk.sites import Sites
 from tests.checkpoint.builders import plan_of, rms_norm
 from tests.cli.conftest import Run
 
@@ -171,11 +171,11 @@ def test_a_bad_output_is_one_line(memopt: Memopt, llama: Path, out: str) -> None
 def test_what_other_code_prints_does_not_reach_stdout(
     memopt: Memopt, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noisy(*arguments: object) -> tuple[Plan, None]:
+    def noisy(*arguments: object) -> tuple[Sites, None]:
         print("hello from remote code")
-        return plan_of([rms_norm(0)]), None
+        return plan_of([rms_norm(0)]).sites, None
 
-    monkeypatch.setattr(command, "_plan", noisy)
+    monkeypatch.setattr(pipeline, "_walk", noisy)
     run = memopt("patch", llama, "--dry-run", "--json")
     assert json.loads(run.out)["status"] == "pass"
     assert "hello" in run.err
@@ -195,6 +195,6 @@ def test_control_c_while_writing_leaves_nothing(memopt: Memopt, llama: Path, mon
 
 
 def test_a_name_for_the_output_is_found_for_every_kind_of_model() -> None:
-    assert command._model_name("org/Model-1.5B") == "Model-1.5B"
-    assert command._model_name("gpt2") == "gpt2"
-    assert command._model_name(".") == Path.cwd().name
+    assert pipeline.default_folder("org/Model-1.5B") == Path("Model-1.5B-memopt")
+    assert pipeline.default_folder("gpt2") == Path("gpt2-memopt")
+    assert pipeline.default_folder(".") == Path(f"{Path.cwd().name}-memopt")

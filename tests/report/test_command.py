@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memopt.cli.main import main
+from memopt.pipeline import patch_checkpoint
 from tests.factories import tiny_model
 from tests.report.builders import named_config
 from tests.report.test_estimate import LLAMA_8B
@@ -71,7 +72,7 @@ def test_lora_and_checkpointing_change_what_is_kept(llama: Path, capsys: pytest.
 def test_a_patched_folder_is_reported_with_its_own_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stock, patched = tmp_path / "stock", tmp_path / "patched"
     tiny_model("llama").save_pretrained(stock)
-    assert main(["patch", str(stock), "--out", str(patched)]) == 0
+    patch_checkpoint(stock, patched)
     code, data = run_json(capsys, patched, "--seq", 32)
     assert (code, data["recipe"]) == (0, "exact")
     _, unpatched = run_json(capsys, stock, "--seq", 32)

@@ -9,19 +9,16 @@ import torch
 
 import memopt.kernels.derivative_codes.function as coded
 import memopt.saved.compression as compression
-from memopt.cli.main import main
 from memopt.kernels.quantize.layout import Quantized
+from memopt.pipeline import PatchResult, patch_checkpoint
 from memopt.verify.run import verify
 from memopt.verify.verdict import Check
 from tests.factories import tiny_model
 
 
-def patched(tmp_path: Path, name: str, recipe: str, *settings: str) -> Path:
+def patched(tmp_path: Path, name: str, recipe: str, *settings: str) -> PatchResult:
     tiny_model(name).save_pretrained(tmp_path / "original")
-    changes = [word for setting in settings for word in ("--set", setting)]
-    out = tmp_path / "out"
-    assert main(["patch", str(tmp_path / "original"), "--out", str(out), "--recipe", recipe, *changes]) == 0
-    return out
+    return patch_checkpoint(tmp_path / "original", tmp_path / "out", recipe, overrides=settings)
 
 
 def checks(folder: Path) -> dict[str, Check]:
@@ -32,7 +29,7 @@ def checks(folder: Path) -> dict[str, Check]:
     ("name", "recipe"), [("bert", "approx-8bit"), ("llama", "approx-8bit"), ("bert", "mesa"), ("llama", "int8")]
 )
 def test_what_a_recipe_declares_holds_and_something_was_approximated(tmp_path: Path, name: str, recipe: str) -> None:
-    found = checks(patched(tmp_path, name, recipe))
+    found = checks(patched(tmp_path, name, recipe).out)
     assert {check.status for check in found.values()} == {"pass"}, found
     assert "gradient.median_error_ratio" not in found
     error = found["gradient.declared_error"].value
@@ -41,7 +38,7 @@ def test_what_a_recipe_declares_holds_and_something_was_approximated(tmp_path: P
 
 
 def test_errors_of_codes_are_predicted_from_the_models_own_activations(tmp_path: Path) -> None:
-    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=1.0"))
+    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=1.0").out)
     predicted, measured = found["gradient.predicted_error"], found["gradient.declared_error"]
     assert predicted.threshold is not None
     assert measured.value is not None
@@ -50,19 +47,19 @@ def test_errors_of_codes_are_predicted_from_the_models_own_activations(tmp_path:
 
 
 def test_more_than_is_declared_fails(tmp_path: Path) -> None:
-    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=0.001"))
+    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=0.001").out)
     assert found["gradient.declared_error"].status == "fail"
     assert found["gradient.loss"].status == "pass"
 
 
 def test_a_gradient_that_is_too_large_by_a_twentieth_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, apply_code = patched(tmp_path, "bert", "approx-8bit"), coded.apply_code
+    folder, apply_code = patched(tmp_path, "bert", "approx-8bit").out, coded.apply_code
     monkeypatch.setattr(coded, "apply_code", lambda dh, packed, code: 1.05 * apply_code(dh, packed, code))
     assert checks(folder)["gradient.worst_error"].status == "fail"
 
 
 def test_a_forgotten_minimum_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, dequantize = patched(tmp_path, "bert", "mesa"), compression.dequantize
+    folder, dequantize = patched(tmp_path, "bert", "mesa").out, compression.dequantize
 
     def without_minimum(quantized: Quantized) -> torch.Tensor:
         scales = quantized.scales.clone()
@@ -74,14 +71,13 @@ def test_a_forgotten_minimum_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_forward_that_is_not_exact_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, forward = patched(tmp_path, "bert", "approx-8bit"), coded.CodedFunction.forward
+    folder, forward = patched(tmp_path, "bert", "approx-8bit").out, coded.CodedFunction.forward
     monkeypatch.setattr(coded.CodedFunction, "forward", staticmethod(lambda *given: 2.0 * forward(*given)))
     assert checks(folder)["gradient.loss"].status == "fail"
 
 
-def test_the_price_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    patched(tmp_path, "bert", "int8")
-    said = " ".join(capsys.readouterr().err.split())
+def test_the_price_is_told(tmp_path: Path) -> None:
+    said = " ".join(patched(tmp_path, "bert", "int8").notes)
     assert "is approximate" in said
     assert "10%" in said
     assert "--recipe exact" in said

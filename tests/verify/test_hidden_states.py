@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from memopt.checkpoint.manifest import read_manifest
-from memopt.cli.main import main
+from memopt.pipeline import patch_checkpoint
 from memopt.verify.run import verify
 from tests.factories import tiny_model
 
@@ -50,7 +50,7 @@ def originals(tmp_path_factory) -> Path:
 
 
 def patch(folder: Path, out: Path, *settings: str) -> None:
-    assert main(["patch", str(folder), "--out", str(out), *(part for s in settings for part in ("--set", s))]) == 0
+    patch_checkpoint(folder, out, overrides=settings)
 
 
 @pytest.mark.parametrize("name", CAUTIONED)

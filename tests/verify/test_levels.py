@@ -15,6 +15,7 @@ import memopt.kernels.norm.ops as norm_steps
 import memopt.patches.scope as scope_patch
 from memopt.cli.main import main
 from memopt.errors import ModelError
+from memopt.pipeline import patch_checkpoint
 from memopt.verify.run import verify
 from tests.factories import tiny_model
 
@@ -27,7 +28,7 @@ def folders(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("levels")
     for name in ("llama", "bert"):
         tiny_model(name, torch.bfloat16).save_pretrained(root / name)
-        assert main(["patch", str(root / name), "--out", str(root / f"{name}-patched")]) == 0
+        patch_checkpoint(root / name, root / f"{name}-patched")
     return root
 
 
@@ -52,7 +53,7 @@ def test_all_levels_pass_on_a_right_checkpoint(folders, name):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "original")
-    assert main(["patch", str(tmp_path / "original"), "--out", str(tmp_path / "out")]) == 0
+    patch_checkpoint(tmp_path / "original", tmp_path / "out")
     verdict = verify(tmp_path / "out", levels=["memory"])
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
@@ -139,7 +140,7 @@ def test_a_tensor_hidden_in_an_attribute_fails_memory(folders, monkeypatch):
 
 def test_a_missing_original_is_inconclusive_and_against_names_another(folders, tmp_path):
     original = Path(shutil.copytree(folders / "llama", tmp_path / "llama"))
-    assert main(["patch", str(original), "--out", str(tmp_path / "out")]) == 0
+    patch_checkpoint(original, tmp_path / "out")
     shutil.rmtree(original)
     verdict = verify(tmp_path / "out", levels=["weights", "forward"])
     assert verdict.status == "inconclusive"

@@ -71,7 +71,7 @@ class InputsRecord:
     """The batch that the walk was driven with, where its inputs were not guessed. No values, only their form."""
 
     file: str | None
-    """Name of the file that the user gave; None for a batch that the model's own processor made."""
+    """Name of the file that the user gave; None for a batch in memory or one that the model's processor made."""
     arguments: dict[str, Any]
     """Form of each argument, as `memopt.walk.calls.batch.describe` tells it."""
 

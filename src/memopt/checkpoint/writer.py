@@ -92,28 +92,10 @@ def write_checkpoint(
         folds, changes = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
             remember(f"{norm} is shared instead of folded: {reason}.")
-        _copy_side_files(source, stage, remember)
         plan = folds.revise(plan)
-        _write(stage / "config.json", add_config_key(*_config_key(source, plan, folds)))
-        files = workers.digests(stage, _written(source))
-        manifest = Manifest(
-            schema_version=SCHEMA_VERSION,
-            memopt_version=memopt.__version__,
-            source=SourceRecord(
-                model=source.model,
-                path=str(source.root),
-                revision=source.revision,
-                commit=source.commit,
-                files=workers.digests(source.root, [_relative(s.origin, source.root) for s in source.shards]),
-            ),
-            recipe=plan.recipe,
-            entries=tuple(EntryRecord(e.kind, e.site, e.action, e.reason) for e in plan.entries),
-            folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
-            files=files,
-            notes=tuple(notes),
-            inputs=inputs,
-            changed_outputs=plan.changed_outputs(),
-        )
+        _copy_side_files(source, stage, remember)
+        _write_config(source, plan, folds, stage)
+        manifest = _manifest(source, plan, folds, changes, stage, workers, notes, inputs)
         _write(stage / MANIFEST, manifest.to_json().encode())
     changed = folds.operations()
     return WriteResult(
@@ -194,8 +176,8 @@ def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str]
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
 
 
-def _config_key(source: CheckpointSource, plan: Plan, folds: FoldPlan) -> tuple[bytes, dict[str, Any]]:
-    return (source.root / "config.json").read_bytes(), {
+def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: Path) -> None:
+    key = {
         "schema_version": SCHEMA_VERSION,
         "version": memopt.__version__,
         "base_model": source.model if source.commit else str(source.root),
@@ -203,6 +185,38 @@ def _config_key(source: CheckpointSource, plan: Plan, folds: FoldPlan) -> tuple[
         "recipe": plan.recipe.name,
         "folded_norms": len(folds.folds),
     }
+    _write(stage / "config.json", add_config_key((source.root / "config.json").read_bytes(), key))
+
+
+def _manifest(
+    source: CheckpointSource,
+    plan: Plan,
+    folds: FoldPlan,
+    changes: Mapping[str, RangeChanges],
+    stage: Path,
+    workers: _Workers,
+    notes: list[str],
+    inputs: InputsRecord | None,
+) -> Manifest:
+    """What was done, with the digests of all files that `stage` holds and of the weights that were read."""
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        memopt_version=memopt.__version__,
+        source=SourceRecord(
+            model=source.model,
+            path=str(source.root),
+            revision=source.revision,
+            commit=source.commit,
+            files=workers.digests(source.root, [_relative(s.origin, source.root) for s in source.shards]),
+        ),
+        recipe=plan.recipe,
+        entries=tuple(EntryRecord(e.kind, e.site, e.action, e.reason) for e in plan.entries),
+        folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
+        files=workers.digests(stage, _written(source)),
+        notes=tuple(notes),
+        inputs=inputs,
+        changed_outputs=plan.changed_outputs(),
+    )
 
 
 def _fold_record(source: CheckpointSource, fold: Fold, changes: Mapping[str, RangeChanges]) -> FoldRecord:

@@ -81,7 +81,10 @@ def only_results_on_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds."""
+    """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds.
+
+    Nothing is shown before its first call.
+    """
     if not sys.stderr.isatty():
         yield _plain_progress(label)
         return
@@ -89,9 +92,16 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(label, total=None)
+    with contextlib.ExitStack() as stack:
+
+        def update(done: int, total: int) -> None:
+            if not bar.live.is_started:
+                stack.enter_context(bar)
+            bar.update(task, completed=done, total=total)
+
+        yield update
 
 
 def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
@@ -145,11 +155,12 @@ def _console() -> Console:
 
 
 def _plain_progress(label: str) -> Callable[[int, int], None]:
-    last = time.monotonic()
+    last: float | None = None
 
     def tell(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
+        last = now if last is None else last
         if now - last >= _PLAIN_INTERVAL:
             last = now
             note(f"{label}: {100 * done // max(total, 1)} % of {format_bytes(total)}")

@@ -19,6 +19,7 @@ from memopt.errors import RecipeError
 #: Codes of an activation's derivative, as in `memopt.kernels.derivative_codes.codes`.
 CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic"]
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
+DEFAULT_CHECKPOINT_RECIPE = "exact"
 
 
 class _Strict(BaseModel):

@@ -1,0 +1,179 @@
+"""`memopt patch` as a function: from a checkpoint on disk or on the hub to the folder of the patched one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt.checkpoint.atomic import check_space, check_target
+from memopt.checkpoint.fold import FoldPlan
+from memopt.checkpoint.manifest import InputsRecord, is_patched
+from memopt.checkpoint.sources.source import CheckpointSource, open_source
+from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
+from memopt.errors import NegativeVerdict
+from memopt.plan.plan import Plan, make_plan
+from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
+from memopt.walk.models.config import load_config
+from memopt.walk.observe import walk_folder
+from memopt.walk.sites import Sites
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PatchResult:
+    """What :func:`patch_checkpoint` did, or would do."""
+
+    source: CheckpointSource
+    """The checkpoint that was read."""
+    plan: Plan
+    """The plan as it was carried out: a norm whose fold the files refuse is shared."""
+    out: Path
+    """The folder."""
+    written: WriteResult | None
+    """What was written; None for a dry run."""
+    notes: tuple[str, ...]
+    """Sentences that a user should read."""
+
+
+def patch_checkpoint(
+    source: str | Path,
+    out: str | Path | None = None,
+    recipe: str | Path | Recipe = DEFAULT_CHECKPOINT_RECIPE,
+    *,
+    overrides: Iterable[str] = (),
+    inputs: Mapping[str, Any] | str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
+    opened: Callable[[CheckpointSource], None] | None = None,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> PatchResult:
+    """Write a patched checkpoint of `source`: same tensor names, loadable by stock transformers and `memopt.load`.
+
+    All of it is written or nothing.
+
+    Args:
+        source: a local folder or a hub id.
+        out: the folder to write; by default NAME-memopt in the current folder.
+        recipe: name of a shipped recipe, a YAML file, or a Recipe.
+        overrides: keys of the recipe to change, as ``key=value``.
+        inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
+            for models whose inputs cannot be guessed.
+        revision: branch, tag or commit; hub ids only.
+        trust_remote_code: run the Python files that come with the model.
+        allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) where there is no safetensors file.
+        force: replace a folder that memopt wrote before.
+        dry_run: plan and check, download no weights and write nothing.
+        opened: called with the source once it is open and `out` is known to be usable, before the model is walked.
+        progress: called with (bytes done, bytes to do) while the folder is written.
+        note: called with each of the result's notes when it comes up.
+
+    Raises:
+        ModelError: the checkpoint or its model cannot be found, read, built or run.
+        InputsError: the file of inputs cannot be read, or the model does not take them.
+        RecipeError: the recipe is unknown, or an override does not fit it.
+        OutputError: `out` cannot be used or written.
+        NegativeVerdict: `source` is already patched, or the recipe rewrites nothing in it.
+    """
+    rules = load_recipe(recipe, overrides)
+    batch = given_batch(inputs)
+    target = Path(out) if out is not None else default_folder(str(source))
+    notes = _Notes(note)
+    checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
+    if not dry_run:
+        _check_target(checkpoint, target, force)
+    if opened is not None:
+        opened(checkpoint)
+    sites, driven = _walk(checkpoint, batch, trust_remote_code)
+    plan = make_plan(sites, rules)
+    _tell(plan, notes, made_by_processor=driven if batch is None else None)
+    _check_rewrites(checkpoint, plan)
+    if dry_run:
+        return PatchResult(checkpoint, _check_files(checkpoint, plan, notes), target, None, notes.taken)
+    written = write_checkpoint(
+        checkpoint, plan, target, force=force, inputs=_record(inputs, driven), progress=progress, note=notes
+    )
+    return PatchResult(checkpoint, written.plan, target, written, notes.taken)
+
+
+def default_folder(model: str) -> Path:
+    """NAME-memopt in the current folder, for a local folder or a hub id."""
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else Path(model).name
+    return Path(f"{name or 'model'}-memopt")
+
+
+class _Notes:
+    """Collects notes and passes each on."""
+
+    def __init__(self, note: Note | None) -> None:
+        self._note = note
+        self._taken: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self._taken.append(text)
+        if self._note is not None:
+            self._note(text)
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        return tuple(self._taken)
+
+
+def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool) -> CheckpointSource:
+    source = open_source(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
+    if is_patched(source.root):
+        raise NegativeVerdict(f"'{model}' is already patched.", "Patch the model that it was made from.")
+    return source
+
+
+def _check_target(source: CheckpointSource, out: Path, force: bool) -> None:
+    """Refuse before the walk what the writer would refuse after it."""
+    check_space(check_target(out, source.root, force=force), source.space_needed)
+
+
+def _walk(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
+    """Sites, and the batch that drove the walk: the user's, one that the model's processor made, or None."""
+    config = load_config(source.root, trust_remote_code=trust_remote_code)
+    return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
+
+
+def _tell(plan: Plan, note: Note, *, made_by_processor: Batch | None) -> None:
+    for text in (*plan.sites.notes, *plan.notes):
+        note(text)
+    if made_by_processor is not None:
+        note(f"the model's processor made the inputs: {in_words(made_by_processor)}")
+    if not plan.sites.ran:
+        note(PASS_INPUTS)
+
+
+def _check_rewrites(source: CheckpointSource, plan: Plan) -> None:
+    if plan.does_nothing:
+        message = f"Nothing in '{source.model}' is rewritten by recipe '{plan.recipe.name}': {plan.why_nothing}."
+        raise NegativeVerdict(message, None if plan.sites.ran else PASS_INPUTS)
+
+
+def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
+    """The plan that the files allow, as the writer would find it."""
+    if not source.shards:
+        note("The weights are not downloaded yet, so their names and dtypes were not checked.")
+        return plan
+    folds = FoldPlan.from_plan(plan, source.tensors, source.aliases)
+    for norm, reason in folds.refused:
+        note(f"{norm} is shared instead of folded: {reason}.")
+    return folds.revise(plan)
+
+
+def _record(inputs: Mapping[str, Any] | str | Path | None, driven: Batch | None) -> InputsRecord | None:
+    """The form of the batch that drove the walk, for the manifest."""
+    if driven is None:
+        return None
+    file = Path(inputs).name if isinstance(inputs, str | Path) else None
+    return InputsRecord(file, describe(driven))
