@@ -205,7 +205,6 @@ def test_checkpoint_without_the_base_prefix_is_folded() -> None:
 
 
 def test_every_tensor_dtype_that_is_folded_is_a_torch_float() -> None:
-    from memopt.checkpoint.sources.header import FLOAT_DTYPES
-    from memopt.checkpoint.sources.source import torch_dtype
+    from memopt.checkpoint.sources.header import FLOAT_DTYPES, torch_dtype
 
     assert all(torch.finfo(torch_dtype(name)).bits >= 16 for name in FLOAT_DTYPES)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memopt.checkpoint.sources.header import DTYPE_BITS
-from memopt.checkpoint.sources.source import open_source, torch_dtype
+from memopt.checkpoint.sources.header import DTYPE_BITS, torch_dtype
+from memopt.checkpoint.sources.source import open_source
 from memopt.errors import ModelError
 from tests.checkpoint.builders import rms_tensors, write_checkpoint_files
 

@@ -16,8 +16,9 @@ import torch
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.arithmetic import Pair, RangeChanges
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
-from memopt.checkpoint.sources.header import TensorInfo
-from memopt.checkpoint.sources.source import CheckpointSource, Shard, torch_dtype
+from memopt.checkpoint.sources.base import Shard
+from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
+from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
 _BLOCK = 8 << 20
@@ -67,7 +68,7 @@ def restore(source: CheckpointSource, names: frozenset[str], folder: Path) -> No
 
 def copy_tensors(source: CheckpointSource, shard: Shard, run: list[TensorInfo], target: int, advance: Advance) -> None:
     """Copy tensors that lie one after the other as they are."""
-    if source.pickled is None:
+    if source.weights.copies_as_is:
         with open(shard.origin, "rb", buffering=0) as origin:
             count = sum(info.nbytes for info in run)
             copy_range(origin.fileno(), target, run[0].offset, count, advance)

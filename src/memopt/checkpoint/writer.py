@@ -32,7 +32,8 @@ from memopt.checkpoint.manifest import (
     add_config_key,
 )
 from memopt.checkpoint.shards import restore, write_shard
-from memopt.checkpoint.sources.source import INDEX, MANIFEST, CheckpointSource, sha256
+from memopt.checkpoint.sources.base import INDEX
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
 from memopt.errors import NegativeVerdict
 from memopt.plan.plan import Plan
 

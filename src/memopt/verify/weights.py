@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
-from memopt.checkpoint.sources.source import CheckpointSource, open_source, sha256
+from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
 from memopt.errors import ModelError
 from memopt.verify.recompute import Comparison, compare
 from memopt.verify.verdict import Check, Status
@@ -79,11 +79,10 @@ def _check_files(folder: Path, manifest: Manifest) -> Check:
 def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, Check]:
     """(the source if it can be compared with, the check that says so)."""
     record = manifest.source
-    pickled = any(name.endswith(".bin") for name in record.files)
     if against is None and not Path(record.path).is_dir():
         return None, _check("source", record.model, "skip", detail=f"'{record.path}' is gone: give it with --against")
     try:
-        source = open_source(against or record.path, allow_pickle=pickled)
+        source = open_source(against or record.path, allow_pickle=needs_leave(record.files))
     except ModelError as error:
         if against is not None:
             raise

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memopt.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Bits of one element of every dtype of the format.
 DTYPE_BITS = {
@@ -98,6 +101,26 @@ def build_header(shard: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]])
         begin, end = entries[name]["data_offsets"]
         infos[name] = TensorInfo(name, shard, *tensors[name], offset=start + begin, nbytes=end - begin)
     return Header(struct.pack("<Q", len(text)) + text, entries["__metadata__"], infos, start + position)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype for a safetensors dtype.
+
+    Raises:
+        ModelError: torch has none (the sub-byte formats).
+    """
+    import torch
+
+    names = {
+        "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+        "U64": "uint64", "I64": "int64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+        "C64": "complex64", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    }  # fmt: skip
+    found = getattr(torch, names.get(name, ""), None)
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"torch has no dtype for the safetensors dtype {name}.")
+    return found
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

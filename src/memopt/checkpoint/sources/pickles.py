@@ -13,19 +13,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from memopt.checkpoint.sources.header import build_header
+from memopt.checkpoint.sources.base import Shard, named_shards, parse_index
+from memopt.checkpoint.sources.header import TensorInfo, build_header, torch_dtype
 from memopt.errors import ModelError
 
 if TYPE_CHECKING:
-    from memopt.checkpoint.sources.source import Shard
+    import torch
 
-_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_SINGLE = "pytorch_model.bin"
+_INDEX = "pytorch_model.bin.index.json"
+#: Dtypes that are read, by their safetensors names.
+_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64", "F64", "F32", "F16", "BF16", "C64", "F8_E4M3", "F8_E5M2")
+
+
+class PickleFormat:
+    """``pytorch_model.bin``, or the shards of ``pytorch_model.bin.index.json``."""
+
+    suffix = ".bin"
+    runs_code = True
+
+    def is_in(self, root: Path) -> bool:
+        return bool(_files(root))
+
+    def open(self, root: Path) -> PickledTensors:
+        """Memory-map the files and lay them out as safetensors files."""
+        tensors: dict[str, torch.Tensor] = {}
+        shards = []
+        for path in _files(root):
+            found = _load(path)
+            name = path.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            layout = {key: (_names()[tensor.dtype], tuple(tensor.shape)) for key, tensor in found.items()}
+            shards.append(Shard(name, build_header(name, layout), path))
+            tensors.update(found)
+        if sum(len(shard.header.tensors) for shard in shards) != len(tensors):
+            raise ModelError(f"The shards in '{root}' contain a tensor twice.")
+        return PickledTensors(tensors, tuple(shards), _index(shards) if len(shards) > 1 else None, _aliases(tensors))
 
 
 @dataclass(frozen=True)
@@ -36,35 +58,29 @@ class PickledTensors:
     shards: tuple[Shard, ...]
     index: bytes | None
     aliases: Mapping[str, tuple[str, ...]]
+    copies_as_is = False
 
-    def read_range(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of the contiguous tensor `name`."""
-        flat = self.tensors[name].reshape(-1).view(torch.uint8)
+    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+        import torch
+
+        flat = self.tensors[info.name].reshape(-1).view(torch.uint8)
         return bytearray(flat[start:stop].numpy())
 
 
-def load_pickles(files: list[Path]) -> PickledTensors:
-    """Memory-map pickle files and lay them out as safetensors files.
+def _files(root: Path) -> list[Path]:
+    single, index = root / _SINGLE, root / _INDEX
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
+    return named_shards(index, parse_index(index, index.read_bytes()))
 
-    Raises:
-        ModelError: a file is damaged, needs code to load, or holds something other than dense tensors.
-    """
-    from memopt.checkpoint.sources.source import Shard
 
-    tensors: dict[str, torch.Tensor] = {}
-    shards = []
-    for path in files:
-        found = _load(path)
-        name = path.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        layout = {key: (_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in found.items()}
-        shards.append(Shard(name, build_header(name, layout), path))
-        tensors.update(found)
-    if sum(len(shard.header.tensors) for shard in shards) != len(tensors):
-        raise ModelError(f"The shards in '{files[0].parent}' contain a tensor twice.")
-    return PickledTensors(tensors, tuple(shards), _index(shards) if len(shards) > 1 else None, _aliases(tensors))
+def _names() -> dict[torch.dtype, str]:
+    return {torch_dtype(name): name for name in _DTYPES}
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
+    import torch
+
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -79,8 +95,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"'{path}' cannot be read: {str(error).splitlines()[0] if str(error) else error!r}.") from None
     if not isinstance(content, Mapping):
         raise ModelError(f"'{path}' does not hold a state dict.")
+    dtypes = _names()
     for name, value in content.items():
-        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in _NAMES
+        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in dtypes
         if not isinstance(name, str) or not dense:
             raise ModelError(f"'{path}' holds '{name}', which is not a plain tensor.")
     return dict(content)

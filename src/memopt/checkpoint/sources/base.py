@@ -1,0 +1,127 @@
+"""What a format of weight files must tell: whether a folder has it, its tensors and where their bytes are.
+
+A format is one file with a class of the protocol `Format`, listed in `source.FORMATS`. Whatever the files are, a source
+presents itself as safetensors files: those are what a rewritten checkpoint contains.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from memopt.checkpoint.sources.header import Header, TensorInfo
+from memopt.errors import ModelError
+
+#: Names of the files that are written, and of safetensors checkpoints.
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file, as it is or (from another format) as it would be written."""
+
+    name: str
+    header: Header
+    origin: Path
+    """File of the source that holds the tensors."""
+
+
+class Weights(Protocol):
+    """The weights of an opened checkpoint. Only headers have been read; tensors are read on demand, in ranges."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All files, in the order of their names."""
+
+    @property
+    def index(self) -> bytes | None:
+        """Content of the shard index; None for a single file."""
+
+    @property
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
+        """Names that share a storage -> the others of the group."""
+
+    @property
+    def copies_as_is(self) -> bool:
+        """Whether each shard's `origin` is laid out as its header says, so that bytes can be copied file to file."""
+
+    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop) of a tensor, in the safetensors layout."""
+
+
+class Format(Protocol):
+    """One format of weight files."""
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of its files; an index ends so with ``.index.json`` after it."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether opening such a file can run code, so that the user has to allow it."""
+
+    def is_in(self, root: Path) -> bool:
+        """Whether the folder has weights in this format under the names that transformers looks for.
+
+        Raises:
+            ModelError: its index is damaged or names a file that is missing.
+        """
+
+    def open(self, root: Path) -> Weights:
+        """The weights of a folder that has them.
+
+        Raises:
+            ModelError: a file is missing, damaged, or holds what the format does not allow.
+        """
+
+
+@dataclass(frozen=True)
+class NoWeights:
+    """Weights that were not downloaded."""
+
+    shards: tuple[Shard, ...] = ()
+    index: bytes | None = None
+    copies_as_is: bool = False
+
+    @property
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
+        return {}
+
+    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+        raise ModelError(f"The weights were not downloaded, so tensor '{info.name}' cannot be read.")
+
+
+def parse_index(path: Path, content: bytes) -> dict[str, str]:
+    """Tensor name -> file name of a shard index."""
+    try:
+        weight_map = json.loads(content)["weight_map"]
+        valid = all(isinstance(value, str) and value == Path(value).name for value in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid or not weight_map:
+        raise ModelError(f"'{path}' is not a valid shard index.", "Download or copy it again.")
+    return dict(weight_map)
+
+
+def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    """The files that an index names, in order.
+
+    Raises:
+        ModelError: one is missing.
+    """
+    paths = [index.parent / name for name in sorted(set(weight_map.values()))]
+    for path in paths:
+        if not path.is_file():
+            raise ModelError(
+                f"'{index}' names the shard '{path.name}', which is missing.", "Download or copy it again."
+            )
+    return paths
+
+
+def belongs_to(name: str, formats: Iterable[Format]) -> bool:
+    """Whether a file of this name is a weight file or an index of one of `formats`."""
+    return any(name.endswith((each.suffix, f"{each.suffix}.index.json")) for each in formats)

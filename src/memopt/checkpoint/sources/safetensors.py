@@ -1,0 +1,83 @@
+"""Checkpoints in safetensors files: one file, or shards with an index. Opening reads headers only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, named_shards, parse_index
+from memopt.checkpoint.sources.header import Header, TensorInfo, read_header
+from memopt.errors import ModelError
+
+
+class SafetensorsFormat:
+    """``model.safetensors``, or the shards of ``model.safetensors.index.json``."""
+
+    suffix = ".safetensors"
+    runs_code = False
+
+    def is_in(self, root: Path) -> bool:
+        return (root / SINGLE).is_file() or (root / INDEX).is_file()
+
+    def open(self, root: Path) -> SafetensorsFiles:
+        if (root / SINGLE).is_file():
+            return SafetensorsFiles((Shard(SINGLE, read_header(root / SINGLE), root / SINGLE),), None)
+        path = root / INDEX
+        content = path.read_bytes()
+        weight_map = parse_index(path, content)
+        shards = [Shard(file.name, read_header(file), file) for file in named_shards(path, weight_map)]
+        _check_index(path, weight_map, {shard.name: shard.header for shard in shards})
+        return SafetensorsFiles(tuple(shards), content)
+
+
+@dataclass(frozen=True)
+class SafetensorsFiles:
+    """Weights in safetensors files."""
+
+    shards: tuple[Shard, ...]
+    index: bytes | None
+    copies_as_is = True
+
+    @property
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
+        """None: a safetensors file holds no tensor twice."""
+        return {}
+
+    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+        buffer = bytearray(stop - start)
+        path = self._origins[info.shard]
+        with open(path, "rb", buffering=0) as file:
+            _read_into(file.fileno(), buffer, info.offset + start, path)
+        return buffer
+
+    @cached_property
+    def _origins(self) -> Mapping[str, Path]:
+        return {shard.name: shard.origin for shard in self.shards}
+
+
+def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    """Check that an index names exactly the tensors of the shards.
+
+    Raises:
+        ModelError: it names a tensor that its shard lacks, or lacks one.
+    """
+    for name, shard in weight_map.items():
+        if name not in headers[shard].tensors:
+            raise ModelError(f"'{path}' places tensor '{name}' in '{shard}', which does not contain it.")
+    for shard, header in headers.items():
+        for name in header.tensors:
+            if weight_map.get(name) != shard:
+                raise ModelError(f"'{shard}' contains tensor '{name}', which '{path}' does not place there.")
+
+
+def _read_into(descriptor: int, buffer: bytearray, offset: int, path: Path) -> None:
+    """Fill `buffer` from position `offset` of an open file."""
+    view = memoryview(buffer)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise ModelError(f"'{path}' became shorter while it was read.")
+        view, offset = view[count:], offset + count
