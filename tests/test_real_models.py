@@ -38,13 +38,13 @@ def test_a_post_norm_encoder_passes_every_level(patched_minilm):
 
 def test_a_decoder_has_all_its_block_norms_folded_bit_by_bit(patched_smollm2):
     assert len(read_manifest(patched_smollm2).folded_norms()) == 60
-    verdict = verify(patched_smollm2, levels=["weights"])
+    verdict = verify(patched_smollm2, level="weights")
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
 
 @pytest.mark.slow
 def test_a_decoder_passes_every_level(patched_smollm2):
-    verdict = verify(patched_smollm2, levels=["forward", "gradient", "memory"])
+    verdict = verify(patched_smollm2, level=["forward", "gradient", "memory"])
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
 

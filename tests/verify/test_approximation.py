@@ -22,7 +22,7 @@ def patched(tmp_path: Path, name: str, recipe: str, *settings: str) -> PatchResu
 
 
 def checks(folder: Path) -> dict[str, Check]:
-    return {check.id: check for check in verify(folder, levels=["gradient"]).checks}
+    return {check.id: check for check in verify(folder, level="gradient").checks}
 
 
 @pytest.mark.parametrize(

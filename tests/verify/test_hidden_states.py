@@ -84,5 +84,5 @@ def test_an_output_that_changes_without_leave_fails(originals, tmp_path):
     patch(originals / "t5", tmp_path / "out", "norms.hidden_states=change")
     path = tmp_path / "out" / "memopt.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"changed_outputs": []}))
-    failed = [check.subject for check in verify(tmp_path / "out", levels=["forward"]).checks if check.status == "fail"]
+    failed = [check.subject for check in verify(tmp_path / "out", level="forward").checks if check.status == "fail"]
     assert any("encoder_last_hidden_state" in subject for subject in failed)

@@ -54,7 +54,7 @@ def test_all_levels_pass_on_a_right_checkpoint(folders, name):
 def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "original")
     patch_checkpoint(tmp_path / "original", tmp_path / "out")
-    verdict = verify(tmp_path / "out", levels=["memory"])
+    verdict = verify(tmp_path / "out", level="memory")
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
 
@@ -73,8 +73,8 @@ def test_a_weight_that_is_off_by_two_percent_fails_forward(patched):
     tensors = load_file(file)
     tensors["lm_head.weight"] *= 1.02
     save_file(tensors, file, metadata={"format": "pt"})
-    assert statuses(verify(patched, levels=["forward"]))["forward.error_ratio"] == "fail"
-    assert "fail" in statuses(verify(patched, levels=["weights"])).values()
+    assert statuses(verify(patched, level="forward"))["forward.error_ratio"] == "fail"
+    assert "fail" in statuses(verify(patched, level="weights")).values()
 
 
 def test_a_lost_norm_weight_fails_forward(patched):
@@ -82,7 +82,7 @@ def test_a_lost_norm_weight_fails_forward(patched):
     tensors = load_file(file)
     tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"])
     save_file(tensors, file, metadata={"format": "pt"})
-    assert statuses(verify(patched, levels=["forward"]))["forward.error_ratio"] == "fail"
+    assert statuses(verify(patched, level="forward"))["forward.error_ratio"] == "fail"
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
@@ -94,7 +94,7 @@ def test_a_norm_backward_that_is_off_by_a_tenth_fails_gradient(folders, monkeypa
         return None if dx is None else dx * factor, dweight, dbias
 
     monkeypatch.setattr(norm_steps, "norm_backward", wrong)
-    verdict = verify(folders / "llama-patched", levels=["gradient"])
+    verdict = verify(folders / "llama-patched", level="gradient")
     assert verdict.status == "fail"
 
 
@@ -106,7 +106,7 @@ def test_a_lost_gradient_of_a_norm_weight_fails_gradient(folders, monkeypatch):
         return dx, None if dweight is None else dweight * 0, dbias
 
     monkeypatch.setattr(norm_steps, "norm_backward", wrong)
-    assert statuses(verify(folders / "bert-patched", levels=["gradient"]))["gradient.worst_error_ratio"] == "fail"
+    assert statuses(verify(folders / "bert-patched", level="gradient"))["gradient.worst_error_ratio"] == "fail"
 
 
 def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
@@ -122,7 +122,7 @@ def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
         return (right if fake else without_a_scope)(stock, rewrite, module, *args, **kwargs)
 
     monkeypatch.setattr(scope_patch, "_forward", scope_only_in_the_trace)
-    verdict = verify(folders / "bert-patched", levels=["memory"])
+    verdict = verify(folders / "bert-patched", level="memory")
     assert calls["traced"] > 0
     assert statuses(verdict)["memory.plan"] == "fail"
 
@@ -135,23 +135,23 @@ def test_a_tensor_hidden_in_an_attribute_fails_memory(folders, monkeypatch):
         return right(ctx, x, *arguments)
 
     monkeypatch.setattr(norm_kernel.NormFunction, "forward", staticmethod(hiding))
-    assert statuses(verify(folders / "bert-patched", levels=["memory"]))["memory.nothing_hidden"] == "fail"
+    assert statuses(verify(folders / "bert-patched", level="memory"))["memory.nothing_hidden"] == "fail"
 
 
 def test_a_missing_original_is_inconclusive_and_against_names_another(folders, tmp_path):
     original = Path(shutil.copytree(folders / "llama", tmp_path / "llama"))
     patch_checkpoint(original, tmp_path / "out")
     shutil.rmtree(original)
-    verdict = verify(tmp_path / "out", levels=["weights", "forward"])
+    verdict = verify(tmp_path / "out", level=["weights", "forward"])
     assert verdict.status == "inconclusive"
     assert verdict.exit_code() == 3
     assert verdict.exit_code(allow_skips=True) == 0
-    assert verify(tmp_path / "out", against=str(folders / "llama"), levels=["weights", "forward"]).status == "pass"
+    assert verify(tmp_path / "out", against=str(folders / "llama"), level=["weights", "forward"]).status == "pass"
 
 
 def test_the_wrong_original_fails(folders, tmp_path):
     tiny_model("llama", torch.bfloat16, seed=1).save_pretrained(tmp_path / "other")
-    verdict = verify(folders / "llama-patched", against=str(tmp_path / "other"), levels=["forward"])
+    verdict = verify(folders / "llama-patched", against=str(tmp_path / "other"), level="forward")
     assert verdict.status == "fail"
 
 

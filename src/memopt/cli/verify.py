@@ -45,15 +45,13 @@ def verify(
     Exits with 0 if every check passed, 1 if one failed, 3 if one could not be made.
     """
     from memopt.verify.run import verify as run_levels
-    from memopt.verify.verdict import LEVELS
 
     common.note(f"Verifying {directory}")
-    levels = LEVELS if level is LevelChoice.all else (LEVELS[[*LEVELS].index(level.value)],)
     with common.only_results_on_stdout():
         verdict = run_levels(
             directory,
             against=against,
-            levels=levels,
+            level=level.value,
             trust_remote_code=trust_remote_code,
             inputs=inputs,
             progress=_tell,

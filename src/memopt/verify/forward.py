@@ -8,24 +8,25 @@ PyTorch's own comparisons draw the line.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
-from memopt.verify.inputs import probe_inputs
+from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
     Pair,
+    Reference,
     cast_inputs,
     choose_reference,
     floating_outputs,
-    free_memory,
     load_patched,
+    load_run_free,
     load_stock,
     stored_dtype,
 )
@@ -66,39 +67,73 @@ class _Errors:
         return FLOOR_ROUNDOFFS * unit_roundoff * math.sqrt(self.square_truth / max(self.n, 1))
 
 
+@dataclass(frozen=True)
+class _Original:
+    """The run of the original weights, and what the others are run with."""
+
+    outputs: list[dict[str, Tensor]]
+    dtype: torch.dtype
+    reference: Reference
+    probes: Probes
+
+
 def verify_forward(pair: Pair) -> list[Check]:
     """Compare outputs; one check for each floating-point output, and for logits their divergence and top token."""
     trust = pair.trust_remote_code
+    load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
     try:
-        original = load_stock(pair.original, revision=pair.revision, trust_remote_code=trust)
-    except ModelError as error:
+        original = load_run_free(functools.partial(_loaded, load_original), functools.partial(_run_original, pair))
+    except _NotLoaded as error:
         return [_skip(f"the original cannot be loaded: {error}")]
-    dtype = stored_dtype(original)
-    reference = choose_reference(sum(p.numel() for p in original.parameters()), dtype, copies=2)
-    if reference is None:
+    if original is None:
         return [_skip("no more precise run than the model's own fits into memory")]
-    probes = probe_inputs(original, pair.patched, pair.inputs, trust_remote_code=trust)
-    outputs = {"original": _run(original, probes, dtype)}
-    del original
-    free_memory()
-    truth_model = load_stock(pair.original, revision=pair.revision, dtype=reference.dtype, trust_remote_code=trust)
-    with precise(reference.dtype):
-        truth = _run(truth_model, probes, reference.dtype)
-    del truth_model
-    free_memory()
-    patched = load_patched(pair.patched, trust_remote_code=trust, inputs=pair.inputs)
-    outputs["patched"] = _run(patched, probes, dtype, training_path=True)
-    del patched
-    outputs["stock classes on the patched files"] = _run(
-        load_stock(pair.patched, trust_remote_code=trust), probes, dtype
-    )
-    free_memory()
+    probes, dtype, reference = original.probes, original.dtype, original.reference
+
+    def true_outputs(model: nn.Module) -> list[dict[str, Tensor]]:
+        with precise(reference.dtype):
+            return _run(model, probes, reference.dtype)
+
+    truth = load_run_free(functools.partial(load_original, dtype=reference.dtype), true_outputs)
+    outputs = {
+        "original": original.outputs,
+        "patched": load_run_free(
+            functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=pair.inputs),
+            lambda model: _run(model, probes, dtype, training_path=True),
+        ),
+        "stock classes on the patched files": load_run_free(
+            functools.partial(load_stock, pair.patched, trust_remote_code=trust),
+            lambda model: _run(model, probes, dtype),
+        ),
+    }
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
     changed = read_manifest(pair.patched).changed_outputs
     return list(_compare(outputs, truth, dtype, source, probes.source, changed))
 
 
-def _run(model: nn.Module, probes: Any, dtype: torch.dtype, *, training_path: bool = False) -> list[dict[str, Tensor]]:
+class _NotLoaded(Exception):
+    """The original cannot be loaded."""
+
+
+def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return load()
+    except ModelError as error:
+        raise _NotLoaded(str(error)) from error
+
+
+def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
+    """The original's outputs; None where no truth can be had to judge them by."""
+    dtype = stored_dtype(model)
+    reference = choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=2)
+    if reference is None:
+        return None
+    probes = probe_inputs(model, pair.patched, pair.inputs, trust_remote_code=pair.trust_remote_code)
+    return _Original(_run(model, probes, dtype), dtype, reference, probes)
+
+
+def _run(
+    model: nn.Module, probes: Probes, dtype: torch.dtype, *, training_path: bool = False
+) -> list[dict[str, Tensor]]:
     """Outputs for every probe. Patched modules take their own path only where gradients are recorded."""
     results = []
     for inputs in probes.batches:

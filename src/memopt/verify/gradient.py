@@ -6,7 +6,9 @@ by `memopt patch` and is no error. The truth is the stock model in fp64.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from memopt.verify.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
     NOTHING_SAMPLED,
+    Reference,
     cast_inputs,
     choose_reference,
     floating_outputs,
-    free_memory,
     load_patched,
+    load_run_free,
     load_stock,
     stored_dtype,
 )
@@ -38,33 +41,51 @@ _ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 Gradients = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class _Stock:
+    """The run of stock modules, and what the others are run with."""
+
+    loss: float
+    gradients: Gradients
+    dtype: torch.dtype
+    reference: Reference
+    probes: Probes
+
+
 def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
     """Compare the gradient of every parameter that both models train."""
-    stock = load_stock(folder, trust_remote_code=trust_remote_code)
-    dtype = stored_dtype(stock)
-    reference = choose_reference(sum(p.numel() for p in stock.parameters()), dtype, copies=4)
-    if reference is None:
+    load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
+
+    def run_stock(model: nn.Module) -> _Stock | None:
+        dtype = stored_dtype(model)
+        reference = choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=4)
+        if reference is None:
+            return None
+        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        return _Stock(*training_gradients(model, probes, dtype), dtype, reference, probes)
+
+    stock = load_run_free(load, run_stock)
+    if stock is None:
         return [_skip("no more precise run than the model's own fits into memory")]
-    probes = probe_inputs(stock, folder, inputs, trust_remote_code=trust_remote_code)
-    stock_loss, stock_gradients = training_gradients(stock, probes, dtype)
-    del stock
-    free_memory()
-    patched_loss, patched_gradients = training_gradients(
-        load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs, overrides=[NOTHING_SAMPLED]),
-        probes,
-        dtype,
+    reference = stock.reference
+    exact = [NOTHING_SAMPLED]
+    patched_loss, patched_gradients = load_run_free(
+        functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs, overrides=exact),
+        lambda model: training_gradients(model, stock.probes, stock.dtype),
     )
-    free_memory()
-    truth_model = load_stock(folder, dtype=reference.dtype, trust_remote_code=trust_remote_code)
-    with precise(reference.dtype):
-        _, truth = training_gradients(truth_model, probes, reference.dtype)
-    del truth_model
-    free_memory()
+
+    def true_gradients(model: nn.Module) -> Gradients:
+        with precise(reference.dtype):
+            return training_gradients(model, stock.probes, reference.dtype)[1]
+
+    truth = load_run_free(functools.partial(load, dtype=reference.dtype), true_gradients)
     source = f"{reference.name} run of stock modules on the same weights"
-    missing = sorted(set(patched_gradients) - set(stock_gradients))
+    missing = sorted(set(patched_gradients) - set(stock.gradients))
     if missing:
         return [_fail(f"stock modules give {missing[0]} no gradient, patched ones do")]
-    return list(compare_gradients(patched_gradients, stock_gradients, truth, dtype, source, stock_loss, patched_loss))
+    return list(
+        compare_gradients(patched_gradients, stock.gradients, truth, stock.dtype, source, stock.loss, patched_loss)
+    )
 
 
 def compare_gradients(

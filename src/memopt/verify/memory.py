@@ -7,7 +7,9 @@ alive), so a tensor hidden in an attribute would show.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from memopt.report.estimate import trace_account
 from memopt.report.training import Precision, Training
 from memopt.verify.gradient import training_loss
 from memopt.verify.inputs import Probes, probe_inputs
-from memopt.verify.models import cast_inputs, free_memory, load_patched, load_stock, stored_dtype
+from memopt.verify.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
 from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
@@ -34,31 +36,46 @@ _PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
 
 
+@dataclass(frozen=True)
+class _Stock:
+    """What the stock model keeps, and what the others are run with."""
+
+    account: Account
+    config: Any
+    dtype: torch.dtype
+    probes: Probes
+    driven: Batch | None
+    """The batch that drives the walk; None for guessed ones."""
+    sites: Sites
+
+
 def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
     """Measure one forward of both models on real tensors (eval mode, so no dropout masks) and compare."""
     manifest = read_manifest(folder)
-    stock_model = load_stock(folder, trust_remote_code=trust_remote_code)
-    probes = probe_inputs(stock_model, folder, inputs, trust_remote_code=trust_remote_code)
-    # The user's batch and a processor's are what the model is driven with; others are guessed again, in all variants.
-    driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(stock_model))
-    sites = walk_model(stock_model, driven)
-    stock, _ = _measure(stock_model, probes, sites)
-    config: Any = stock_model.config
-    precision = _PRECISIONS.get(stored_dtype(stock_model))
-    del stock_model
-    free_memory()
-    model = load_patched(folder, trust_remote_code=trust_remote_code, inputs=driven)
-    patched, live = _measure(model, probes, sites)
-    del model
-    free_memory()
-    checks = list(_compare(stock, patched, live, probes))
+
+    def run_stock(model: nn.Module) -> _Stock:
+        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        # The user's batch and a processor's are what the model is driven with; others are guessed again, in all
+        # variants.
+        driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
+        sites = walk_model(model, driven)
+        return _Stock(_measure(model, probes, sites)[0], model.config, stored_dtype(model), probes, driven, sites)
+
+    stock = load_run_free(functools.partial(load_stock, folder, trust_remote_code=trust_remote_code), run_stock)
+    probes, driven, sites = stock.probes, stock.driven, stock.sites
+    patched, live = load_run_free(
+        functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=driven),
+        lambda model: _measure(model, probes, sites),
+    )
+    checks = list(_compare(stock.account, patched, live, probes))
+    precision = _PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
     recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
         predicted = trace_account(
-            config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms(), inputs=driven
+            stock.config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms(), inputs=driven
         )
     except ModelError as error:
         return [*checks, _skip(str(error))]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -23,6 +23,7 @@ from memopt.walk.models.config import load_config, model_class
 NOTHING_SAMPLED = "linears.method=exact"
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,21 @@ def find_pair(
     if Path(source.path).is_dir():
         return Pair(folder, source.path, None, trust_remote_code, inputs)
     return None
+
+
+def load_run_free(load: Callable[[], nn.Module], run: Callable[[nn.Module], T]) -> T:
+    """`run` on the model that `load` makes, which is freed before the result is returned: one model at a time.
+
+    Args:
+        load: for example ``functools.partial(load_stock, folder)``.
+        run: may not keep the model.
+    """
+    model = load()
+    try:
+        return run(model)
+    finally:
+        del model
+        free_memory()
 
 
 def load_stock(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from memopt.checkpoint.manifest import is_patched, read_manifest
-from memopt.errors import ModelError, NegativeVerdict
+from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.plan.recipe import load_recipe
 from memopt.verify.verdict import LEVELS, Check, Level, Verdict
 from memopt.walk.calls.batch import Batch, given_batch
@@ -15,8 +16,8 @@ from memopt.walk.calls.batch import Batch, given_batch
 def verify(
     directory: str | Path,
     *,
-    against: str | None = None,
-    levels: Iterable[Level] = LEVELS,
+    against: str | Path | None = None,
+    level: Level | Literal["all"] | Iterable[Level] = "all",
     trust_remote_code: bool = False,
     inputs: Batch | str | Path | None = None,
     progress: Callable[[Level, list[Check]], None] | None = None,
@@ -26,34 +27,45 @@ def verify(
     Args:
         directory: the patched folder.
         against: the original model, if it is not where the manifest says; folder or hub id.
-        levels: which of ``weights``, ``forward``, ``gradient``, ``memory`` to run.
+        level: ``weights``, ``forward``, ``gradient`` or ``memory``, several of these, or ``all``.
         trust_remote_code: run the Python files that come with the model.
         inputs: keyword arguments of the forward to run both models with, or a file of them; by default they are made.
         progress: called with each level and its checks when it is done.
 
     Raises:
+        UsageError: there is no such level.
         ModelError: the folder is not there or is not a patched checkpoint.
         InputsError: the batch cannot be read, or does not fit the model.
     """
-    folder = Path(directory)
+    levels, folder = _levels(level), Path(directory)
     if not folder.is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
     read_manifest(folder)
     if against is not None:
+        against = str(against)
         from memopt.walk.models.config import load_config
 
         load_config(against, trust_remote_code=trust_remote_code)
         if is_patched(Path(against)):
             raise ModelError(f"'{against}' is itself patched.", "Give the model that it was made from.")
     batch = given_batch(inputs)
-    wanted = set(levels)
     checks: list[Check] = []
-    for level in (level for level in LEVELS if level in wanted):
-        done = _run(level, folder, against, trust_remote_code, batch)
+    for each in levels:
+        done = _run(each, folder, against, trust_remote_code, batch)
         checks += done
         if progress is not None:
-            progress(level, done)
+            progress(each, done)
     return Verdict.of(checks)
+
+
+def _levels(level: str | Iterable[str]) -> tuple[Level, ...]:
+    """The levels to run, cheapest first."""
+    wanted = {level} if isinstance(level, str) else set(level)
+    if wanted == {"all"}:
+        return LEVELS
+    if unknown := sorted(wanted.difference(LEVELS)):
+        raise UsageError(f"There is no level '{unknown[0]}'.", f"Levels: {', '.join(LEVELS)}, all.")
+    return tuple(each for each in LEVELS if each in wanted)
 
 
 def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
