@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memopt.api import load, patch, plan_for, unpatch
+    from memopt.api import load, patch, plan_for, summary, unpatch
     from memopt.pipeline import PatchResult, patch_checkpoint
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
@@ -20,6 +20,7 @@ _HOMES = {
     "patch": "memopt.api",
     "plan_for": "memopt.api",
     "unpatch": "memopt.api",
+    "summary": "memopt.api",
     "load": "memopt.api",
     "PatchResult": "memopt.pipeline",
     "patch_checkpoint": "memopt.pipeline",
@@ -41,6 +42,7 @@ __all__ = [
     "patch",
     "patch_checkpoint",
     "plan_for",
+    "summary",
     "unpatch",
 ]
 

@@ -1,4 +1,4 @@
-"""The library's verbs for a model in memory: patch, unpatch, load. `memopt` re-exports them."""
+"""The library's verbs for a model in memory: patch, unpatch, plan_for, load, summary. `memopt` re-exports them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 from torch import nn
 
 from memopt.errors import ModelError, NegativeVerdict, RecipeError
 from memopt.patches.apply import Applied, apply, is_patched, undo
+from memopt.patches.record import Record, drop_record, keep_record, record_of
+from memopt.patches.swap import is_swapped
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.walk.sites import Sites
+
+if TYPE_CHECKING:
+    from memopt.report.summary import Summary
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -50,14 +55,26 @@ def patch(
             f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
         )
-    _applied_or_raise(apply(model, plan_for(model, rules, inputs=inputs)))
+    plan = plan_for(model, rules, inputs=inputs)
+    _finish(model, plan, apply(model, plan))
     return model
 
 
 def unpatch(model: M) -> M:
     """Give every patched module its stock forward back; returns the same object."""
     undo(model)
+    drop_record(model)
     return model
+
+
+def summary(model: nn.Module) -> Summary:
+    """What was patched in `model`, by which recipe, what refused it, and how to undo it; `print` shows a few lines.
+
+    A model in which a patched one is wrapped or copied has the same summary.
+    """
+    from memopt.report.summary import summarize
+
+    return summarize(sum(is_swapped(module) for module in model.modules()), record_of(model))
 
 
 def plan_for(
@@ -126,7 +143,8 @@ def load(
     sites = _walk(model, remembered if batch is None else batch)
     if batch is None and not sites.ran:  # another head may not take what was remembered
         sites = _walk(model, None)
-    _applied_or_raise(apply(model, make_plan(sites, unfolded), folded=names))
+    plan = make_plan(sites, unfolded)
+    _finish(model, plan, apply(model, plan, folded=names))
     return model
 
 
@@ -180,10 +198,11 @@ def _same_norm(name: str, folded: frozenset[str]) -> bool:
     return name in folded or any(name.endswith("." + other) or other.endswith("." + name) for other in folded if name)
 
 
-def _applied_or_raise(applied: Applied) -> None:
+def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
+    """Warn of what was left, and keep on the model what was done; an error where that is nothing."""
     for name, reason in applied.refused:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
-    sites = applied.plan.sites
+    sites = plan.sites
     if not sites.ran:
         # Norms are patched all the same; blocks are guessed from the module tree.
         warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
@@ -191,3 +210,4 @@ def _applied_or_raise(applied: Applied) -> None:
         raise NegativeVerdict(
             "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."
         )
+    keep_record(model, Record(plan, applied.refused))

@@ -1,9 +1,9 @@
-"""`memopt patch` as a function: from a checkpoint on disk or on the hub to the folder of the patched one."""
+"""The verbs for checkpoints, as the commands run them: patch_checkpoint and report. `memopt` re-exports them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.errors import NegativeVerdict
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+from memopt.report.build import chosen_recipe, compare_training
+from memopt.report.compare import Comparison
+from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_folder
@@ -103,6 +106,69 @@ def patch_checkpoint(
     return PatchResult(checkpoint, written.plan, target, written, notes.taken)
 
 
+def report(
+    model: str | Path,
+    recipe: str | Path | Recipe | None = None,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: Precision = "bf16",
+    train: Train = "full",
+    lora_rank: int = 8,
+    lora_targets: Sequence[str] = (ALL_LINEAR,),
+    checkpointing: Checkpointing = "none",
+    inputs: Mapping[str, Any] | str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    note: Note | None = None,
+) -> Comparison:
+    """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
+
+    Computed from the config alone. Only for a recipe that samples, and where the weights are in a local folder, one
+    training step on the CPU tells what the sampling costs.
+
+    Args:
+        model: a local folder, a hub id, or a folder that `memopt patch` wrote.
+        recipe: by default the patched folder's own, else ``exact-unfolded``.
+        batch: rows in a batch, else 1; where `inputs` are given, those say it.
+        seq: tokens in a row, else what the config allows up to 2048; where `inputs` are given, those say it.
+        precision: dtype of the weights; ``mixed`` is fp32 weights under autocast.
+        train: everything, or LoRA adapters on frozen weights.
+        lora_rank: rank of the adapters.
+        lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
+        checkpointing: activation checkpointing of every block, or none.
+        inputs: a batch of the size to report, or a file that holds one.
+        revision: branch, tag or commit; hub ids only.
+        trust_remote_code: run the Python files that come with the model.
+        note: called with a sentence before a step that takes long.
+
+    Raises:
+        ModelError: the config cannot be found, built or traced.
+        InputsError: `inputs` cannot be read, or the model does not take them.
+        RecipeError: the recipe is unknown.
+    """
+    training = Training(
+        batch=batch or 1,
+        precision=precision,
+        train=train,
+        lora_rank=lora_rank,
+        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
+        checkpointing=checkpointing,
+    )
+    comparison = compare_training(
+        model,
+        training,
+        seq=seq,
+        recipe=recipe,
+        inputs=inputs,
+        any_size=batch is None and seq is None,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    rules = chosen_recipe(model, recipe)
+    return _with_noise(comparison, rules, inputs, trust_remote_code, note) if rules.samples else comparison
+
+
 def default_folder(model: str) -> Path:
     """NAME-memopt in the current folder, for a local folder or a hub id."""
     path = Path(model).expanduser()
@@ -177,3 +243,23 @@ def _record(inputs: Mapping[str, Any] | str | Path | None, driven: Batch | None)
         return None
     file = Path(inputs).name if isinstance(inputs, str | Path) else None
     return InputsRecord(file, describe(driven))
+
+
+def _with_noise(
+    comparison: Comparison,
+    rules: Recipe,
+    inputs: Mapping[str, Any] | str | Path | None,
+    trust_remote_code: bool,
+    note: Note | None,
+) -> Comparison:
+    """What the recipe's sampling costs on the model's own weights, beside the bytes."""
+    from memopt.verify.sampling import not_measured, predicted_errors
+
+    if comparison.training.train == "lora":
+        errors = not_measured(rules, "an adapter that was not trained yet has no gradient to speak of")
+    else:
+        if note is not None:
+            note("Measuring the error of sampled gradients on the model's weights ...")
+        batch = given_batch(inputs)
+        errors = predicted_errors(comparison.model, rules, inputs=batch, trust_remote_code=trust_remote_code)
+    return replace(comparison, sampling=errors)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from memopt.cli import common
 from memopt.errors import UsageError
-from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
-
-if TYPE_CHECKING:
-    from memopt.plan.recipe import Recipe
-    from memopt.report.compare import Comparison
+from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train
 
 
 def report(
@@ -71,47 +65,29 @@ def report(
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
     with common.only_results_on_stdout():
-        from memopt.report.build import chosen_recipe, compare_training
-        from memopt.report.json import comparison_dict
-        from memopt.report.tables import comparison_tables
+        from memopt.pipeline import report as run_report
 
-        targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
-        comparison = compare_training(
+        comparison = run_report(
             model,
-            Training(
-                batch=batch or 1,
-                precision=precision,
-                train=train,
-                lora_rank=lora_rank,
-                lora_targets=targets or (ALL_LINEAR,),
-                checkpointing=checkpointing,
-            ),
+            recipe,
+            batch=batch,
             seq=seq,
-            recipe=recipe,
+            precision=precision,
+            train=train,
+            lora_rank=lora_rank,
+            lora_targets=[name.strip() for name in lora_targets.split(",") if name.strip()],
+            checkpointing=checkpointing,
             inputs=inputs,
-            any_size=batch is None and seq is None,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            note=common.note,
         )
-        rules = chosen_recipe(model, recipe)
-        if rules.samples:
-            comparison = _with_noise(comparison, rules, inputs, trust_remote_code)
     if json_output:
+        from memopt.report.json import comparison_dict
+
         common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
     else:
+        from memopt.report.tables import comparison_tables
+
         common.print_rich(*comparison_tables(comparison))
     return common.EXIT_OK
-
-
-def _with_noise(comparison: Comparison, rules: Recipe, inputs: Path | None, trust_remote_code: bool) -> Comparison:
-    """What the recipe's sampling costs on the model's own weights, beside the bytes."""
-    from memopt.verify.sampling import not_measured, predicted_errors
-    from memopt.walk.calls.batch import given_batch
-
-    if comparison.training.train == "lora":
-        errors = not_measured(rules, "an adapter that was not trained yet has no gradient to speak of")
-    else:
-        common.note("Measuring the error of sampled gradients on the model's weights ...")
-        batch = given_batch(inputs)
-        errors = predicted_errors(comparison.model, rules, inputs=batch, trust_remote_code=trust_remote_code)
-    return dataclasses.replace(comparison, sampling=errors)

@@ -71,6 +71,13 @@ class Comparison:
     sampling: SamplingErrors | None = None
     """What sampling costs, where the recipe samples."""
 
+    def __str__(self) -> str:
+        """What `memopt report` prints."""
+        from memopt.report.tables import comparison_tables
+        from memopt.report.text import as_text
+
+        return as_text(comparison_tables(self))
+
     @property
     def change(self) -> float:
         """Bytes after against bytes before: -0.47 for 47 % less; 0 if nothing is kept."""

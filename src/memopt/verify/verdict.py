@@ -44,6 +44,13 @@ class Verdict:
     def of(cls, checks: Iterable[Check]) -> Verdict:
         return cls(tuple(checks))
 
+    def __str__(self) -> str:
+        """The table that `memopt verify` prints, and the status."""
+        from memopt.report.terminal import checks_table
+        from memopt.report.text import as_text
+
+        return f"{as_text([checks_table(self)])}\n\nstatus: {self.status}"
+
     @property
     def status(self) -> Literal["pass", "fail", "inconclusive"]:
         statuses = Counter(check.status for check in self.checks)

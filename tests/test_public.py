@@ -1,0 +1,120 @@
+"""The names that `import memopt` offers, and what is printed of what they return."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+import memopt
+from memopt import pipeline
+from memopt.errors import NegativeVerdict, UsageError
+from memopt.verify.run import verify
+from tests.factories import tiny_config, tiny_inputs, tiny_model
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("public")
+    tiny_model("llama").save_pretrained(root / "llama")
+    return memopt.patch_checkpoint(root / "llama", root / "patched").out
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(getattr(memopt, name) is not None for name in memopt.__all__)
+
+
+def test_a_dry_run_from_python_says_what_would_be_done_and_writes_nothing(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    notes: list[str] = []
+    overrides = ["ignore=[input_layernorm]", "targets=[input_layernorm, nothing]"]
+    with pytest.raises(NegativeVerdict, match="Nothing in"):
+        memopt.patch_checkpoint(tmp_path / "llama", tmp_path / "out", overrides=overrides, note=notes.append)
+    assert any("'nothing' matches no" in note for note in notes)
+    result = memopt.patch_checkpoint(tmp_path / "llama", tmp_path / "out", dry_run=True)
+    assert result.written is None
+    assert result.plan.counts()["norm"] == {"fold": 4, "share": 1}
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_in_memory_is_remembered_without_a_file(patched: Path, tmp_path: Path) -> None:
+    batch = tiny_inputs("llama", 1, 8)
+    result = memopt.patch_checkpoint(patched.parent / "llama", tmp_path / "out", inputs=batch)
+    assert result.written is not None
+    assert result.written.manifest.inputs is not None
+    assert result.written.manifest.inputs.file is None
+    assert result.written.manifest.inputs.arguments.keys() == batch.keys()
+
+
+def test_a_verdict_is_printed_as_the_table_of_its_checks(patched: Path) -> None:
+    printed = str(verify(patched, level="weights"))
+    assert "weights" in printed
+    assert "elements that differ: 0 (limit 0)" in printed
+    assert printed.endswith("status: pass")
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_a_level_that_does_not_exist_is_an_error(patched: Path) -> None:
+    with pytest.raises(UsageError, match="There is no level 'weight'"):
+        verify(patched, level="weight")  # type: ignore[arg-type]
+
+
+def test_a_report_is_printed_as_its_tables(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    comparison = pipeline.report(tmp_path, seq=32, batch=2, train="lora", lora_targets=["q", "v"])
+    assert comparison.training.lora_targets == ("q", "v")
+    assert comparison.after.total < comparison.before.total
+    assert "saved for backward: " in str(comparison)
+    assert "LoRA rank 8 on q, v" in str(comparison)
+
+
+def test_the_summary_of_a_stock_model_is_one_sentence() -> None:
+    model = tiny_model("llama")
+    assert str(memopt.summary(model)) == "This model is not patched; memopt.patch(model) patches it."
+
+
+def test_the_summary_says_the_recipe_the_counts_and_the_way_back() -> None:
+    model = memopt.patch(tiny_model("llama"))
+    lines = str(memopt.summary(model)).splitlines()
+    assert lines[0].startswith("Patched by recipe 'exact-unfolded': ")
+    assert "  5 norms: 5 shared" in lines
+    assert lines[-1] == "Undo: memopt.unpatch(model)"
+    assert memopt.summary(model).recipe == "exact-unfolded"
+
+
+def test_a_loaded_model_has_a_summary(patched: Path) -> None:
+    assert memopt.summary(memopt.load(patched)).recipe == "exact"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_has_the_same_summary(copied) -> None:
+    model = memopt.patch(tiny_model("llama"))
+    assert str(memopt.summary(copied(model))) == str(memopt.summary(model))
+    assert memopt.summary(memopt.unpatch(copied(model))).modules == 0
+    assert memopt.summary(model).modules > 0
+
+
+def test_nothing_is_left_on_a_model_that_was_unpatched() -> None:
+    model = tiny_model("llama")
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    memopt.unpatch(memopt.patch(model))
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert memopt.summary(model).plan is None
+
+
+def test_a_model_around_a_patched_one_has_its_summary() -> None:
+    peft = pytest.importorskip("peft")
+    model = memopt.patch(tiny_model("llama"))
+    text = str(memopt.summary(model))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    assert str(memopt.summary(adapted)) == text
+    assert memopt.summary(memopt.unpatch(adapted)).modules == 0
+
+
+def test_a_part_of_a_patched_model_says_that_it_is_one() -> None:
+    model = memopt.patch(tiny_model("llama"))
+    assert str(memopt.summary(model.model.layers[0])).startswith("Part of a patched model: ")
