@@ -17,6 +17,7 @@ from memopt.patches.record import Record, drop_record, keep_record, record_of
 from memopt.patches.swap import is_swapped
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.torch_compat import warn_once_of_missing
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def patch(
         InputsError: the file of inputs cannot be read.
         RecipeError: the recipe is unknown, or folds weights.
     """
+    warn_once_of_missing()
     if is_patched(model):
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
     rules = load_recipe(recipe)
@@ -125,6 +127,7 @@ def load(
     from memopt.walk.models.config import load_config
     from memopt.walk.models.config import model_class as natural_class
 
+    warn_once_of_missing()
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(

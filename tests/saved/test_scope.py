@@ -266,6 +266,16 @@ def test_a_function_of_the_users_with_our_name_is_not_taken_for_ours():
     assert torch.equal(reader.weight.grad, (x.detach() * 2).sum(0).expand(8, 8))
 
 
+def test_an_operation_that_backward_has_been_through_is_no_source():
+    x, y, reader = (torch.randn(8, 8, requires_grad=True) for _ in range(3))
+    with RecomputeScope():
+        h = (x * 1) * (y * 1)
+        h.sum().backward()
+        loss = (h @ reader).sum()
+    (gradient,) = torch.autograd.grad(loss, reader)
+    torch.testing.assert_close(gradient, h.detach().sum(0)[:, None].expand(8, 8))
+
+
 def test_a_node_that_backward_has_been_through_is_no_source():
     x = torch.randn(6, 8, requires_grad=True)
     readers = [torch.randn(8, 3, requires_grad=True) for _ in range(2)]

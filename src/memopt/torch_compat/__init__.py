@@ -48,10 +48,11 @@ from memopt.torch_compat.dispatch import (
     tree_map,
     unset_fake_temporarily,
 )
-from memopt.torch_compat.lookup import Missing, missing, warn_once_of_missing
+from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing
 from memopt.torch_compat.modules import (
     compiled_module,
     has_any_global_hook,
+    is_dropout,
     module_forward_hooks,
     module_hooks,
     no_forward_hooks,
@@ -70,6 +71,7 @@ __all__ = [
     "has_any_global_hook",
     "input_metadata",
     "interpreter_stack",
+    "is_dropout",
     "is_legacy_batched",
     "is_operator",
     "is_traceable_wrapper_subclass",
@@ -78,6 +80,7 @@ __all__ = [
     "missing",
     "module_forward_hooks",
     "module_hooks",
+    "names",
     "next_sequence_number",
     "no_dispatch",
     "no_forward_hooks",

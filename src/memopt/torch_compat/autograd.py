@@ -106,11 +106,12 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Kind of node (its ``name()``) -> the fields of it that memopt reads, by :func:`saved`."""
 
+_NOT_RECOMPUTED = "outputs of some operations are kept instead of recomputed"
 _UNSHOWN = frozenset(
     node
     for node, fields in SAVED_FIELDS.items()
     for field in fields
-    if find(f"torch._C._functions.{node}._saved_{field}", None, f"what {node} belongs to is not recomputed") is None
+    if find(f"torch._C._functions.{node}._saved_{field}", None, _NOT_RECOMPUTED) is None
 )
 
 
@@ -146,9 +147,12 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     Raises:
         RuntimeError: backward has been through the node and released it, or PyTorch lacks the fields.
     """
-    raw = getattr(node, "_raw_saved_tensors", None) or [
-        getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)
-    ]
+    raw = getattr(node, "_raw_saved_tensors", None)  # raises where it was released
+    if not raw:
+        raw = [getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)]
+        # Released fields of operations do not raise; they have neither a hook nor data.
+        if any(getattr(tensor, "unpack_hook", None) is None and tensor.data is None for tensor in raw):
+            raise RuntimeError("backward has been through the node")
     return [getattr(tensor, "unpack_hook", None) for tensor in raw]
 
 

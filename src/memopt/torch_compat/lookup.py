@@ -21,11 +21,16 @@ class Missing:
     """What is off without it, as the rest of a sentence: "views are not copied out of larger storages"."""
 
 
+#: Names that a warning lists for one loss.
+_SHOWN = 4
+
 _missing: dict[str, Missing] = {}
+_names: dict[str, None] = {}
 
 
 def find(name: str, otherwise: Any, lost: str) -> Any:
     """What the dotted `name` leads to. Where it leads nowhere, `otherwise`, and :func:`missing` says what is `lost`."""
+    _names[name] = None
     try:
         return resolve(name)
     except (ImportError, AttributeError):
@@ -51,6 +56,11 @@ def resolve(name: str) -> Any:
     return pkgutil.resolve_name(name)
 
 
+def names() -> tuple[str, ...]:
+    """Every private name that memopt looks for, found or not."""
+    return tuple(_names)
+
+
 def missing() -> tuple[Missing, ...]:
     """The private names that this PyTorch lacks; empty where every saving is available."""
     return tuple(_missing.values())
@@ -59,10 +69,19 @@ def missing() -> tuple[Missing, ...]:
 @functools.cache
 def warn_once_of_missing() -> None:
     """Warn, once a process, of what is off because this PyTorch lacks the names that it needs."""
-    if _missing:
-        lacks = "; ".join(f"{entry.name} ({entry.lost})" for entry in _missing.values())
-        warnings.warn(
-            f"PyTorch {torch.__version__} lacks names that memopt uses, so less is saved; results are not affected. "
-            f"Missing: {lacks}.",
-            stacklevel=3,
-        )
+    if not _missing:
+        return
+    by_loss: dict[str, list[str]] = {}
+    for entry in _missing.values():
+        by_loss.setdefault(entry.lost, []).append(entry.name)
+    losses = "; ".join(f"{lost} ({_listed(names)})" for lost, names in by_loss.items())
+    warnings.warn(
+        f"memopt saves less with PyTorch {torch.__version__}, which lacks names that it uses; gradients are not "
+        f"affected: {losses}.",
+        stacklevel=3,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

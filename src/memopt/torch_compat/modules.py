@@ -56,6 +56,15 @@ It watches every module. Without this name one might always be there.
 """
 
 
+_DROPOUT = "torch.nn.modules.dropout._DropoutNd"
+_dropout: Any = find(_DROPOUT, (nn.Dropout,), "dropouts other than nn.Dropout that are switched off are not listed")
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's dropouts, which all have the base class ``_DropoutNd`` and a float ``p``."""
+    return isinstance(module, _dropout)
+
+
 def compiled_module(module: object) -> object | None:
     """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)

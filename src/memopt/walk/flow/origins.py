@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from memopt.activations import OPERATIONS, kind_of_call
-from memopt.torch_compat import operator_schema
+from memopt.torch_compat import is_dropout, operator_schema
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
@@ -264,7 +264,7 @@ class Labels:
         """Dropouts that drew a mask in a training forward, and dropout modules that are switched off."""
         sites = dict(self._dropouts)
         for name, module in self._modules.items():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if is_dropout(module):
                 sites.setdefault(name, DropoutSite(name, float(module.p)))
         return tuple(sites.values())
 
