@@ -20,6 +20,8 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 
+Elementwise = Callable[[Tensor], Tensor]
+
 OTHER = "other"
 """Stands for the kind of an activation that is none of the rows."""
 
@@ -52,7 +54,7 @@ class Activation:
 
     kind: str
     """Its name; in the Triton kernels too."""
-    value: Callable[[Tensor], Tensor]
+    value: Elementwise
     """z -> f(z), shaped like z."""
     gradient: Callable[[Tensor, Tensor], Tensor]
     """(dh, z) -> dh * f'(z), shaped like z."""

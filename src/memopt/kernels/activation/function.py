@@ -16,19 +16,16 @@ to the last bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
+from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import offer
 from memopt.recompute_rules import Node, recomputable
-
-Elementwise = Callable[[Tensor], Tensor]
 
 
 def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = None) -> Tensor:

@@ -23,6 +23,11 @@ class Rows:
     sizes: tuple[int, int]
     strides: tuple[int, int, int]
 
+    @property
+    def arguments(self) -> tuple[int, int, int, int, int]:
+        """n1, n2, s0, s1, s2, as the kernels take them."""
+        return (*self.sizes, *self.strides)
+
 
 def rows_of(tensor: Tensor) -> Rows | None:
     """The rows of `tensor`; their order is that of the indices, as in ``tensor.reshape(-1, hidden)``.

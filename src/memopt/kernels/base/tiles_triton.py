@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.base.launch import launch_config
-from memopt.kernels.base.rows import Rows, rows_of
+from memopt.kernels.base.rows import rows_of
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
         grid=(triton.cdiv(hidden, cols),) if flat else (triton.cdiv(count, tile_rows), triton.cdiv(hidden, cols)),
         count=count,
         hidden=hidden,
-        rows=tuple(_arguments(r) for r in described) or (_FLAT_ROWS,) * len(tensors),
+        rows=tuple(r.arguments for r in described) or (_FLAT_ROWS,) * len(tensors),
         meta={
             "FLAT": flat,
             "EVEN": hidden % cols == 0 and count % tile_rows == 0,
@@ -134,7 +134,3 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _arguments(rows: Rows) -> tuple[int, int, int, int, int]:
-    return (*rows.sizes, *rows.strides)

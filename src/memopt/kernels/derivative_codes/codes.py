@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
+from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import autocast_as
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.derivative_codes.fit import fit
 from memopt.kernels.derivative_codes.schemes import (
     FLAG_GROUP,
     CodeError,
     DerivativeCode,
-    Elementwise,
     bits_of,
     derivative,
     fp32_below,
@@ -176,7 +176,7 @@ def _nearest(slope: Tensor, code: DerivativeCode, seed: int) -> Tensor:
 
 def _apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
     elements, code_bytes = dh.numel(), code.code_bytes(dh.numel())
-    precision = torch.float64 if dh.dtype == torch.float64 else torch.float32
+    precision = accumulation_dtype(dh.dtype)
     levels = torch.tensor(code.levels, dtype=precision, device=dh.device)
     codes = _unpack(packed[:code_bytes], code.bits)[:elements]
     flagged = packed[code_bytes:].bool().repeat_interleave(FLAG_GROUP)[:elements]

@@ -200,7 +200,7 @@ def _in_logical_order(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int, int,
     rows = None if tensor.is_contiguous() else rows_of(tensor)
     if rows is None:
         return tensor.contiguous(), (1, 1, 1, 0, 0, 0)
-    return tensor, (tensor.size(-1), *rows.sizes, *rows.strides)
+    return tensor, (tensor.size(-1), *rows.arguments)
 
 
 def _meta(tensor: Tensor, elements: int) -> dict[str, Any]:

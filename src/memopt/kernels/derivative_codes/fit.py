@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
+from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.derivative_codes.schemes import (
     PUBLISHED,
     SCHEMES,
     CodeError,
-    Elementwise,
     bits_of,
     derivative,
     published_code,

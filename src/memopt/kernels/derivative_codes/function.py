@@ -11,20 +11,18 @@ z in a slot that may exchange it for the code (`memopt.saved.codable`), and diff
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from memopt.activations import Elementwise
 from memopt.kernels.activation.function import differentiate, remade
 from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.derivative_codes.codes import apply_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.recompute_rules import RULES, Rule, recomputable
-
-Elementwise = Callable[[Tensor], Tensor]
 
 
 class Slot(Protocol):

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from memopt.activations import Elementwise
 from memopt.errors import MemoptError
-
-Elementwise = Callable[[Tensor], Tensor]
 
 SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
 #: Elements that share one flag for NaN.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.torch_compat import FakeTensor, no_dispatch
 
 #: Elements whose random numbers the reference draws at a time: few enough for a cache.
@@ -108,7 +109,7 @@ def _scale(p: float, dtype: torch.dtype, device: str) -> float:
 def _dropped_out(x: Tensor, mask: Mask) -> Tensor:
     if x.is_meta or isinstance(x, FakeTensor):
         return torch.empty_like(x)
-    precision = torch.float64 if x.dtype == torch.float64 else torch.float32
+    precision = accumulation_dtype(x.dtype)
     factors = torch.zeros(x.shape, dtype=precision, device=x.device)
     flat = factors.view(-1)
     for start in range(0, flat.numel(), _CHUNK):

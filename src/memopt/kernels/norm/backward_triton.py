@@ -84,7 +84,7 @@ def _rows_at_once(
     dweight, dbias = (rstd.new_empty(programs, hidden) if need else None for need in needs[1:])
     norm_backward_kernel[(programs,)](
         dy, x_hat, rstd, weight, dx, dweight, dbias, layout.count, hidden, steps,
-        *_arguments(_rows(dy)), *_arguments(layout), RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
+        *_rows(dy).arguments, *layout.arguments, RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
         ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     return dx, _sum(dweight), _sum(dbias)
@@ -101,7 +101,7 @@ def _dx_of_long_rows(
     config: LaunchConfig,
 ) -> None:
     norm_long_dx_kernel[(layout.count,)](
-        dy, x_hat, rstd, weight, dx, x_hat.size(-1), *_arguments(_rows(dy)), *_arguments(layout),
+        dy, x_hat, rstd, weight, dx, x_hat.size(-1), *_rows(dy).arguments, *layout.arguments,
         RMS=spec.kind == "rms", OFFSET=spec.offset == 1, BLOCK=config.block,
         num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def _sums_of_long_rows(
     programs = triton.cdiv(tiles, steps)
     dweight, dbias = (dy.new_empty((programs, hidden), dtype=torch.float32) if need else None for need in needs[1:])
     norm_long_sums_kernel[(programs, columns)](
-        dy, x_hat, dweight, dbias, layout.count, hidden, steps, *_arguments(_rows(dy)), *_arguments(layout),
+        dy, x_hat, dweight, dbias, layout.count, hidden, steps, *_rows(dy).arguments, *layout.arguments,
         ROWS=rows, BLOCK=block, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     return _sum(dweight), _sum(dbias)
@@ -280,7 +280,3 @@ def _rows(tensor: Tensor) -> Rows:
     rows = rows_of(tensor)
     assert rows is not None
     return rows
-
-
-def _arguments(rows: Rows) -> tuple[int, int, int, int, int]:
-    return (*rows.sizes, *rows.strides)

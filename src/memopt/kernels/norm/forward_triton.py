@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.base.launch import launch_config
-from memopt.kernels.base.rows import Rows, rows_of
+from memopt.kernels.base.rows import rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
 from memopt.kernels.norm.backward_triton import launch_backward
 from memopt.kernels.norm.reference import NormArguments
@@ -62,7 +62,7 @@ def launch_forward(
     assert added is not None
     tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd)
     sizes = (source.count, hidden, arguments.spec.eps)
-    strides = (*_arguments(source), *_arguments(added), *_arguments(target))
+    strides = (*source.arguments, *added.arguments, *target.arguments)
     constants = _affine_options(weight, bias, arguments) | {"RMS": rms}
     with on_device_of(x):
         if hidden <= config.block:
@@ -93,7 +93,7 @@ def launch_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arg
     config = launch_config("norm_affine", hidden, x_hat.dtype)
     with on_device_of(x_hat):
         norm_affine_kernel[(triton.cdiv(source.count, config.rows), triton.cdiv(hidden, config.block))](
-            x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *_arguments(source), *_arguments(target),
+            x_hat, _dense(weight), _dense(bias), y, source.count, hidden, *source.arguments, *target.arguments,
             **_affine_options(weight, bias, arguments), ROWS=config.rows, BLOCK=config.block,
             num_warps=config.num_warps,
         )  # fmt: skip
@@ -257,7 +257,3 @@ def _dense(parameter: Tensor | None) -> Tensor | None:
 
 def _copy_like(layout: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(layout, dtype=tensor.dtype).copy_(tensor)
-
-
-def _arguments(rows: Rows) -> tuple[int, int, int, int, int]:
-    return (*rows.sizes, *rows.strides)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import refuse_double_backward
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import (
     NormArguments,
     NormSpec,
-    accumulation_dtype,
     affine,
     norm_backward,
     normalize,

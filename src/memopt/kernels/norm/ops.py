@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import (
     NormArguments,
     NormSpec,
-    accumulation_dtype,
     affine,
     norm_backward,
     normalize,

@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from memopt.kernels.base.precision import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -108,7 +110,3 @@ def norm_backward(
     if needs[2]:
         dbias = dy.sum(rows) if rows else dy.clone()
     return dx, dweight, dbias
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

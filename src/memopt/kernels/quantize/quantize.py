@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, Quantized
 
 #: Elements that the reference works on at a time. It needs some forty bytes for each.
@@ -73,7 +74,7 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
-    scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=_precision(x.dtype))
+    scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=accumulation_dtype(x.dtype))
     for start in range(0, x.numel(), _CHUNK):
         part = x[start : start + _CHUNK]
         groups = pad(part, (0, -part.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
@@ -136,7 +137,3 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 def _unpack(codes: Tensor, bits: int) -> Tensor:
     """The code of each element; after an odd number of 4-bit codes, one more."""
     return codes if bits == 8 else torch.stack((codes & 0xF, codes >> 4), 1).view(-1)
-
-
-def _precision(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -75,6 +76,6 @@ def _row_norms(x: Tensor) -> Tensor:
 
 
 def _weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    precision = torch.float64 if kept.dtype == torch.float64 else torch.float32
+    precision = accumulation_dtype(kept.dtype)
     scaled = dy.index_select(0, rows).to(precision) * weights.to(precision)[:, None]
     return scaled.to(kept.dtype).t() @ kept
