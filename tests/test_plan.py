@@ -53,8 +53,8 @@ def test_an_obstacle_is_an_obstacle_whatever_the_recipe_says() -> None:
     assert [(e.action, e.reason) for e in plan.entries] == [("share", f"not folded: tied; {CAUTION}")]
 
 
-def test_never_is_never() -> None:
-    plan = plan_of(LAST, "norms.hidden_states=change", "norms.fold=never")
+def test_none_is_none() -> None:
+    plan = plan_of(LAST, "norms.hidden_states=change", "norms.fold=none")
     assert [entry.action for entry in plan.entries] == ["share"]
 
 
@@ -113,13 +113,13 @@ def test_an_input_that_is_made_again_is_not_unless_a_code_takes_the_place_of_wha
     fed = replace(FC2, fed_by=GELU.name)
     assert reasons(fed, activations=(GELU,)) == {"fc2": "sample"}
     exact = reasons(fed, activations=(GELU,), settings=("activations.code=none",))
-    assert exact == {"fc2": f"0 bytes: made again from what {GELU.name} keeps anyway"}
+    assert exact == {"fc2": f"0 bytes: recomputed from what {GELU.name} keeps anyway"}
 
 
 def test_a_relu_holds_it_unless_it_keeps_a_mask() -> None:
     held = replace(FC2, fed_by=RELU.name, held_by=(f"relu in {RELU.name}",))
     assert reasons(held, activations=(RELU,)) == {"fc2": "sample"}
-    whole = reasons(held, activations=(RELU,), settings=("activations.relu=output",))
+    whole = reasons(held, activations=(RELU,), settings=("activations.relu=none",))
     assert whole == {"fc2": f"0 bytes: also held by relu in {RELU.name}"}
 
 

@@ -69,7 +69,7 @@ COLUMNS: dict[str, tuple[str | None, tuple[str, ...], bool]] = {
     "full, exact": ("exact-unfolded", ("dropouts.method=seed",), False),
     "full, wta-crs": ("wta-crs", (), False),
     # Stock norms, so that q, k, v and wi alone hold their inputs, and all of them are sampled.
-    "full, linears only": ("wta-crs", ("norms.method=none", "activations.relu=output", "dropouts.method=none"), False),
+    "full, linears only": ("wta-crs", ("norms.method=none", "activations.relu=none", "dropouts.method=none"), False),
     "LoRA": (None, (), True),
     "LoRA, wta-crs": ("wta-crs", (), True),
 }

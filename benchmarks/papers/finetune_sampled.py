@@ -47,7 +47,7 @@ SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
 LEARNING_RATE = 1e-4
 ACCUMULATED = "accumulated"
 #: Keys of the recipe under which the linears of a block, but for q, k and v, are the last holders of their inputs.
-EVERY = ("norms.method=none", "activations.method=none", "activations.code=none", "activations.relu=output")
+EVERY = ("norms.method=none", "activations.method=none", "activations.code=none", "activations.relu=none")
 
 
 @dataclass(frozen=True)

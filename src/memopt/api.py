@@ -39,7 +39,7 @@ def patch(
 
     Args:
         model: any torch module; a Hugging Face model needs nothing else.
-        recipe: name of a shipped recipe, a YAML file, or a Recipe, with ``norms.fold: never``.
+        recipe: name of a shipped recipe, a YAML file, or a Recipe, that folds nothing (``norms.fold: none``).
         inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
             for models whose inputs cannot be guessed.
 
@@ -52,7 +52,7 @@ def patch(
     if is_patched(model):
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
     rules = load_recipe(recipe)
-    if rules.norms.fold != "never":
+    if rules.folds:
         raise RecipeError(
             f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
@@ -140,7 +140,7 @@ def load(
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
     model = from_pretrained(cls, directory, **kwargs)
-    unfolded = load_recipe(recipe, [*overrides, "norms.fold=never"])
+    unfolded = load_recipe(recipe, overrides).unfolded()
     modules = (name for name, _ in model.named_modules())
     names = {name for name in modules if folded is None or _same_norm(name, folded)}
     sites = _walk(model, remembered if batch is None else batch)

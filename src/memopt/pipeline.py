@@ -18,6 +18,7 @@ from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.report.build import chosen_recipe, compare_training
 from memopt.report.compare import Comparison
 from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+from memopt.verify.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_folder
@@ -124,8 +125,8 @@ def report(
 ) -> Comparison:
     """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
 
-    Computed from the config alone. Only for a recipe that samples, and where the weights are in a local folder, one
-    training step on the CPU tells what the sampling costs.
+    Computed from the config alone. Only for a recipe that estimates gradients from samples, and where the weights are
+    in a local folder, one training step on the CPU tells what that costs.
 
     Args:
         model: a local folder, a hub id, or a folder that `memopt patch` wrote.
@@ -165,8 +166,15 @@ def report(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    rules = chosen_recipe(model, recipe)
-    return _with_noise(comparison, rules, inputs, trust_remote_code, note) if rules.samples else comparison
+    sections = report_sections(
+        comparison.model,
+        chosen_recipe(model, recipe),
+        trains_all=train == "full",
+        inputs=given_batch(inputs),
+        trust_remote_code=trust_remote_code,
+        note=note or (lambda text: None),
+    )
+    return replace(comparison, sections=sections)
 
 
 def default_folder(model: str) -> Path:
@@ -243,23 +251,3 @@ def _record(inputs: Mapping[str, Any] | str | Path | None, driven: Batch | None)
         return None
     file = Path(inputs).name if isinstance(inputs, str | Path) else None
     return InputsRecord(file, describe(driven))
-
-
-def _with_noise(
-    comparison: Comparison,
-    rules: Recipe,
-    inputs: Mapping[str, Any] | str | Path | None,
-    trust_remote_code: bool,
-    note: Note | None,
-) -> Comparison:
-    """What the recipe's sampling costs on the model's own weights, beside the bytes."""
-    from memopt.verify.sampling import not_measured, predicted_errors
-
-    if comparison.training.train == "lora":
-        errors = not_measured(rules, "an adapter that was not trained yet has no gradient to speak of")
-    else:
-        if note is not None:
-            note("Measuring the error of sampled gradients on the model's weights ...")
-        batch = given_batch(inputs)
-        errors = predicted_errors(comparison.model, rules, inputs=batch, trust_remote_code=trust_remote_code)
-    return replace(comparison, sampling=errors)

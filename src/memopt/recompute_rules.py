@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
+#: What an output is: a norm's, an elementwise function's of one tensor, or a product's of two.
+NORMALISED, ELEMENTWISE, PRODUCT = "normalised", "elementwise", "product"
+FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT})
 #: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
 Node = Any
 
@@ -27,7 +31,7 @@ class Rule:
     keeps_enough: Callable[[Node], bool]
     """Whether this very node saved all that `remake` reads."""
     family: str
-    """The group that a recipe switches: ``norm``, ``activation`` or ``gated_mlp``."""
+    """The group that patches switch: one of `FAMILIES`."""
     of_copies_only: bool = False
     """The node keeps its output itself: only what was cast from it, or copied into another layout, need not be kept."""
 

@@ -60,7 +60,7 @@ def test_a_norm_without_bias_leaves_the_consumers_biases_alone() -> None:
 
 
 def test_a_norm_that_the_plan_shares_is_not_folded() -> None:
-    plan = plan_of([rms_norm(0)], "norms.fold=never")
+    plan = plan_of([rms_norm(0)], "norms.fold=none")
     assert FoldPlan.from_plan(plan, infos()) == FoldPlan()
 
 

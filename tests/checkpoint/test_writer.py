@@ -226,7 +226,7 @@ def test_an_empty_tensor_is_kept(tmp_path: Path) -> None:
 
 def test_a_plan_without_folds_copies_the_weights_bit_by_bit(tmp_path: Path) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
-    result, _ = rewrite(folder, plan_of([rms_norm(0)], "norms.fold=never"))
+    result, _ = rewrite(folder, plan_of([rms_norm(0)], "norms.fold=none"))
     assert result.changed_tensors == 0
     for path in folder.glob("*.safetensors"):
         assert (result.out / path.name).read_bytes() == path.read_bytes()

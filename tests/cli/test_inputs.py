@@ -102,7 +102,7 @@ def test_load_and_plan_take_the_file_and_load_remembers_its_form(memopt: Memopt,
     for model in (load("out"), load("out", inputs="batch.pt")):
         assert is_patched(model)
         model(**stations_batch()).loss.backward()
-    assert len(plan_for(stations, "exact", inputs="batch.pt").norms("fold")) == 2
+    assert len(plan_for(stations, "exact", inputs="batch.pt").folds()) == 2
 
 
 def test_a_pattern_that_matches_nothing_is_noted(memopt: Memopt, llama: Path) -> None:

@@ -73,7 +73,7 @@ def test_version_is_the_packages(memopt: Memopt) -> None:
         (["--nope"], "--nope"),
         (["recipes", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--recipe", "exat"], "Did you mean 'exact'?"),
-        (["patch", ".", "--set", "norms.fild=never"], "Did you mean 'fold'?"),
+        (["patch", ".", "--set", "norms.fild=none"], "Did you mean 'fold'?"),
         (["patch", ".", "--set", "norms.fold"], "KEY=VALUE"),
         (["patch", ".", "--recipe", "no/such.yaml"], "does not exist"),
     ],

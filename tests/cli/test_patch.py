@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from memopt import pipeline
-from memopt.verify.verdict import Verdict
+from memopt.verdict import Verdict
 from memopt.verify.weights import verify_weights
 from memopt.walk.sites import Sites
 from tests.checkpoint.builders import plan_of, rms_norm
@@ -48,7 +48,7 @@ def test_stock_transformers_loads_the_result_and_computes_the_same(memopt: Memop
 def test_the_result_says_what_was_done_and_what_comes_next(memopt: Memopt, llama: Path) -> None:
     run = memopt("patch", llama)
     counts = ("4 folded, 1 shared", "2 recomputed")
-    promise = ("loss at step 0 is the same", "exact-unfolded", "norms.fold=never")
+    promise = ("loss at step 0 is the same", "exact-unfolded", "norms.fold=none")
     commands = (f"memopt verify {OUT}", f"memopt report {OUT}")
     for words in (*counts, *promise, *commands):
         assert words in run.out, words

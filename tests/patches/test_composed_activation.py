@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from memopt.patches.activation.module import patch_activation, unpatch_activation
+from memopt.patches.activation.module import patch_activation
+from memopt.patches.swap import unswap
 from memopt.report.account import account, live_bytes
 from memopt.walk.probes.probe import probe_activation
 from memopt.walk.sites import ActivationSite
@@ -109,7 +110,7 @@ def test_values_and_gradients_are_stocks_and_one_tensor_is_kept(x: Tensor) -> No
     patched = _patched(stock)
     assert _same(stock, patched, x)
     assert live_bytes(lambda: patched(x * 1.0)) == live_bytes(lambda: stock.dense(x * 1.0)) + 4 * 7 * 4
-    unpatch_activation(patched)
+    unswap(patched)
     assert live_bytes(lambda: patched(x * 1.0)) == live_bytes(lambda: stock(x * 1.0))
 
 

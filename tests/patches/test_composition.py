@@ -370,7 +370,7 @@ def test_a_model_that_cannot_be_run_is_patched_norm_by_norm_with_a_warning():
 def kept_with(**rules) -> int:
     model, inputs = tiny_model("llama"), tiny_inputs("llama", 2, 24)
     if rules:
-        memopt.patch(model, memopt.Recipe(name="test", norms={"fold": "never", **rules.pop("norms", {})}, **rules))
+        memopt.patch(model, memopt.Recipe(name="test", norms={"fold": "none", **rules.pop("norms", {})}, **rules))
     return account(model, lambda: model(**inputs).loss).saved
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.dropout import module as dropout
-from memopt.patches.dropout.module import DropoutRewrite, patch_dropout, unpatch_dropout
-from memopt.patches.swap import is_swapped, swap_state
+from memopt.patches.dropout.module import DropoutRewrite, patch_dropout
+from memopt.patches.swap import is_swapped, swap_state, unswap
 from memopt.report.account import live_bytes
 
 P = 0.3
@@ -388,7 +388,7 @@ def test_unpatching_gives_the_stock_forward_back() -> None:
     module = patched()
     assert isinstance(module, nn.Dropout)
     assert repr(module) == repr(nn.Dropout(P))
-    unpatch_dropout(module)
+    unswap(module)
     assert type(module) is nn.Dropout
     assert not is_swapped(module)
 

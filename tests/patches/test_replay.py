@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memopt.patches.replay.module import patch_replay, unpatch_replay
-from memopt.patches.swap import is_swapped
+from memopt.patches.replay.module import patch_replay
+from memopt.patches.swap import is_swapped, unswap
 from memopt.walk.sites import NormSite
 
 
@@ -89,7 +89,7 @@ def test_the_affine_of_a_folded_norm_becomes_a_buffer_if_it_is_the_identity(iden
     assert list(patched.state_dict()) == list(stock.state_dict())
     x, gate = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
     assert torch.equal(stock(x, gate=gate), patched(x, gate=gate))
-    unpatch_replay(patched)
+    unswap(patched)
     assert not is_swapped(patched)
     assert isinstance(patched.weight, nn.Parameter)
 

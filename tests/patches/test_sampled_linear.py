@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import memopt
 from memopt.kernels.sampled_linear.sampling import METHODS, expected_error, rows_kept
-from memopt.patches.sampled_linear.module import SampledLinearRewrite, patch_sampled_linear, unpatch_sampled_linear
-from memopt.patches.swap import swap_state
+from memopt.patches.sampled_linear.module import SampledLinearRewrite, patch_sampled_linear
+from memopt.patches.swap import swap_state, unswap
 from memopt.saved.sampled import Sampling
 from memopt.saved.scope import RecomputeScope
 
@@ -104,7 +104,7 @@ def test_the_module_stays_what_it_was() -> None:
     assert type(patched).__name__ == "Linear"
     assert list(patched.state_dict()) == list(stock.state_dict())
     assert repr(patched) == repr(stock)
-    unpatch_sampled_linear(patched)
+    unswap(patched)
     assert type(patched) is nn.Linear
 
 

@@ -220,8 +220,8 @@ def test_copies_are_patched_and_unpatching_gives_the_stock_forward_back(calls):
 def test_a_norm_that_is_left_alone_is_called_on_the_sum(change):
     model = tiny_model("bert")
     applied = apply(model, memopt.plan_for(model, load_recipe("exact-unfolded", [change])))
-    assert FIRST not in applied.sum_norms
-    assert len(applied.sum_norms) == (0 if "none" in change else 2 * model.config.num_hidden_layers - 1)
+    assert FIRST not in applied.done.get("sum_norm", ())
+    assert len(applied.done.get("sum_norm", ())) == (0 if "none" in change else 2 * model.config.num_hidden_layers - 1)
 
 
 def test_outside_of_blocks_the_scope_around_the_module_holds(calls, monkeypatch):
@@ -258,7 +258,7 @@ def test_a_module_that_is_a_block_itself_keeps_no_output_that_can_be_made_again(
     model, x = Stack(), torch.randn(2, 3, 64)
     plan = memopt.plan_for(model, inputs={"x": x})
     applied = apply(model, plan)
-    assert applied.sum_norms == plan.sites.blocks == ("layers.0", "layers.1", "layers.2")
+    assert applied.done.get("sum_norm", ()) == plan.sites.blocks == ("layers.0", "layers.1", "layers.2")
     first, kept = model.layers[0](x, x), []
 
     def pack(tensor):

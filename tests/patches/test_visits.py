@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt
 from memopt.patches.apply import apply
 from memopt.patches.sampled_linear.module import patch_sampled_linear
-from memopt.patches.sampled_linear.visits import INDEX, Visits, declare_index, patch_visits, unpatch_visits, visits_of
+from memopt.patches.sampled_linear.visits import INDEX, Visits, declare_index, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
-from memopt.patches.swap import is_swapped
+from memopt.patches.swap import is_swapped, unswap
 from memopt.saved.sampled import Sampling
 from tests.factories import tiny_inputs, tiny_model
 
@@ -399,14 +399,14 @@ def test_a_model_whose_forward_was_replaced_samples_without_what_it_could_know()
     plan = memopt.plan_for(bert, "sampled")
     bert.forward = bert.forward
     applied = apply(bert, plan)
-    assert applied.sampled_linears
+    assert applied.done["sampled_linear"]
     assert [name for name, reason in applied.refused if "padding" in reason] == [""]
     bert(**tiny_inputs("bert")).loss.backward()
 
 
 def test_unpatch_takes_all_back() -> None:
     _, patched = model()
-    unpatch_visits(patched)
+    unswap(patched)
     assert not is_swapped(patched)
     bert = memopt.patch(tiny_model("bert"), "sampled")
     assert visits_of(bert)

@@ -19,10 +19,10 @@ import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.kernels.quantize.layout import GROUP
 from memopt.kernels.quantize.quantize import dequantize, quantize
+from memopt.recompute_rules import FAMILIES, NORMALISED
 from memopt.report.account import account, live_bytes
 from memopt.saved import RecomputeScope, compression
 from memopt.saved.compression import Compression
-from memopt.saved.scope import ALL_FAMILIES
 from tests import factories
 from tests.saved.builders import GatedMLP
 
@@ -37,7 +37,7 @@ def hidden() -> Tensor:
 
 
 def scope(how: Compression = NEAREST) -> RecomputeScope:
-    return RecomputeScope(ALL_FAMILIES, how, hidden())
+    return RecomputeScope(FAMILIES, how, hidden())
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -378,7 +378,7 @@ def test_rounding_at_random_has_no_bias() -> None:
 def test_a_gated_product_is_made_again_from_decoded_tensors() -> None:
     torch.manual_seed(0)
     model, x = GatedMLP(), torch.randn(64, 8)
-    with RecomputeScope(ALL_FAMILIES, NEAREST, x):
+    with RecomputeScope(FAMILIES, NEAREST, x):
         y = model(x)
     gate, up = (decoded(linear(x)) for linear in (model.gate, model.up))
     (actual,) = torch.autograd.grad(y.sum(), model.down.weight)
@@ -457,7 +457,7 @@ def test_after_backward_nothing_is_left() -> None:
 # --- among other tools -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", [RecomputeScope, lambda: RecomputeScope(frozenset({"norm"})), scope])
+@pytest.mark.parametrize("inner", [RecomputeScope, lambda: RecomputeScope(frozenset({NORMALISED})), scope])
 def test_what_a_scope_inside_keeps_is_compressed_too(inner: Callable[[], RecomputeScope]) -> None:
     w = leaf()
 
@@ -500,7 +500,7 @@ def test_small_and_empty_inputs_run(shape: tuple[int, ...]) -> None:
     def program() -> Tensor:
         return (w * 2).sin() * 1.0
 
-    with RecomputeScope(ALL_FAMILIES, NEAREST, w):
+    with RecomputeScope(FAMILIES, NEAREST, w):
         y = program()
     (actual,) = torch.autograd.grad(y.sum(), w)
     torch.testing.assert_close(actual, gradient(program, w)[0], rtol=0.05, atol=0.05)

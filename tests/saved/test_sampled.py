@@ -118,7 +118,7 @@ def test_an_exact_activation_makes_the_input_again_for_nothing() -> None:
     assert not estimated(gradients(stock), gradients(patched))
     plan = memopt.plan_for(stock, memopt.load_recipe("sampled", ["activations.code=none"]), inputs={"x": inputs()})
     reasons = {entry.site: entry.reason for entry in plan.refusals if entry.kind == "linear"}
-    assert reasons["layers.0.down.weight"].startswith("0 bytes: made again")
+    assert reasons["layers.0.down.weight"].startswith("0 bytes: recomputed")
 
 
 class TwoReaders(Block):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.norm.function import NormSpec, ms_norm
+from memopt.recompute_rules import ELEMENTWISE, PRODUCT
 from memopt.saved import RecomputeScope
 from tests.saved.builders import Observer, Scoped, gradients, make_mlp, same
 
@@ -175,7 +176,7 @@ def test_a_tensor_changed_in_place_is_not_made_again_from_old_operands():
 def test_families_switch_rules_off():
     model, x = make_mlp()
     counts = {}
-    for families in (frozenset(), frozenset({"activation"}), frozenset({"activation", "gated_mlp"})):
+    for families in (frozenset(), frozenset({ELEMENTWISE}), frozenset({ELEMENTWISE, PRODUCT})):
         observer = Observer(model)
         with saved_tensors_hooks(observer, lambda t: t):
             Scoped(model, families)(x)

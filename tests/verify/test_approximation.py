@@ -11,8 +11,8 @@ import memopt.kernels.derivative_codes.function as coded
 import memopt.saved.compression as compression
 from memopt.kernels.quantize.layout import Quantized
 from memopt.pipeline import PatchResult, patch_checkpoint
+from memopt.verdict import Check
 from memopt.verify.run import verify
-from memopt.verify.verdict import Check
 from tests.factories import tiny_model
 
 

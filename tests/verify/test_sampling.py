@@ -12,7 +12,7 @@ from torch import Tensor
 import memopt.kernels.sampled_linear.function as sampled_linear
 import memopt.saved.sampled as sampled
 from memopt.cli.main import main
-from memopt.verify.sampling import DRAWS
+from memopt.patches.sampled_linear.checks import DRAWS
 from tests.verify.test_approximation import checks, patched
 
 

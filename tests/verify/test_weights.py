@@ -17,8 +17,8 @@ from memopt.checkpoint.fold import FoldPlan, Operation, Scale
 from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
+from memopt.verdict import Check, Verdict
 from memopt.verify import recompute
-from memopt.verify.verdict import Check, Verdict
 from memopt.verify.weights import verify_weights
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files
@@ -280,7 +280,7 @@ def test_folds_that_the_manifest_does_not_list_are_found(patched: Path) -> None:
 
 
 def test_a_checkpoint_without_folds_is_compared_byte_by_byte(model: Path) -> None:
-    plan = plan_of([rms_norm(0)], "norms.fold=never")
+    plan = plan_of([rms_norm(0)], "norms.fold=none")
     out = writer.write_checkpoint(open_source(str(model)), plan, model.parent / "out").out
     checks = verify_weights(out)
     assert {check.status for check in checks} == {"pass"}

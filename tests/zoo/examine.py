@@ -186,7 +186,7 @@ def _describe(row: Row, plan: Plan) -> None:
     left = [entry.reason for entry in plan.refusals if entry.kind == "norm"]
     row.unshared = sum(not any(words in reason for words in _NO_LAST_DIMENSION) for reason in left)
     row.notes += plan.sites.notes
-    proofs = [norm.proof for norm in plan.norms("fold") if norm.proof is not None]
+    proofs = [norm.proof for norm in plan.folds() if norm.proof is not None]
     row.proof_error = max(proofs, default=None)
 
 
@@ -206,7 +206,7 @@ def _compare(row: Row, twin: PreTrainedModel, plan: Plan, calls: Calls) -> None:
     shared = make_plan(plan.sites, load_recipe("exact-unfolded"))
     runs = [(calls[0], False), *((call, True) for call in calls)]
     _compare_modules(row, "shared", twin, shared, (), runs)
-    if norms := plan.norms("fold"):
+    if norms := plan.folds():
         _compare_modules(row, "folded", twin, plan, norms, [(calls[0], True), (calls[0], False)])
 
 

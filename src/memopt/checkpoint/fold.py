@@ -1,12 +1,11 @@
 """Which tensors of a checkpoint a plan's folds touch, and how. Pure data; the arithmetic is in `arithmetic`.
 
 A norm is folded into all its consumers or into none. Whatever the files do not allow (a tensor stored under
-another name, a quantised weight, a shared one) turns the norm's action into "share", with the reason.
+another name, a quantised weight, a shared one) refuses the fold, with the reason.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ class FoldPlan:
         cls, plan: Plan, tensors: Mapping[str, TensorInfo], aliases: Mapping[str, tuple[str, ...]] | None = None
     ) -> FoldPlan:
         """Folds of `plan` on the files' `tensors`; `aliases` names tensors that share memory with others."""
-        norms = plan.norms("fold")
+        norms = plan.folds()
         keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors)
         owners = Counter(norm.weight for norm in plan.sites.norms)
         folds, refused = [], []
@@ -153,15 +152,8 @@ class FoldPlan:
         return FoldPlan(kept, self.refused + refused)
 
     def revise(self, plan: Plan) -> Plan:
-        """`plan` with every refused fold turned into sharing."""
-        refused = dict(self.refused)
-        entries = tuple(
-            dataclasses.replace(entry, action="share", reason=f"not folded: {refused[entry.site]}")
-            if entry.kind == "norm" and entry.action == "fold" and entry.site in refused
-            else entry
-            for entry in plan.entries
-        )
-        return dataclasses.replace(plan, entries=entries)
+        """`plan` without the refused folds."""
+        return plan.without_folds(dict(self.refused))
 
 
 def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.sources.source import MANIFEST
 from memopt.errors import ModelError
-from memopt.plan.recipe import Recipe
+from memopt.plan.recipe import Recipe, modernised
 
 SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
@@ -140,6 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
         writer = data.get("memopt_version", "a newer version")
         raise ModelError(f"'{path}' was written by memopt {writer}, which is newer than this one.", "Upgrade memopt.")
     try:
+        data["recipe"] = modernised(data["recipe"])
         for record in data["folds"]:
             for consumer in record["fold"]["consumers"]:
                 consumer["channels"] = _from_runs(consumer["channels"])
@@ -148,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     raise ModelError(f"'{path}' is not a valid manifest ({why}).", "Run `memopt patch` again.")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
-    "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=never` keeps the path."
+    "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
 )
 
 

@@ -11,7 +11,7 @@ import typer
 from memopt.cli import common
 
 if TYPE_CHECKING:
-    from memopt.verify.verdict import Check, Level, Verdict
+    from memopt.verdict import Check, Level, Verdict
 
 
 class LevelChoice(str, Enum):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.plan.plan import Plan
+from memopt.patches.base import PlanView
 
 _ATTRIBUTE = "_memopt_record"
 
@@ -16,7 +16,7 @@ _ATTRIBUTE = "_memopt_record"
 class Record:
     """The plan that a model was patched by, and what its modules did not admit of it."""
 
-    plan: Plan
+    plan: PlanView
     refused: tuple[tuple[str, str], ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:

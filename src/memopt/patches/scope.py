@@ -1,4 +1,4 @@
-"""Modules inside which outputs that can be made again are kept as handles (`memopt.saved`)."""
+"""Modules inside which outputs that can be recomputed are kept as handles (`memopt.saved`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward, wraps_any_forward
+from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.saved.compression import Compression
 from memopt.saved.scope import RecomputeScope
 
@@ -20,7 +20,7 @@ class ScopeRewrite:
     families: frozenset[str]
     """Which families of rules hold inside."""
     compression: Compression | None = None
-    """How that is kept which cannot be made again; None: as it is."""
+    """How saved tensors are stored that are not recomputed; None: as they are."""
 
     def around(self, *args: Any, **kwargs: Any) -> RecomputeScope:
         """The scope for one call of the module with these arguments."""
@@ -38,11 +38,6 @@ def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
         ValueError: the module cannot be swapped.
     """
     swap_forward(module, _forward, scope)
-
-
-def unpatch_scope(module: nn.Module) -> None:
-    """Undo :func:`patch_scope`."""
-    restore_forward(module)
 
 
 @wraps_any_forward

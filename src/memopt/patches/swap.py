@@ -67,6 +67,21 @@ def restore_forward(module: nn.Module) -> None:
     del module.__dict__[_STATE]
 
 
+class Rewrite:
+    """State of a swapped module that knows what else has to be undone."""
+
+    def undo(self, module: nn.Module) -> None:
+        """Called when `module` has its stock forward again."""
+
+
+def unswap(module: nn.Module) -> None:
+    """Give a swapped module back what it was, by the state that it was given."""
+    state = swap_state(module)
+    restore_forward(module)
+    if isinstance(state, Rewrite):
+        state.undo(module)
+
+
 def steps_aside() -> bool:
     """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
 

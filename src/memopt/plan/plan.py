@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.plan.decide import REWRITABLE, Action, Entry, decide
-from memopt.plan.recipe import Recipe, matches
-from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, NormSite, Sites
+from memopt.patches.base import Entry, Patch, matches
+from memopt.patches.registry import patches
+from memopt.plan.recipe import Recipe
+from memopt.walk.sites import Sites
 
-__all__ = ["Action", "Entry", "Plan", "make_plan"]
+__all__ = ["Entry", "Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -34,92 +35,80 @@ class Plan:
     @property
     def why_nothing(self) -> str:
         """Why nothing is rewritten, where that is so: a few reasons, as one phrase."""
-        reasons = sorted({e.reason for e in self.refusals if e.kind in REWRITABLE})
-        return "; ".join(reasons[:3]) or "it has no norm, activation or gated MLP"
+        usual = [patch for patch in patches() if _is_usual(patch)]
+        reasons = sorted({entry.reason for entry in self.refusals if entry.kind in {patch.kind for patch in usual}})
+        return "; ".join(reasons[:3]) or f"it has no {_one_of(usual)}"
 
     @property
     def does_nothing(self) -> bool:
         """Whether the model keeps what it kept: nothing is rewritten, and no block's tensors are compressed."""
-        return not self.rewrites and (self.recipe.kept.method == "exact" or not self.sites.blocks)
+        return not self.rewrites and not any(any(True for _ in patch.compressed(self)) for patch in patches())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user of this plan should know."""
-        return (*self.idle_notes, *self._price())
+        return (*self._idle_notes(), *self._price())
 
     def _price(self) -> Iterator[str]:
-        if self.recipe.approximates:
+        if "approximate" in self.recipe.effects:
             yield (
                 f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
                 f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
                 "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows what it keeps."
             )
-        if self.recipe.samples and not self.sampled_linears():
-            yield (
-                f"Recipe '{self.recipe.name}' samples no linear of this model, so no gradient is estimated: each input "
-                "is also held by somebody else, or can be made again, as the coverage table says."
-            )
-        elif self.recipe.samples:
-            budget = self.recipe.linears.budget
-            yield (
-                f"Recipe '{self.recipe.name}' estimates the gradients of sampled linears' weights from {budget:.0%} of "
-                "the rows: right on average, with noise that `memopt report` predicts where the weights are there. The "
-                f"exact alternative keeps as few rows: micro-batches of {budget:.0%} of the batch, with gradient "
-                "accumulation."
-            )
+        for patch in patches():
+            yield from patch.notes(self)
 
-    @property
-    def idle_notes(self) -> tuple[str, ...]:
+    def _idle_notes(self) -> Iterator[str]:
         """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
-        recipe, linears = self.recipe, {site.module for site in self.sites.linears}
-        names = {entry.site for entry in self.entries if entry.kind in REWRITABLE}
-        what = "norm, activation or gated MLP"
-        if recipe.samples or recipe.dropouts.method != "none":
-            names |= linears | {site.name for site in self.sites.dropouts}
-            what = "norm, activation, gated MLP, linear or dropout"
-        sampled = recipe.linears.targets if recipe.linears.targets != "auto" else ()
-        patterns = (
-            *(("targets", each, names, what) for each in recipe.targets),
-            *(("ignore", each, names, what) for each in recipe.ignore),
-            *(("linears.targets", each, linears, "linear") for each in sampled),
-        )
+        asked = [patch for patch in patches() if patch.kind and patch.key]
+        if all(_is_usual(patch) or _rules(self.recipe, patch).is_off for patch in asked):
+            asked = [patch for patch in asked if _is_usual(patch)]
+        known = {name for patch in asked for name in patch.targets(self)}
+        for key, patterns in (("targets", self.recipe.targets), ("ignore", self.recipe.ignore)):
+            for pattern in patterns if known else ():
+                if not any(matches(name, pattern) for name in known):
+                    yield f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no {_one_of(asked)} of this model."
+
+    def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
+        """Sites of a kind whose action is one of `actions`; without any, all that are rewritten."""
+        names = {
+            entry.site
+            for entry in self.entries
+            if entry.kind == kind and (entry.action in actions if actions else entry.rewritten)
+        }
         return tuple(
-            f"Recipe '{recipe.name}': {key} '{pattern}' matches no {kinds} of this model."
-            for key, pattern, known, kinds in patterns
-            if known and not any(matches(name, pattern) for name in known)
+            site
+            for patch in patches()
+            if patch.kind == kind
+            for name, site in (patch.propose(self.sites) if names else ())
+            if name in names
         )
 
-    def norms(self, *actions: Action) -> tuple[NormSite, ...]:
-        """Norm sites whose action is one of `actions`."""
-        chosen = {e.site for e in self.entries if e.kind == "norm" and e.action in actions}
-        return tuple(norm for norm in self.sites.norms if norm.name in chosen)
+    def folds(self) -> tuple[Any, ...]:
+        """Sites whose parameters are folded into those of their readers."""
+        return tuple(
+            site
+            for patch in patches()
+            if patch.kind and patch.folding
+            for site in self.chosen(patch.kind, patch.folding)
+        )
+
+    def without_folds(self, reasons: dict[str, str]) -> Plan:
+        """The plan with the folds in `reasons` (site -> reason) refused."""
+        instead = {patch.kind: patch for patch in patches() if patch.folding}
+
+        def revised(entry: Entry) -> Entry:
+            patch = instead.get(entry.kind)
+            if patch is None or entry.action != patch.folding or entry.site not in reasons:
+                return entry
+            return dataclasses.replace(entry, action=patch.unfolded, reason=f"not folded: {reasons[entry.site]}")
+
+        return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
 
     def changed_outputs(self) -> tuple[str, ...]:
         """Fields of the model's output that the folds of the plan change, as the recipe allows."""
-        return tuple(dict.fromkeys(output for norm in self.norms("fold") for output in norm.changed_outputs))
-
-    def gated_mlps(self) -> tuple[GatedMLPSite, ...]:
-        """Gated MLP sites of which no more than gate and up are kept."""
-        if self.recipe.activations.method == "none":  # act(gate) is to be kept
-            return ()
-        chosen = {e.site for e in self.entries if e.kind == "gated_mlp" and e.rewritten}
-        return tuple(site for site in self.sites.gated_mlps if site.name in chosen)
-
-    def activations(self, *actions: Action) -> tuple[ActivationSite, ...]:
-        """Activation sites whose action is one of `actions`; by default those that are rewritten."""
-        wanted = actions or ("recompute", "code")
-        chosen = {e.site for e in self.entries if e.kind == "activation" and e.action in wanted}
-        return tuple(site for site in self.sites.activations if site.name in chosen)
-
-    def sampled_linears(self) -> tuple[LinearSite, ...]:
-        """Linear sites that keep a sample of the rows of their input."""
-        chosen = {e.site for e in self.entries if e.kind == "linear" and e.action == "sample"}
-        return tuple(site for site in self.sites.linears if site.parameter in chosen)
-
-    def seeded_dropouts(self) -> tuple[DropoutSite, ...]:
-        """Dropout sites that keep a seed instead of their mask."""
-        chosen = {e.site for e in self.entries if e.kind == "dropout" and e.action == "seed"}
-        return tuple(site for site in self.sites.dropouts if site.name in chosen)
+        return tuple(dict.fromkeys(output for patch in patches() for output in patch.changed_outputs(self)))
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind -> action -> number of sites."""
@@ -139,4 +128,21 @@ class Plan:
 
 def make_plan(sites: Sites, recipe: Recipe) -> Plan:
     """Decide every site of `sites` under `recipe`."""
-    return Plan(recipe=recipe, sites=sites, entries=decide(sites, recipe))
+    plan = Plan(recipe, sites, ())
+    for patch in patches():  # each sees what was decided before it
+        plan = dataclasses.replace(plan, entries=(*plan.entries, *patch.decisions(plan)))
+    return plan
+
+
+def _is_usual(patch: Patch) -> bool:
+    """Whether every recipe may rewrite its sites: the patch is not off by default."""
+    return bool(patch.kind and patch.key) and not patch.rules().is_off
+
+
+def _rules(recipe: Recipe, patch: Patch) -> Any:
+    return recipe.rules(patch.rules)
+
+
+def _one_of(patches: Sequence[Patch]) -> str:
+    *nouns, last = [patch.noun for patch in patches]
+    return f"{', '.join(nouns)} or {last}" if nouns else last

@@ -1,102 +1,33 @@
 """Recipes: what to rewrite and how, as strict YAML. An unknown key or name is an error, with the nearest one.
 
-The shipped recipes are the files of `configs/recipes` (in the wheel: `memopt/_recipes`).
+Each patch that has rules adds its key (`memopt.patches`). The shipped recipes are the files of `configs/recipes` (in
+the wheel: `memopt/_recipes`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from memopt.errors import RecipeError
+from memopt.patches.base import Effect, R, Rules, Strict, any_matches
+from memopt.patches.registry import patches, watch
 
-#: Codes of an activation's derivative, as in `memopt.kernels.derivative_codes.codes`.
-CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic"]
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 DEFAULT_CHECKPOINT_RECIPE = "exact"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class NormRules(_Strict):
-    """How norms are rewritten."""
-
-    method: Literal["share", "none"] = "share"
-    """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
-    fold: Literal["auto", "never"] = "auto"
-    """``auto``: fold the affine into the next linears wherever that is proved."""
-    hidden_states: Literal["keep", "change"] = "keep"
-    """``change``: fold also where that changes a hidden state that the model or one inside it returns, no logits."""
-
-
-class RecomputeRules(_Strict):
-    """Whether an elementwise output is made again in backward instead of kept."""
-
-    method: Literal["recompute", "none"] = "recompute"
-
-
-class ActivationRules(RecomputeRules):
-    """How activations are rewritten."""
-
-    code: CodeScheme = "none"
-    """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
-    where: Literal["needed", "all"] = "needed"
-    """``needed``: only where nothing keeps the output, else making it again costs as little and is exact."""
-    relu: Literal["output", "mask"] = "output"
-    """What a ReLU keeps. ``mask``: one bit an element where nothing else keeps its output; exact."""
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) and value != "auto" else value
-
-
-class LinearRules(_Strict):
-    """How the gradients of linears' weights are computed."""
-
-    method: Literal["exact", "wta-crs", "systematic", "crs", "uniform"] = "exact"
-    """Of all rows of the input, or of a sample of them, drawn as the name says: without bias, with noise."""
-    budget: float = Field(default=0.3, gt=0.0, lt=1.0)
-    """Part of the rows that is kept."""
-    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
-    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
-
-
-class DropoutRules(_Strict):
-    """How dropouts are rewritten."""
-
-    method: Literal["none", "seed"] = "none"
-    """``seed``: keep the seed of the mask instead of the mask. The same distribution, other random numbers."""
-
-
-class KeptRules(_Strict):
-    """How that is kept which cannot be made again."""
-
-    method: Literal["exact", "int8", "int4"] = "exact"
-    """``int8``, ``int4``: a code for each element, a minimum and a step for each 128."""
-    where: Literal["block", "mlp"] = "block"
-    """Everything in the repeated blocks, or what their MLPs keep."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-
-
-class Recipe(_Strict):
-    """A recipe; see docs/recipes.md for every key."""
+class Recipe(Strict):
+    """A recipe; see docs/recipes.md for every key. Each patch with rules adds a field of its own, `Patch.key`."""
 
     name: str
     description: str = ""
-    norms: NormRules = NormRules()
-    activations: ActivationRules = ActivationRules()
-    gated_mlps: RecomputeRules = RecomputeRules()
-    linears: LinearRules = LinearRules()
-    dropouts: DropoutRules = DropoutRules()
-    kept: KeptRules = KeptRules()
     gradient_error: float = Field(default=0.0, ge=0.0)
     """The relative error of the gradient that the recipe declares, of its norm; 0 for exact ones. Sampling adds noise
     to it, which is no error on average and depends on the model and its data."""
@@ -105,34 +36,58 @@ class Recipe(_Strict):
     ignore: tuple[str, ...] = ()
     """Module names (shell wildcards) that are left alone; wins over ``targets``."""
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether gradients differ from the stock model's by rounding alone."""
-        return not self.approximates and not self.samples
+    if TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None: ...
 
     @property
-    def approximates(self) -> bool:
-        """Whether something is kept in fewer bits, so that every gradient is off by a little."""
-        return self.activations.code != "none" or self.kept.method != "exact"
+    def effects(self) -> frozenset[Effect]:
+        """What the rules do to gradients, beside rounding."""
+        return frozenset(rules.effect for rules in self._all_rules().values()) - {"exact"}
 
     @property
-    def samples(self) -> bool:
-        """Whether gradients of weights are estimated from samples."""
-        return self.linears.method != "exact"
+    def folds(self) -> bool:
+        """Whether it changes the weights of a checkpoint."""
+        return any(rules.folds for rules in self._all_rules().values())
+
+    def rules(self, kind: type[R]) -> R:
+        """The rules of that kind; their defaults where no patch has such rules."""
+        return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
+
+    def without(self, *effects: Effect) -> tuple[str, ...]:
+        """Settings (KEY=VALUE) that switch off what has one of these effects."""
+        return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
+
+    def unfolded(self) -> Recipe:
+        """The recipe for a model in memory, whose weights are left alone."""
+        settings = (
+            f"{key}.{field}={to}" for key, r in self._all_rules().items() for field, to in r.in_memory().items()
+        )
+        return load_recipe(self, settings)
 
     def selects(self, name: str) -> bool:
         """Whether the module `name` may be rewritten."""
         return any_matches(name, self.targets) and not any_matches(name, self.ignore)
 
-
-def any_matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of `patterns` names the module `name`."""
-    return any(matches(name, pattern) for pattern in patterns)
+    def _all_rules(self) -> dict[str, Rules]:
+        return {key: value for key, value in vars(self).items() if isinstance(value, Rules)}
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of ``targets`` or ``ignore`` names the module `name`."""
-    return fnmatchcase(name, pattern) or name.endswith("." + pattern) or name == pattern
+def _add_rules() -> None:
+    """Give `Recipe` a field for each patch that has rules."""
+    own = {name: field for name, field in Recipe.model_fields.items() if not _is_rules(field.annotation)}
+    added = {p.key: FieldInfo(annotation=p.rules, default=p.rules()) for p in patches() if p.key}
+    name, description, *others = own.items()
+    Recipe.model_fields.clear()
+    Recipe.model_fields.update([name, description, *added.items(), *others])
+    Recipe.model_rebuild(force=True)
+
+
+def _is_rules(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Rules)
+
+
+watch(_add_rules)
 
 
 def shipped() -> dict[str, Path]:
@@ -155,6 +110,27 @@ def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> R
         return Recipe.model_validate(_tuples(data))
     except ValidationError as error:
         raise RecipeError(_explain(error, str(getattr(source, "name", source)))) from None
+
+
+def modernised(data: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as an older memopt wrote it, in today's spelling."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    for where, spellings in _old_spellings().items():
+        key, _, field = where.partition(".")
+        rules = result.get(key)
+        if isinstance(rules, dict) and rules.get(field) in spellings:
+            rules[field] = spellings[rules[field]]
+    return result
+
+
+def _old_spellings() -> dict[str, Mapping[str, str]]:
+    """KEY.FIELD -> old spelling -> today's."""
+    return {
+        f"{patch.key}.{field}": spellings
+        for patch in patches()
+        if patch.key
+        for field, spellings in patch.rules.old_spellings.items()
+    }
 
 
 def _locate(source: str) -> Path:
@@ -183,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _set(data: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
-        raise RecipeError(f"'--set {override}' is not KEY=VALUE.", "Example: --set norms.fold=never")
+        raise RecipeError(f"'--set {override}' is not KEY=VALUE.", "Example: --set norms.fold=none")
     *parents, last = key.split(".")
     node = data
     for parent in parents:
@@ -210,8 +186,9 @@ def _explain(error: ValidationError, source: str) -> str:
         known = _known_keys(first["loc"][:-1])
         return f"Recipe '{source}': unknown key '{where}'. {_suggest(str(first['loc'][-1]), known)}"
     if first["type"] == "literal_error":
-        value = first["input"]
-        return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {first['ctx']['expected']}."
+        value, new = first["input"], _old_spellings().get(where, {}).get(str(first["input"]))
+        hint = f" Did you mean '{new}'?" if new else ""
+        return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {first['ctx']['expected']}.{hint}"
     return f"Recipe '{source}': '{where}': {first['msg']}."
 
 

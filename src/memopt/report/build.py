@@ -120,13 +120,13 @@ def _compare(
         training = replace(training, seq=None)
     else:
         training = replace(training, seq=seq or default_seq(config))
-    if manifest is not None or rules.norms.fold == "never":
+    if manifest is not None or not rules.folds:
         # What is folded is known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)
         folded = manifest.folded_norms() if manifest is not None else frozenset()
     else:
         sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
-        folded = frozenset(norm.name for norm in make_plan(sites, rules).norms("fold"))
+        folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
     before = trace_account(config, training, sites=sites, inputs=batch)
     after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch)
     plan = make_plan(sites, rules)

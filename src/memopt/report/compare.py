@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.patches.base import Section
 from memopt.report.account import Account, Kept, Part
 from memopt.report.causes import CAUSES
-from memopt.report.sampling import SamplingErrors
 from memopt.report.training import Training
 
 #: Names of the parts, in the order in which a forward meets them.
@@ -68,8 +68,8 @@ class Comparison:
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
     """Form of the batch that was given (`memopt.walk.calls.batch.describe`); None for one that was made."""
-    sampling: SamplingErrors | None = None
-    """What sampling costs, where the recipe samples."""
+    sections: tuple[Section, ...] = ()
+    """What single patches add."""
 
     def __str__(self) -> str:
         """What `memopt report` prints."""

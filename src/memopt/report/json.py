@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from memopt.patches.registry import patches
 from memopt.report.account import Account
 from memopt.report.compare import BlockKind, Comparison, Row
-from memopt.report.sampling import sampling_dict
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             "after": comparison.after.total,
             "change": comparison.change,
         },
-        "sampling": None if comparison.sampling is None else sampling_dict(comparison.sampling),
+        **{patch.section: None for patch in patches() if patch.section},
+        **{section.key: section.to_dict() for section in comparison.sections},
         "notes": list(comparison.notes),
     }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memopt.patches.base import PlanView
 from memopt.patches.record import Record
-from memopt.plan.plan import Plan
 from memopt.report.terminal import coverage_totals
 
 
@@ -15,7 +15,7 @@ class Summary:
 
     modules: int
     """Number of modules that are patched; 0 for a stock model."""
-    plan: Plan | None = None
+    plan: PlanView | None = None
     """What was done with each site, and why the rest was left; None where the model does not know it."""
     refused: tuple[tuple[str, str], ...] = ()
     """(module, reason) of planned rewrites that the module itself did not admit."""

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.report.compare import BlockKind, Comparison, Row
-from memopt.report.sampling import sampling_lines
 
 SCOPE = (
     "Counted: activations that one forward keeps for backward, each storage once. Not counted: weights, gradients, "
@@ -40,9 +39,9 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
     yield Text(SCOPE)
     for note in comparison.notes:
         yield Text(note)
-    if comparison.sampling is not None:
+    for section in comparison.sections:
         yield Text()
-        for line in sampling_lines(comparison.sampling):
+        for line in section.lines():
             yield Text(line)
 
 

@@ -6,29 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memopt.patches.base import LEFT, PlanView
+from memopt.patches.registry import patches
 from memopt.plan.plan import Entry, Plan
+from memopt.verdict import Check, Verdict
 
-if TYPE_CHECKING:
-    from memopt.verify.verdict import Check, Verdict
-
-_LABELS = {"gated_mlp": "gated MLP"}
-_ACTIONS = ("fold", "share", "recompute", "code", "sample", "seed", "keep")
-_DONE = {
-    "fold": "folded",
-    "share": "shared",
-    "recompute": "recomputed",
-    "code": "coded",
-    "sample": "sampled",
-    "seed": "seeded",
-    "keep": "left",
-}
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -44,21 +32,24 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
     table.add_column("action", no_wrap=True)
     table.add_column("where, and why", overflow="fold")
     groups = [[entry] for entry in plan.entries] if verbose else _grouped(plan.entries)
+    nouns = {patch.kind: patch.noun for patch in patches()}
     for group in groups:
         first = group[0]
-        action = Text(first.action, style="dim" if first.action == "keep" else "green")
+        action = Text(first.action, style="green" if first.rewritten else "dim")
         place = Group(Text(_where(group)), Padding(Text(_relative(first), style="dim"), (0, 0, 0, 2)))
-        table.add_row(Text(_LABELS.get(first.kind, first.kind)), str(len(group)), action, place)
+        table.add_row(Text(nouns.get(first.kind, first.kind)), str(len(group)), action, place)
     return Group(table, Text(), *(Text(line) for line in coverage_totals(plan)))
 
 
-def coverage_totals(plan: Plan) -> list[str]:
+def coverage_totals(plan: PlanView) -> list[str]:
     """One line for each kind of site: how many were treated how; the numbers add up to all sites."""
+    known = {patch.kind: patch for patch in patches()}
     lines = []
     for kind, counts in plan.counts().items():
-        parts = [f"{counts[action]} {_DONE[action]}" for action in _ACTIONS if counts.get(action)]
-        total = sum(counts.values())
-        lines.append(f"{total} {_LABELS.get(kind, kind)}{_s(kind, total)}: {', '.join(parts)}")
+        patch, total = known[kind], sum(counts.values())
+        done = {**patch.actions, LEFT: "left"}
+        parts = [f"{counts[action]} {participle}" for action, participle in done.items() if counts.get(action)]
+        lines.append(f"{total} {patch.noun if total == 1 else patch.plural}: {', '.join(parts)}")
     return lines
 
 
@@ -146,7 +137,3 @@ def _relative(entry: Entry) -> str:
     prefixes: Iterable[str] = (".".join(parts[:length]) + "." for length in range(len(parts) - 1, 0, -1))
     prefix = next((prefix for prefix in prefixes if prefix in entry.reason), "")
     return entry.reason.replace(prefix, "") if prefix else entry.reason
-
-
-def _s(kind: str, count: int) -> str:
-    return "" if count == 1 or kind == "loss" else "s"

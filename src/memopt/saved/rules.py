@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.activations import OPERATIONS, Operation
-from memopt.recompute_rules import RULES, Node, Rule, recomputable
+from memopt.recompute_rules import ELEMENTWISE, PRODUCT, RULES, Node, Rule, recomputable
 from memopt.torch_compat import SAVED_FIELDS, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
@@ -27,17 +27,17 @@ def _keeps_both_operands(node: Node) -> bool:
     return len(edges) == 2 and all(edge is not None and edge.name() != _LEAF_NODE for edge in edges)
 
 
-@recomputable("MulBackward0", "gated_mlp", _keeps_both_operands)
+@recomputable("MulBackward0", PRODUCT, _keeps_both_operands)
 def _product(node: Node) -> Tensor:
     return torch.mul(saved(node, "self"), saved(node, "other"))
 
 
-@recomputable("ClampBackward1", "activation")
+@recomputable("ClampBackward1", ELEMENTWISE)
 def _clamp(node: Node) -> Tensor:
     return torch.clamp(saved(node, "self"), saved(node, "min"), saved(node, "max"))
 
 
-@recomputable("PowBackward0", "activation")
+@recomputable("PowBackward0", ELEMENTWISE)
 def _power(node: Node) -> Tensor:
     return torch.pow(saved(node, "self"), saved(node, "exponent"))
 
@@ -64,18 +64,16 @@ def _value_of(operation: Operation) -> Callable[[Node], Tensor]:
 
 for _operation in OPERATIONS.values():
     if _operation.recompute is not None:
-        recomputable(_operation.node, "activation")(_value_of(_operation))
+        recomputable(_operation.node, ELEMENTWISE)(_value_of(_operation))
 
 #: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
 _KEEP_THEIR_RESULT = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 for _name in ("SoftmaxBackward0", "ExpBackward0", *_KEEP_THEIR_RESULT):
-    RULES[_name] = Rule(_kept_result, lambda node: True, "activation", of_copies_only=True)
+    RULES[_name] = Rule(_kept_result, lambda node: True, ELEMENTWISE, of_copies_only=True)
 
 #: Attention keeps its output in the layout of the queries; the linear behind it keeps a copy in its own layout.
 for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu"):
-    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
-        _kept_output, lambda node: True, "activation", of_copies_only=True
-    )
+    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(_kept_output, lambda node: True, ELEMENTWISE, of_copies_only=True)
 
 # A rule that cannot read what its nodes saved would fail in backward.
 for _name in SAVED_FIELDS:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.recompute_rules import RULES, Node, Rule
+from memopt.recompute_rules import FAMILIES, RULES, Node, Rule
 from memopt.saved.codable import Codable
 from memopt.saved.compression import Compression, Compressor, Packed
 from memopt.saved.copies import Source, source_of
@@ -44,7 +44,6 @@ from memopt.torch_compat import (
 
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
-ALL_FAMILIES = frozenset({"norm", "activation", "gated_mlp"})
 S = TypeVar("S", bound=Slot)
 
 
@@ -55,14 +54,14 @@ class RecomputeScope:
     hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
 
     Args:
-        families: which rules apply (``norm``, ``activation``, ``gated_mlp``).
+        families: which rules apply (`memopt.recompute_rules.FAMILIES`).
         compression: keep what stays in fewer bits; needs `hidden`.
         hidden: hidden states that the code inside is given; their size tells what is worth compressing.
     """
 
     def __init__(
         self,
-        families: frozenset[str] = ALL_FAMILIES,
+        families: frozenset[str] = FAMILIES,
         compression: Compression | None = None,
         hidden: Tensor | None = None,
     ) -> None:

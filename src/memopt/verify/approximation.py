@@ -1,33 +1,28 @@
 """Level "gradient" of approximate recipes: how far the gradient is from the exact one, and whether that was declared.
 
-The forward is exact, so the loss must be. Codes are forced on every activation that has one (``where: all``): what is
-measured is the most that the recipe can be off, whatever is trained. Two limits: what the recipe declares for whole
-models, and what the codes' own errors on this model's activations predict.
+The forward is exact, so the loss must be. The patches are set to be as far off as they can be (`Patch.at_most`),
+whatever is trained. Two limits: what the recipe declares for whole models, and what the errors of single derivatives on
+this model's own inputs predict (`Patch.derivative_errors`).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memopt.kernels.derivative_codes.codes import apply_code, encode
-from memopt.kernels.derivative_codes.schemes import derivative
-from memopt.patches.activation.module import ActivationRewrite
-from memopt.patches.swap import is_swapped, original_class, swap_state
+from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
-from memopt.verify.gradient import Gradients, training_gradients
-from memopt.verify.inputs import probe_inputs
-from memopt.verify.models import NOTHING_SAMPLED, free_memory, load_patched, load_stock
-from memopt.verify.verdict import Check
-from memopt.walk.calls.batch import Batch
+from memopt.verdict import Check
+from memopt.verify.gradient import Gradients
+from memopt.verify.models import load_run_free
+from memopt.verify.trial import DTYPE as _DTYPE
+from memopt.verify.trial import CheckpointTrial
 
-#: Everything runs in fp32: its rounding (1e-6 of a gradient) is far below what any code costs.
-_DTYPE = torch.float32
 #: Relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5
 #: Parameters of fewer elements, and with gradients so much smaller than the largest, say nothing of their own.
@@ -36,21 +31,17 @@ _FEWEST, _ZERO = 500, 1e-5
 _WEIGHED = 2
 
 
-def verify_approximation(
-    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
-) -> list[Check]:
+def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of the patched model with those of stock modules on the same weights."""
-    stock = load_stock(folder, dtype=_DTYPE, trust_remote_code=trust_remote_code)
-    probes = probe_inputs(stock, folder, inputs, trust_remote_code=trust_remote_code)
-    exact_loss, exact = training_gradients(stock, probes, _DTYPE)
-    del stock
-    free_memory()
-    forced = ("activations.where=all", NOTHING_SAMPLED)
-    model = load_patched(folder, trust_remote_code=trust_remote_code, inputs=inputs, dtype=_DTYPE, overrides=forced)
+    recipe = trial.recipe
+    exact_loss, exact = load_run_free(lambda: trial.stock(_DTYPE), trial.step)
+    farthest = (setting for patch in patches() for setting in patch.at_most(recipe))
+    model = trial.patched(*farthest, *recipe.without("sampled"))
     torch.manual_seed(0)  # of codes that round at random
-    with _watched(model) as errors:
-        loss, approximate = training_gradients(model, probes, _DTYPE)
-    return list(_checks(recipe, exact_loss, loss, exact, approximate, errors))
+    with contextlib.ExitStack() as watched:
+        errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
+        loss, approximate = trial.step(model)
+    return list(_checks(recipe, exact_loss, loss, exact, approximate, list(itertools.chain(*errors))))
 
 
 def _checks(
@@ -119,33 +110,3 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     if not size:
         return (0.0 if not off else math.inf), 1.0
     return math.sqrt(off / size), product / math.sqrt(size * other) if other else 0.0
-
-
-class _watched:
-    """Inside, the relative error of every coded activation's derivative, at the inputs that it gets."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if is_swapped(module)]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.errors: list[float] = []
-
-    def __enter__(self) -> list[float]:
-        for module in self._modules:
-            rewrite = swap_state(module)
-            if isinstance(rewrite, ActivationRewrite) and rewrite.code is not None:
-                measure = functools.partial(self._measure, rewrite)
-                self._handles.append(module.register_forward_hook(measure))
-        return self.errors
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _measure(self, rewrite: ActivationRewrite, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        code, z = rewrite.code, args[0].detach().float()
-        assert code is not None
-        stock = functools.partial(original_class(module).forward, module)
-        with torch.no_grad():
-            exact = derivative(stock, z)
-            approximate = apply_code(torch.ones_like(z), encode(z, code, seed=1), code)
-        self.errors.append(_distance([(approximate, exact)])[0])

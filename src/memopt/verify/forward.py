@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
+from memopt.verdict import Check, ratio_status
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
     Pair,
@@ -30,7 +31,6 @@ from memopt.verify.models import (
     load_stock,
     stored_dtype,
 )
-from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.plan.recipe import Recipe
+from memopt.verdict import Check, ratio_status
 from memopt.verify.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import (
-    NOTHING_SAMPLED,
     Reference,
     cast_inputs,
     choose_reference,
@@ -28,7 +29,6 @@ from memopt.verify.models import (
     load_stock,
     stored_dtype,
 )
-from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.batch import Batch
 
@@ -52,8 +52,10 @@ class _Stock:
     probes: Probes
 
 
-def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
-    """Compare the gradient of every parameter that both models train."""
+def verify_gradient(
+    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
+) -> list[Check]:
+    """Compare the gradient of every parameter that both models train; sampled gradients are computed whole."""
     load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
 
     def run_stock(model: nn.Module) -> _Stock | None:
@@ -68,7 +70,7 @@ def verify_gradient(folder: Path, *, trust_remote_code: bool = False, inputs: Ba
     if stock is None:
         return [_skip("no more precise run than the model's own fits into memory")]
     reference = stock.reference
-    exact = [NOTHING_SAMPLED]
+    exact = recipe.without("sampled")
     patched_loss, patched_gradients = load_run_free(
         functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs, overrides=exact),
         lambda model: training_gradients(model, stock.probes, stock.dtype),

@@ -18,14 +18,13 @@ from torch import nn
 
 from memopt.checkpoint.manifest import read_manifest
 from memopt.errors import ModelError
-from memopt.plan.recipe import load_recipe
 from memopt.report.account import Account, account, live_bytes
 from memopt.report.estimate import trace_account
 from memopt.report.training import Precision, Training
+from memopt.verdict import Check, ratio_status
 from memopt.verify.gradient import training_loss
 from memopt.verify.inputs import Probes, probe_inputs
 from memopt.verify.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
-from memopt.verify.verdict import Check, ratio_status
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
@@ -71,7 +70,7 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     precision = _PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
-    recipe = load_recipe(manifest.recipe, ["norms.fold=never"])
+    recipe = manifest.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
         predicted = trace_account(

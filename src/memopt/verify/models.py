@@ -19,8 +19,6 @@ from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class
 
-#: What a recipe does beside sampling is checked without its noise.
-NOTHING_SAMPLED = "linears.method=exact"
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Literal
 
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.errors import ModelError, NegativeVerdict, UsageError
-from memopt.plan.recipe import load_recipe
-from memopt.verify.verdict import LEVELS, Check, Level, Verdict
+from memopt.patches.registry import patches
+from memopt.verdict import LEVELS, Check, Level, Verdict
 from memopt.walk.calls.batch import Batch, given_batch
 
 
@@ -97,19 +97,20 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
 
 
 def _gradient(folder: Path, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
-    recipe = load_recipe(read_manifest(folder).recipe)
-    if recipe.approximates:
+    from memopt.verify.trial import CheckpointTrial
+
+    recipe = read_manifest(folder).recipe
+    trial = CheckpointTrial(folder, recipe, trust_remote_code, inputs)
+    if "approximate" in recipe.effects:
         from memopt.verify.approximation import verify_approximation
 
-        checks = verify_approximation(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        checks = verify_approximation(trial)
     else:
         from memopt.verify.gradient import verify_gradient
 
-        checks = verify_gradient(folder, trust_remote_code=trust_remote_code, inputs=inputs)
-    if recipe.samples:
-        from memopt.verify.sampling import verify_sampling
-
-        checks += verify_sampling(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        checks = verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    for patch in patches():
+        checks += patch.checks(trial)
     return checks
 
 

@@ -16,8 +16,8 @@ from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
 from memopt.errors import ModelError
+from memopt.verdict import Check, Status
 from memopt.verify.recompute import Comparison, compare
-from memopt.verify.verdict import Check, Status
 
 _MAX_WORKERS = 4
 _BLOCK = 8 << 20

@@ -25,7 +25,7 @@ from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import offer
-from memopt.recompute_rules import Node, recomputable
+from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
 
 
 def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = None) -> Tensor:
@@ -89,7 +89,7 @@ class ActivationFunction(torch.autograd.Function):
         return differentiate(ctx.function, z, dh, ctx.autocast), None
 
 
-@recomputable("ActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
+@recomputable("ActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))
 def _replayed_output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
     return remade(node.function, z, node.autocast)
@@ -127,7 +127,7 @@ class KernelActivationFunction(torch.autograd.Function):
         return _gradient(dh, z, ctx.kind, remake=False)[0], None
 
 
-@recomputable("KernelActivationFunctionBackward", "activation", lambda node: getattr(node, "remakes_output", False))
+@recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
     return _value(z, node.kind)

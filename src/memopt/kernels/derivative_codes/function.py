@@ -22,7 +22,7 @@ from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.derivative_codes.codes import apply_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.recompute_rules import RULES, Rule, recomputable
+from memopt.recompute_rules import ELEMENTWISE, RULES, Rule, recomputable
 
 
 class Slot(Protocol):
@@ -93,7 +93,7 @@ def _is_coded(node: Any) -> bool:
     return slot is not None and slot.is_coded
 
 
-@recomputable("CodableFunctionBackward", "activation", lambda node: hasattr(node, "slot") and not _is_coded(node))
+@recomputable("CodableFunctionBackward", ELEMENTWISE, lambda node: hasattr(node, "slot") and not _is_coded(node))
 def _output(node: Any) -> Tensor:
     (z,) = node.saved_tensors
     return remade(node.function, z, node.autocast)
@@ -125,5 +125,5 @@ def _kept_output(node: Any) -> Tensor:
 
 
 RULES["MaskableReluFunctionBackward"] = Rule(
-    _kept_output, lambda node: hasattr(node, "slot") and not _is_coded(node), "activation", of_copies_only=True
+    _kept_output, lambda node: hasattr(node, "slot") and not _is_coded(node), ELEMENTWISE, of_copies_only=True
 )

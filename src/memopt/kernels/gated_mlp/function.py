@@ -25,7 +25,7 @@ from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.autograd import autocast_as, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import offer
-from memopt.recompute_rules import Node, recomputable
+from memopt.recompute_rules import PRODUCT, Node, recomputable
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -94,7 +94,7 @@ class GatedProductFunction(torch.autograd.Function):
         return dgate if needs[0] else None, dup if needs[1] else None, None, None
 
 
-@recomputable("GatedProductFunctionBackward", "gated_mlp", lambda node: getattr(node, "remakes_output", False))
+@recomputable("GatedProductFunctionBackward", PRODUCT, lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     gate, up = node.saved_tensors
     return _value(gate, up, node.kind, node.gate_first)

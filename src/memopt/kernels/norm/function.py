@@ -28,7 +28,7 @@ from memopt.kernels.norm.reference import (
     norm_backward,
     normalize,
 )
-from memopt.recompute_rules import Node, recomputable
+from memopt.recompute_rules import NORMALISED, Node, recomputable
 
 __all__ = [
     "NormArguments",
@@ -164,7 +164,7 @@ class NormFunction(torch.autograd.Function):
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None))
 
 
-@recomputable("NormFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
+@recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     x_hat, _, weight, bias = node.saved_tensors
     return norm_ops.remade_output(x_hat, weight, bias, node.arguments)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
-from memopt.recompute_rules import Node, recomputable
+from memopt.recompute_rules import NORMALISED, Node, recomputable
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -60,7 +60,7 @@ class ReplayFunction(torch.autograd.Function):
         return None, None, *(next(found) if need else None for need in needs)
 
 
-@recomputable("ReplayFunctionBackward", "norm", lambda node: getattr(node, "remakes_output", False))
+@recomputable("ReplayFunctionBackward", NORMALISED, lambda node: getattr(node, "remakes_output", False))
 def _output(node: Node) -> Tensor:
     tensors = node.saved_tensors
     with autocast_as(node.autocast, tensors[0]):

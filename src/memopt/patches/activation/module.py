@@ -23,8 +23,8 @@ from memopt.kernels.derivative_codes.function import (
 )
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.kernels.linear.function import withdraw
-from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
-from memopt.plan.recipe import ActivationRules
+from memopt.patches.activation.patch import ActivationRules
+from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import save_as_code
 from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
@@ -65,11 +65,6 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
         code = derivative_code(site.kind, rules.code) if known else code_of(stock, rules.code)
         rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
     swap_forward(module, _forward, rewrite)
-
-
-def unpatch_activation(module: nn.Module) -> None:
-    """Undo :func:`patch_activation`."""
-    restore_forward(module)
 
 
 def _forward(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import steps_aside, swap_forward
 from memopt.torch_compat import FakeTensor
 from memopt.walk.probes.isolate import with_stand_ins
 
@@ -44,11 +44,6 @@ def patch_dropout(module: nn.Module) -> None:
         ValueError: the module cannot be swapped, or does something else than a dropout of single elements.
     """
     swap_forward(module, _forward, DropoutRewrite(_probability_of(module)))
-
-
-def unpatch_dropout(module: nn.Module) -> None:
-    """Undo :func:`patch_dropout`."""
-    restore_forward(module)
 
 
 def _forward(

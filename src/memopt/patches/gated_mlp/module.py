@@ -17,7 +17,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
 from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 
@@ -53,11 +53,6 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) 
         _forward,
         GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, scope),
     )
-
-
-def unpatch_gated_mlp(module: nn.Module) -> None:
-    """Undo :func:`patch_gated_mlp`."""
-    restore_forward(module)
 
 
 def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

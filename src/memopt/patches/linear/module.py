@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.linear.function import linear, takes_offer
-from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -29,7 +29,7 @@ class LinearRewrite:
 
 
 def patch_linear(module: nn.Module) -> None:
-    """Let `module`, where its input can be made again, keep what makes it.
+    """Let `module`, where its input can be recomputed, keep what it is computed from.
 
     Raises:
         ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
@@ -38,11 +38,6 @@ def patch_linear(module: nn.Module) -> None:
         raise ValueError("it is not a linear of its own weight and bias")
     has_bias = module._parameters.get("bias") is not None
     swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias))
-
-
-def unpatch_linear(module: nn.Module) -> None:
-    """Undo :func:`patch_linear`."""
-    restore_forward(module)
 
 
 def trains_as_linear(module: nn.Module) -> bool:

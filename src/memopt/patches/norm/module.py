@@ -17,7 +17,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
-from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import Rewrite, is_swapped, is_watched, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import module_forward_hooks
 from memopt.walk.sites import NormSite
 
@@ -26,7 +26,7 @@ _ANY_WIDTH = 64
 
 
 @dataclass(frozen=True)
-class NormRewrite:
+class NormRewrite(Rewrite):
     """What a patched norm knows: its family, the names of its parameters, and where its output goes."""
 
     spec: NormSpec
@@ -35,6 +35,9 @@ class NormRewrite:
     only_linears_read: bool
     """All readers are linears, so under autocast the output may be emitted in the dtype they would cast it to."""
     frozen: Frozen = ()
+
+    def undo(self, module: nn.Module) -> None:
+        thaw(module, self.frozen)
 
 
 def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
@@ -55,14 +58,6 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     only_linears = bool(site.consumers) and not site.reaches
     with freezing(module, site if folded else None) as frozen:
         swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
-
-
-def unpatch_norm(module: nn.Module) -> None:
-    """Undo :func:`patch_norm`."""
-    rewrite = swap_state(module)
-    assert isinstance(rewrite, NormRewrite)
-    restore_forward(module)
-    thaw(module, rewrite.frozen)
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from memopt.kernels.replay.function import replayed
 from memopt.patches.identity import Frozen, freezing, thaw
-from memopt.patches.swap import is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import Rewrite, is_watched, steps_aside, swap_forward
 from memopt.walk.sites import NormSite
 
 
 @dataclass(frozen=True)
-class ReplayRewrite:
+class ReplayRewrite(Rewrite):
     """What a replayed module knows."""
 
     frozen: Frozen = ()
+
+    def undo(self, module: nn.Module) -> None:
+        thaw(module, self.frozen)
 
 
 def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: bool = False) -> None:
@@ -36,14 +39,6 @@ def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: boo
     """
     with freezing(module, norm if folded else None) as frozen:
         swap_forward(module, _forward, ReplayRewrite(frozen))
-
-
-def unpatch_replay(module: nn.Module) -> None:
-    """Undo :func:`patch_replay`."""
-    rewrite = swap_state(module)
-    assert isinstance(rewrite, ReplayRewrite)
-    restore_forward(module)
-    thaw(module, rewrite.frozen)
 
 
 def _forward(

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
 from memopt.patches.linear.module import is_linear
+from memopt.patches.sampled_linear.patch import LinearRules
 from memopt.patches.sampled_linear.visits import Visits
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
 from memopt.saved.sampled import Sampling
 from memopt.saved.scope import save_sampled
 
@@ -43,7 +44,8 @@ def patch_sampled_linear(
 
     Args:
         visits: what the model that `module` is in was, or will be, patched with
-        (`memopt.patches.sampled_linear.visits`). name: what a warning calls it.
+            (`memopt.patches.sampled_linear.visits`).
+        name: what a warning calls it.
 
     Raises:
         ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
@@ -57,9 +59,16 @@ def patch_sampled_linear(
     visits.padding.add(name)
 
 
-def unpatch_sampled_linear(module: nn.Module) -> None:
-    """Undo :func:`patch_sampled_linear`."""
-    restore_forward(module)
+def sampling_of(rules: LinearRules) -> Sampling:
+    """How rows are drawn by rules that are not off."""
+    assert rules.method != "none"
+    return Sampling(rules.method, rules.budget)
+
+
+def samplings_in(model: nn.Module) -> dict[str, SampledLinearRewrite]:
+    """Name -> state of the sampled linears of `model`."""
+    swapped = {name: swap_state(module) for name, module in model.named_modules() if is_swapped(module)}
+    return {name: state for name, state in swapped.items() if isinstance(state, SampledLinearRewrite)}
 
 
 def _forward(

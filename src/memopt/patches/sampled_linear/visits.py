@@ -24,7 +24,6 @@ from memopt.patches.sampled_linear.gradient_memory import GradientMemory, Step
 from memopt.patches.sampled_linear.padding import PaddingWatch
 from memopt.patches.swap import (
     is_swapped,
-    restore_forward,
     steps_aside,
     swap_forward,
     swap_state,
@@ -172,11 +171,6 @@ def patch_visits(model: nn.Module, visits: Visits) -> None:
     swap_forward(module, _forward, VisitRewrite(visits))
     visits.belong_to(module)
     declare_index(module)
-
-
-def unpatch_visits(module: nn.Module) -> None:
-    """Undo :func:`patch_visits` on the very module that was patched."""
-    restore_forward(module)
 
 
 def visits_of(model: nn.Module) -> list[Visits]:

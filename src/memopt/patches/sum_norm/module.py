@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.device import runs_triton
 from memopt.patches.norm.module import norm_of_sum
 from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import restore_forward, steps_aside, swap_forward
+from memopt.patches.swap import steps_aside, swap_forward
 from memopt.walk.sites import SumNormSite
 
 
@@ -37,11 +37,6 @@ def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | N
         ValueError: the module cannot be swapped.
     """
     swap_forward(module, _forward, SumNormRewrite(site, scope))
-
-
-def unpatch_sum_norm(module: nn.Module) -> None:
-    """Undo :func:`patch_sum_norm`."""
-    restore_forward(module)
 
 
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

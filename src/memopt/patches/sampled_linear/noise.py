@@ -34,6 +34,8 @@ class SamplingErrors:
     """(weight, reason) of linears that keep their whole input."""
     why_not: str = ""
     """Why nothing was measured, where that is so."""
+    key: str = "sampling"
+    """Its field of the report's JSON document."""
 
     def together(self, *, known: bool = False) -> float:
         """Of all sampled weights: errors of independent draws add in squares."""
@@ -41,49 +43,47 @@ class SamplingErrors:
         errors = (((linear.known if known else linear.first) * linear.gradient) ** 2 for linear in self.linears)
         return math.sqrt(sum(errors) / size) if size else 0.0
 
+    def lines(self) -> Iterator[str]:
+        """The result in sentences."""
+        budget = f"{self.budget:.0%}"
+        yield f"Sampled linears: {self.method}, {budget} of the rows; forward and input gradients stay exact."
+        if not self.linears and not self.why_not:
+            yield "  No linear of this model is sampled."
+        elif self.why_not:
+            yield f"  Expected error of dW: not measured, because {self.why_not}."
+        else:
+            yield f"  Expected relative RMSE of dW on the probe batch ({self.probe}):"
+            for name, group in _alike(self.linears):
+                yield f"    {name}: {_spread([each.first for each in group])}; {_known(group)}"
+            yield f"    all sampled weights: {self.together():.2f}; {self.together(known=True):.2f} at best"
+            yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
+        if self.refused:
+            yield "  Kept whole:"
+            yield from _refusals(self.refused)
+        yield f"  Exact alternative: {accumulation(self.budget)}."
 
-def sampling_lines(errors: SamplingErrors) -> Iterator[str]:
-    """The result in sentences."""
-    budget = f"{errors.budget:.0%}"
-    yield f"Sampled linears: {errors.method}, {budget} of the rows; forward and input gradients stay exact."
-    if not errors.linears and not errors.why_not:
-        yield "  No linear of this model is sampled."
-    elif errors.why_not:
-        yield f"  Expected error of dW: not measured, because {errors.why_not}."
-    else:
-        yield f"  Expected relative RMSE of dW on the probe batch ({errors.probe}):"
-        for name, group in _alike(errors.linears):
-            yield f"    {name}: {_spread([each.first for each in group])}; {_known(group)}"
-        yield f"    all sampled weights: {errors.together():.2f}; {errors.together(known=True):.2f} at best"
-        yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
-    if errors.refused:
-        yield "  Kept whole:"
-        yield from _refusals(errors.refused)
-    yield f"  Exact alternative: {accumulation(errors.budget)}."
+    def to_dict(self) -> dict[str, Any]:
+        """Its field of the report's JSON document."""
+        return {
+            "method": self.method,
+            "budget": self.budget,
+            "probe": self.probe,
+            "not_measured": self.why_not or None,
+            "relative_rmse": self.together() if self.linears else None,
+            "relative_rmse_at_best": self.together(known=True) if self.linears else None,
+            "linears": [
+                {"module": each.module, "relative_rmse": each.first, "relative_rmse_at_best": each.known}
+                for each in self.linears
+            ],
+            "refused": [{"weight": weight, "reason": reason} for weight, reason in self.refused],
+            "exact_alternative": accumulation(self.budget),
+        }
 
 
 def accumulation(budget: float) -> str:
     """What keeps as few rows with no error at all."""
     steps = math.ceil(1 / budget - 1e-9)
     return f"micro-batches of 1/{steps} of the batch, accumulated over {steps} passes: no more rows are kept, no error"
-
-
-def sampling_dict(errors: SamplingErrors) -> dict[str, Any]:
-    """Fields of the report's JSON document."""
-    return {
-        "method": errors.method,
-        "budget": errors.budget,
-        "probe": errors.probe,
-        "not_measured": errors.why_not or None,
-        "relative_rmse": errors.together() if errors.linears else None,
-        "relative_rmse_at_best": errors.together(known=True) if errors.linears else None,
-        "linears": [
-            {"module": each.module, "relative_rmse": each.first, "relative_rmse_at_best": each.known}
-            for each in errors.linears
-        ],
-        "refused": [{"weight": weight, "reason": reason} for weight, reason in errors.refused],
-        "exact_alternative": accumulation(errors.budget),
-    }
 
 
 def _refusals(refused: Sequence[tuple[str, str]]) -> Iterator[str]:

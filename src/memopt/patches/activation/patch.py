@@ -1,0 +1,179 @@
+"""Activations: their output is recomputed from their input, or a code of the derivative takes the input's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, Live, Patch, PlanView, RecipeView, Rules
+from memopt.recompute_rules import ELEMENTWISE
+from memopt.walk.sites import ActivationSite, Sites
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Codes of an activation's derivative, as in `memopt.kernels.derivative_codes.codes`.
+CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic"]
+
+
+class ActivationRules(Rules):
+    """How activations are rewritten."""
+
+    method: Literal["recompute", "none"] = "recompute"
+    """Whether their output is recomputed in backward instead of kept."""
+    code: CodeScheme = "none"
+    """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
+    where: Literal["needed", "all"] = "needed"
+    """``needed``: only where nothing keeps the output, else recomputing it costs as little and is exact."""
+    relu: Literal["none", "mask"] = "none"
+    """``mask``: a ReLU keeps one bit an element where nothing else keeps its output, which is exact."""
+
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"relu": {"output": OFF}}
+
+    @property
+    def effect(self) -> Effect:
+        return "exact" if self.code == OFF else "approximate"
+
+
+class ActivationPatch(Patch):
+    """Recomputed and coded activations."""
+
+    name = kind = noun = "activation"
+    plural = "activations"
+    after = ("gated_mlp",)
+    requires = ("replay", "derivative_codes", "linear")
+    actions: ClassVar[Mapping[str, str]] = {"recompute": "recomputed", "code": "coded"}
+    key, rules = "activations", ActivationRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, ActivationSite]]:
+        return ((site.name, site) for site in sites.activations)
+
+    def decide(self, site: ActivationSite, plan: PlanView) -> tuple[str, str]:
+        rules, recipe = plan.recipe.rules(ActivationRules), plan.recipe
+        gated = site.gated_mlp is not None and recipe.selects(site.gated_mlp)
+        if rules.is_off:
+            return LEFT, "the recipe leaves activations alone"
+        if not recipe.selects(site.name):
+            return LEFT, EXCLUDED
+        if site.keeps_its_output and not gated:
+            return _of_kept_output(site, rules)
+        if not site.replays:
+            return LEFT, "random or different in train mode: it cannot be run again"
+        if rules.code != OFF and (kept := _code(site, rules, gated)):
+            return "code", kept
+        if gated:
+            return "recompute", f"part of the gated MLP {site.gated_mlp}"
+        if site.is_module and site.operations > 1:
+            return "recompute", f"keeps its input instead of {site.operations} intermediates"
+        if site.next_linear is None:
+            return LEFT, "no linear keeps its output: nothing to save"
+        if site.copied and not site.is_module:
+            why = "a function, of whose output the next linear keeps a copy: nothing tells whether they are the same"
+            return LEFT, why
+        return "recompute", "its output is recomputed from its input, which is kept anyway"
+
+    def families(self, recipe: RecipeView) -> frozenset[str]:
+        return frozenset() if recipe.rules(ActivationRules).is_off else frozenset({ELEMENTWISE})
+
+    def scoped(self, plan: PlanView) -> Iterator[str]:
+        modules = _modules_of(plan)
+        yield from (modules[site.next_linear] for site in plan.chosen("activation") if site.next_linear in modules)
+        # Around an activation that keeps a code, and whoever reads it.
+        for site in plan.chosen("activation", "code"):
+            yield _around(site.name, modules.get(site.next_linear or ""))
+
+    def unscoped(self, plan: PlanView) -> Mapping[str, frozenset[str]]:
+        rewritten, modules = {entry.site for entry in plan.rewrites}, _modules_of(plan)
+        return {
+            modules[site.next_linear]: frozenset({ELEMENTWISE})
+            for site in plan.sites.activations
+            if site.next_linear in modules
+            and site.gated_mlp is None
+            and site.name not in rewritten
+            # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be recomputed.
+            and not (site.keeps_its_output and plan.recipe.selects(site.name))
+        }
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.activation.module import patch_activation
+        from memopt.patches.replay.module import patch_replay
+
+        rules, plan = live.plan.recipe.rules(ActivationRules), live.plan
+        coded = plan.chosen("activation", "code")
+        for site in coded:
+            live.attempt(self.name, site.name, patch_activation, site, rules)
+        for site in plan.chosen("activation"):
+            if not site.is_module or not site.replays or site in coded or not gains_alone(site):
+                continue
+            if site.parameters:
+                live.attempt(self.name, site.name, patch_replay)
+            else:
+                live.attempt(self.name, site.name, patch_activation, site)
+
+    def at_most(self, recipe: RecipeView) -> tuple[str, ...]:
+        return ("activations.where=all",)
+
+    def alike(self, recipe: RecipeView) -> tuple[str, ...]:
+        code = recipe.rules(ActivationRules).code.removesuffix("-stochastic")
+        return ("activations.where=all", f"activations.code={code}")
+
+    def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
+        from memopt.patches.activation.errors import code_errors
+
+        return code_errors(model)
+
+
+def gains_alone(site: ActivationSite) -> bool:
+    """Whether an activation is rewritten whatever reads it: a single operation keeps its input only, and a scope takes
+    care of its output, unless the next linear reads a copy of it."""
+    return site.operations > 1 or site.parameters or (site.copied and not site.keeps_its_output)
+
+
+def _of_kept_output(site: ActivationSite, rules: ActivationRules) -> tuple[str, str]:
+    if site.kind == "relu" and rules.relu != OFF and site.is_module and site.replays:
+        return "code", "keeps one bit an element where nothing else keeps its output, which is exact"
+    if site.copied and site.next_linear is not None:
+        why = "the copy of its output that the next linear reads is recomputed from the output, which is kept anyway"
+        return "recompute", why
+    return LEFT, f"{site.kind} already keeps its output only, which the next linear shares"
+
+
+def _code(site: ActivationSite, rules: ActivationRules, gated: bool) -> str | None:
+    """What an activation keeps that may keep a code of its derivative; None where the exact way is taken."""
+    # Its table is loaded where it is needed: most recipes have no codes.
+    from memopt.kernels.derivative_codes.codes import derivative_code
+
+    if not site.is_module or site.parameters or site.linear is not None or (gated and rules.where == "needed"):
+        return None
+    if site.kind == "other" and rules.code != "published":
+        kept = f"a code of its derivative ({rules.code}), fitted when it is patched"
+    else:
+        try:
+            code = derivative_code(site.kind, rules.code)
+        except ValueError:
+            return None
+        kept = f"{code.bits} bits an element (its input has 16 in bf16), its derivative {code.error:.1%} off at N(0, 1)"
+    if rules.where == "all":
+        return f"keeps {kept}"
+    return f"where nothing keeps its output: {kept}; else recomputed from its input, exactly"
+
+
+def _modules_of(plan: PlanView) -> dict[str | None, str]:
+    """Weight -> module, of every linear."""
+    return {linear.parameter: linear.module for linear in plan.sites.linears}
+
+
+def _around(name: str, reader: str | None) -> str:
+    """The innermost module that `name` and `reader` are in."""
+    ancestor = name.rpartition(".")[0]
+    while reader is not None and ancestor and not _is_in(reader, ancestor):
+        ancestor = ancestor.rpartition(".")[0]
+    return ancestor
+
+
+def _is_in(name: str, ancestor: str) -> bool:
+    return name == ancestor or name.startswith(ancestor + ".")
+
+
+PATCH = ActivationPatch()

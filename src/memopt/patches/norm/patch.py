@@ -1,0 +1,99 @@
+"""Norms that save x_hat, one storage with what the linears behind them save, instead of their input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Rules
+from memopt.recompute_rules import NORMALISED
+from memopt.walk.sites import NormSite, Sites
+
+#: The setting that folds norms which have cautions.
+CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
+
+
+class NormRules(Rules):
+    """How norms are rewritten."""
+
+    method: Literal["share", "none"] = "share"
+    """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
+    fold: Literal["auto", "none"] = "auto"
+    """``auto``: fold the affine into the next linears wherever that is proved."""
+    hidden_states: Literal["keep", "change"] = "keep"
+    """``change``: fold also where that changes a hidden state that the model or one inside it returns, no logits."""
+
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"fold": {"never": OFF}}
+
+    @property
+    def folds(self) -> bool:
+        return self.fold != OFF
+
+    def in_memory(self) -> Mapping[str, str]:
+        return {"fold": OFF}
+
+
+class NormPatch(Patch):
+    """Shared and folded norms; those without a formula of ours run their own forward again."""
+
+    name = kind = noun = "norm"
+    plural = "norms"
+    requires = ("replay",)
+    actions: ClassVar[Mapping[str, str]] = {"fold": "folded", "share": "shared", "recompute": "recomputed"}
+    folding, unfolded = "fold", "share"
+    key, rules = "norms", NormRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, NormSite | str]]:
+        """Norms, and the reasons of what looks like a norm and is none."""
+        yield from ((norm.name, norm) for norm in sites.norms)
+        yield from sites.skipped
+
+    def decide(self, site: NormSite | str, plan: PlanView) -> tuple[str, str]:
+        return (LEFT, site) if isinstance(site, str) else _decide(site, plan)
+
+    def changed_outputs(self, plan: PlanView) -> Iterator[str]:
+        for norm in plan.chosen("norm", "fold"):
+            yield from norm.changed_outputs
+
+    def families(self, recipe: RecipeView) -> frozenset[str]:
+        return frozenset() if recipe.rules(NormRules).is_off else frozenset({NORMALISED})
+
+    def scoped(self, plan: PlanView) -> Iterable[str]:
+        norms = plan.chosen("norm")
+        replayed = {norm.name for norm in norms if not norm.has_formula}
+        yield from (consumer.module for norm in norms for consumer in norm.consumers)
+        yield from (linear.module for linear in plan.sites.linears if linear.fed_by in replayed)
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.norm.module import patch_norm
+        from memopt.patches.replay.module import patch_replay
+
+        for norm in live.plan.chosen("norm"):
+            rewrite: Any = patch_norm if norm.has_formula else patch_replay
+            live.attempt(self.name, norm.name, rewrite, norm, folded=norm.name in live.folded)
+
+
+def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
+    rules = plan.recipe.rules(NormRules)
+    if rules.is_off:
+        return LEFT, "the recipe leaves norms alone"
+    if not plan.recipe.selects(norm.name):
+        return LEFT, EXCLUDED
+    if not (norm.has_formula or norm.intermediates or any(each.fed_by == norm.name for each in plan.sites.linears)):
+        return LEFT, "it keeps its input only, and no linear or convolution keeps its output"
+    # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is recomputed.
+    action = "share" if norm.has_formula else "recompute"
+    if norm.weight is None:
+        return "share", "it has no affine: its output is kept once, for itself and the linears that read it"
+    if not rules.folds:
+        return action, "the recipe keeps the affine"
+    cautions = "; ".join(norm.cautions)
+    if norm.foldable or (norm.foldable_with_cautions and rules.hidden_states == "change"):
+        readers = ", ".join(sorted({consumer.parameter for consumer in norm.consumers}))
+        return "fold", f"into {readers}" + (f"; changes a hidden state: {cautions}" if cautions else "")
+    if norm.foldable_with_cautions:
+        return action, f"not folded: {cautions}; `--set {CHANGE_HIDDEN_STATES}` folds it"
+    return action, "not folded: " + "; ".join((*norm.fold_obstacles, *norm.cautions))
+
+
+PATCH = NormPatch()

@@ -1,0 +1,153 @@
+"""The proof that sampling adds noise to a model's gradients and nothing else.
+
+The forward, and every gradient but those of sampled weights, are exact. Of those the mean over draws has to be the
+exact gradient, within three standard errors, and a single draw as far off as the sampler's formula says.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from memopt.patches.base import Trial
+from memopt.patches.registry import patches
+from memopt.patches.sampled_linear.module import samplings_in
+from memopt.patches.sampled_linear.noise import SamplingErrors
+from memopt.patches.sampled_linear.prediction import Captured
+from memopt.verdict import Check, Status
+
+Gradients = dict[str, Tensor]
+
+#: Draws whose mean is compared, and how many standard errors it may be off.
+DRAWS, STANDARD_ERRORS = 32, 3.0
+#: Relative difference of gradients that are the same sums: fp32 rounding, through all layers.
+_ROUNDING = 1e-4
+#: How much more than predicted the draws may scatter: a sum over many weights of few draws each.
+_SCATTER = 1.5
+
+
+def verify_sampling(trial: Trial) -> Iterator[Check]:
+    """Checks that sampling adds noise and nothing else to the gradients of the patched model."""
+    # What else is approximate acts alike on both sides, and by no other random numbers.
+    alike = [setting for patch in patches() for setting in patch.alike(trial.recipe)]
+    model = trial.patched(*alike)
+    samplings = {name: state.sampling for name, state in samplings_in(model).items()}
+    if not samplings:
+        yield Check(
+            id="sampling.linears", level="gradient", subject="linears", status="skip",
+            detail="no linear is sampled: each input is also held by somebody else, or can be recomputed",
+        )  # fmt: skip
+        return
+    reference_model = trial.patched(*alike, *trial.recipe.without("sampled"))
+    with Captured(reference_model, samplings) as captured:
+        exact_loss, exact = trial.step(reference_model)
+    del reference_model
+    gc.collect()
+    draws = _Draws({f"{name}.weight" for name in samplings})
+    loss = exact_loss
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss, gradients = trial.step(model)
+        draws.add(gradients, exact)
+    predicted = SamplingErrors("", 0.0, "", tuple(captured.errors)).together()
+    yield from _checks(draws, predicted, abs(loss - exact_loss) / max(abs(exact_loss), 1e-30))
+
+
+def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
+    reference = "fp32 run of the patched model that samples nothing"
+    yield Check(
+        id="sampling.loss", level="gradient", subject="loss", status=_status(drift, _ROUNDING),
+        metric="relative difference", value=drift, threshold=_ROUNDING, threshold_reason="the forward is exact",
+        reference=reference,
+    )  # fmt: skip
+    yield Check(
+        id="sampling.others", level="gradient", subject="gradients of everything that is not sampled",
+        status=_status(draws.others, _ROUNDING), metric="relative difference", value=draws.others,
+        threshold=_ROUNDING, threshold_reason="they are exact", reference=reference,
+    )  # fmt: skip
+    limit = STANDARD_ERRORS * max(draws.error, predicted) / DRAWS**0.5
+    yield Check(
+        id="sampling.bias", level="gradient", subject=f"{len(draws.weights)} sampled weights",
+        status=_status(draws.bias, limit), metric=f"relative error of the mean of {DRAWS} draws", value=draws.bias,
+        threshold=limit, threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of that mean", reference=reference,
+        n=DRAWS,
+    )  # fmt: skip
+    mean, error = draws.scale
+    yield Check(
+        id="sampling.scale", level="gradient", subject=f"{len(draws.weights)} sampled weights",
+        status=_status(abs(mean - 1), STANDARD_ERRORS * error + _ROUNDING),
+        metric="part of the exact gradient that the draws contain, less 1", value=mean - 1,
+        threshold=STANDARD_ERRORS * error + _ROUNDING,
+        threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of the mean over the draws", reference=reference,
+        n=DRAWS,
+    )  # fmt: skip
+    yield Check(
+        id="sampling.noise", level="gradient", subject=f"{len(draws.weights)} sampled weights",
+        status=_status(draws.error, _SCATTER * predicted + _ROUNDING), metric="relative RMSE of one draw",
+        value=draws.error, threshold=_SCATTER * predicted + _ROUNDING,
+        threshold_reason=f"{_SCATTER} times what the sampler's formula predicts for these inputs", reference=reference,
+        n=DRAWS, detail=f"predicted {predicted:.3g}",
+    )  # fmt: skip
+
+
+def _status(value: float, limit: float) -> Status:
+    return "pass" if value <= limit else "fail"
+
+
+@dataclass
+class _Draws:
+    """Sums over draws of the gradients of the sampled `weights`, relative to the exact ones."""
+
+    weights: set[str]
+    count: int = 0
+    others: float = 0.0
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _scales: list[float] = field(default_factory=list)
+    _squares: float = 0.0
+    _size: float = 0.0
+
+    def add(self, gradients: Gradients, exact: Gradients) -> None:
+        off = self._difference(gradients, exact, sampled=False)
+        size = sum(_square(g) for name, g in exact.items() if name not in self.weights)
+        self.others = max(self.others, (off / size) ** 0.5 if size else 0.0)
+        self._squares += self._difference(gradients, exact, sampled=True)
+        self._size = sum(_square(exact[name]) for name in self.weights if name in exact)
+        along = sum(float((gradients[name].double() * exact[name].double()).sum()) for name in self.weights)
+        self._scales.append(along / self._size if self._size else 1.0)
+        for name in self.weights & gradients.keys():
+            deviation = gradients[name] - exact[name]
+            self._sums[name] = self._sums[name] + deviation if name in self._sums else deviation
+        self.count += 1
+
+    def _difference(self, gradients: Gradients, exact: Gradients, *, sampled: bool) -> float:
+        names = (name for name in exact if (name in self.weights) == sampled)
+        return sum(_square(gradients[name] - exact[name]) for name in names)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Mean and its standard error of <draw, exact> / <exact, exact>: 1 for the exact gradient.
+
+        Noise is spread over all directions, of which this is one, so that a wrong scale shows after a few draws.
+        """
+        return statistics.fmean(self._scales), statistics.stdev(self._scales) / self.count**0.5
+
+    @property
+    def error(self) -> float:
+        """Relative RMSE of one draw."""
+        return float((self._squares / self.count / self._size) ** 0.5) if self._size else 0.0
+
+    @property
+    def bias(self) -> float:
+        """Relative error of the mean of all draws."""
+        total = sum(_square(sum_ / self.count) for sum_ in self._sums.values())
+        return float((total / self._size) ** 0.5) if self._size else 0.0
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum())

@@ -1,0 +1,187 @@
+"""Linears that keep a sample of the rows of their input for the gradient of their weight, where that frees bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from memopt.patches.base import (
+    EXCLUDED,
+    LEFT,
+    OFF,
+    Effect,
+    Entry,
+    Live,
+    Patch,
+    PlanView,
+    Rules,
+    Section,
+    Trial,
+    any_matches,
+    matches,
+)
+from memopt.walk.sites import LinearSite, Sites
+
+if TYPE_CHECKING:
+    from memopt.verdict import Check
+
+#: An input of fewer channels than this part of the hidden state (an adapter's) is kept whole.
+_NARROW = 4
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value != "auto" else value
+
+
+class LinearRules(Rules):
+    """How the gradients of linears' weights are computed."""
+
+    method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
+    """From a sample of the rows of the input, drawn as the name says: without bias, with noise."""
+    budget: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Part of the rows that is kept."""
+    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
+    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
+
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+
+    @property
+    def effect(self) -> Effect:
+        return "exact" if self.is_off else "sampled"
+
+
+class SampledLinearPatch(Patch):
+    """Sampled linears; every linear of the model has a row."""
+
+    name = "sampled_linear"
+    kind = noun = "linear"
+    plural = "linears"
+    after = ("norm", "gated_mlp", "activation")
+    requires = ("linear",)
+    actions: ClassVar[Mapping[str, str]] = {"sample": "sampled"}
+    key, rules = "linears", LinearRules
+    section = "sampling"
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, LinearSite]]:
+        return ((site.parameter, site) for site in sites.linears)
+
+    def decisions(self, plan: PlanView) -> Iterator[Entry]:
+        """Linears that read one storage are sampled together or not at all."""
+        rules = plan.recipe.rules(LinearRules)
+        refusals = {} if rules.is_off else _refusals(plan)
+        for site in plan.sites.linears:
+            shared = ", ".join(site.input_shared_with)
+            if rules.is_off:
+                fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
+                fed = f"; its input is one storage with {shared}" if shared else fed
+                yield Entry("linear", site.parameter, LEFT, f"exact as it is{fed}")
+            elif site.parameter in refusals:
+                yield Entry("linear", site.parameter, LEFT, refusals[site.parameter])
+            else:
+                reason = f"keeps {rules.budget:.0%} of the rows of its input, if nobody else holds it then"
+                together = f", one sample with {shared}" if shared else ""
+                yield Entry("linear", site.parameter, "sample", reason + together)
+
+    def targets(self, plan: PlanView) -> Collection[str]:
+        return {site.module for site in plan.sites.linears}
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        rules, recipe = plan.recipe.rules(LinearRules), plan.recipe.name
+        modules = self.targets(plan)
+        for pattern in () if rules.targets == "auto" or not modules else rules.targets:
+            if not any(matches(name, pattern) for name in modules):
+                yield f"Recipe '{recipe}': {self.key}.targets '{pattern}' matches no {self.noun} of this model."
+        if rules.is_off:
+            return
+        if not plan.chosen("linear", "sample"):
+            yield (
+                f"Recipe '{recipe}' samples no linear of this model, so no gradient is estimated: each input is also "
+                "held by somebody else, or can be recomputed, as the coverage table says."
+            )
+        else:
+            yield (
+                f"Recipe '{recipe}' estimates the gradients of sampled linears' weights from {rules.budget:.0%} of "
+                "the rows: right on average, with noise that `memopt report` predicts where the weights are there. The "
+                f"exact alternative keeps as few rows: micro-batches of {rules.budget:.0%} of the batch, with gradient "
+                "accumulation."
+            )
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.sampled_linear.module import patch_sampled_linear, sampling_of
+        from memopt.patches.sampled_linear.visits import Visits
+
+        names = dict.fromkeys(site.module for site in live.plan.chosen("linear", "sample"))
+        visits = Visits()
+        for name in names:
+            sampling = sampling_of(live.plan.recipe.rules(LinearRules))
+            live.attempt(self.name, name, patch_sampled_linear, sampling, visits, name)
+
+    def finish(self, live: Live) -> None:
+        if not live.done(self.name):
+            return
+        from memopt.patches.sampled_linear.module import samplings_in
+        from memopt.patches.sampled_linear.visits import patch_visits
+
+        visits = next(iter(samplings_in(live.model).values())).visits
+        try:
+            patch_visits(live.model, visits)
+        except ValueError as reason:
+            live.refuse("", f"its sampled linears are told of neither padding nor samples: {reason}")
+
+    def checks(self, trial: Trial) -> Iterable[Check]:
+        if trial.recipe.rules(LinearRules).is_off:
+            return ()
+        from memopt.patches.sampled_linear.checks import verify_sampling
+
+        return verify_sampling(trial)
+
+    def report(self, trial: Trial, *, trains_all: bool, note: Callable[[str], None]) -> Section | None:
+        if trial.recipe.rules(LinearRules).is_off:
+            return None
+        from memopt.patches.sampled_linear.prediction import not_measured, predicted_errors
+
+        if not trains_all:
+            return not_measured(trial.recipe, "an adapter that was not trained yet has no gradient to speak of")
+        note("Measuring the error of sampled gradients on the model's weights ...")
+        return predicted_errors(trial)
+
+
+def _refusals(plan: PlanView) -> dict[str, str]:
+    """Weight -> why its linear keeps its whole input, for those that do."""
+    rewritten = {entry.site: entry for entry in plan.rewrites}
+    linears = plan.sites.linears
+    refusals = {site.parameter: why for site in linears if (why := _not_sampled(site, plan, rewritten)) is not None}
+    for site in linears:
+        holder = next((weight for weight in site.input_shared_with if weight in refusals), None)
+        if site.parameter not in refusals and holder is not None:
+            refusals[site.parameter] = f"0 bytes: also held by {holder}"
+    return refusals
+
+
+def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry]) -> str | None:
+    """Why a linear keeps its whole input, whoever else reads it; None where nothing is against a sample."""
+    rules, sites = plan.recipe.rules(LinearRules), plan.sites
+    targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
+    if not (targeted and plan.recipe.selects(site.module)):
+        return EXCLUDED
+    if len(site.shape) != 2:
+        return "its weight is not one matrix: the rows of its input are not tokens"
+    if not any(site.module == block or site.module.startswith(f"{block}.") for block in sites.blocks):
+        return "outside of the repeated blocks, where nothing tells who else holds its input"
+    if 0 < site.width * _NARROW < sites.hidden_size:
+        return f"its input has {site.width} channels only: next to nothing to free"
+    producer = rewritten.get(site.fed_by or "")
+    if producer is not None and producer.action != "code":
+        if producer.kind == "norm":
+            return f"0 bytes: also held by the norm {producer.site}, or recomputed from what that keeps"
+        return f"0 bytes: recomputed from what {producer.site} keeps anyway"
+    block = next((name for name in site.given_to if name in sites.blocks), None)
+    if block is not None:
+        return f"0 bytes: also held by the caller of {block}, whose input it is"
+    others = [each for each in site.held_by if each.rpartition(" in ")[2] not in rewritten]
+    return f"0 bytes: also held by {', '.join(others)}" if others else None
+
+
+PATCH = SampledLinearPatch()

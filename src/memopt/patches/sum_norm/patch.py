@@ -1,0 +1,23 @@
+"""Post-norm modules whose norm reads both terms of its input, where Triton runs."""
+
+from __future__ import annotations
+
+from memopt.patches.base import Live, Patch
+
+
+class SumNormPatch(Patch):
+    """norm(dense(hidden) + residual) where the norm itself is patched; such modules have no rows of their own."""
+
+    name = "sum_norm"
+    after = ("norm",)
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.sum_norm.module import patch_sum_norm
+
+        for site in live.plan.sites.sum_norms:
+            norm = f"{site.name}.{site.norm}" if site.name else site.norm
+            if norm in live.done("norm"):
+                live.attempt(self.name, site.name, patch_sum_norm, site, live.scopes.get(site.name))
+
+
+PATCH = SumNormPatch()
