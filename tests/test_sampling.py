@@ -16,10 +16,10 @@ import memopt
 from memopt.errors import InputsError, ModelError
 from memopt.kernels.sampled_linear.sampling import expected_error
 from memopt.patches.sampled_linear.module import patch_sampled_linear
+from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import Visits, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.sampling import INDEX, GradientMemory, IndexedDataset, remember_gradients
-from memopt.saved.sampled import Sampling
 
 SAMPLES, LENGTH, WIDTH, OUT = 6, 8, 5, 4
 #: bf16 has 8 bits of mantissa; |dY| itself is rounded in fp32, which is far less.

@@ -37,6 +37,8 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+#: Nodes of dropouts that can be repeated: where a node's `read_unchanged` holds, its `mask.on(x)` is its output for x.
+MASKED: set[str] = set()
 
 
 def recomputable(

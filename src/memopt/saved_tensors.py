@@ -23,10 +23,9 @@ from memopt.torch_compat import is_operator, operator_schema
 
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
-SAMPLE = "sample"
-"""Name of the operation that keeps rows of a linear's input, their indices and their weights."""
-#: Modules whose own steps save tensors -> name of the operation.
-_STEPS = {"torch.utils.checkpoint": CHECKPOINT, "memopt.saved.sampled": SAMPLE}
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
+#: A module whose own steps save tensors holds the name of the operation under this one.
+_OPERATION = "__memopt_saves__"
 _DEEPEST_SAVER = 6
 
 
@@ -224,8 +223,10 @@ def _saver(frame: Any) -> str:
             break
         if frame.f_code is APPLY:
             function = frame.f_locals["cls"]
-            return CHECKPOINT if _STEPS.get(function.__module__) == CHECKPOINT else str(function.__name__)
-        if step := _STEPS.get(frame.f_globals.get("__name__")):
-            return step
+            return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(function.__name__)
+        if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:
+            return CHECKPOINT
+        if step := frame.f_globals.get(_OPERATION):
+            return str(step)
         frame = frame.f_back
     return ""

@@ -24,9 +24,9 @@ from memopt.kernels.derivative_codes import function as coded
 from memopt.kernels.derivative_codes.schemes import DerivativeCode
 from memopt.kernels.quantize.layout import Quantized
 from memopt.kernels.quantize.quantize import dequantize
+from memopt.patches.compression import compressor as compression
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.report.account import live_bytes
-from memopt.saved import compression
 
 WIDTH, HEADS, HIDDEN, BATCH, TOKENS, STEPS = 16, 2, 32, 4, 8, 12
 GROUP = 128

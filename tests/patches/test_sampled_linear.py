@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 import memopt
 from memopt.kernels.sampled_linear.sampling import METHODS, expected_error, rows_kept
 from memopt.patches.sampled_linear.module import SampledLinearRewrite, patch_sampled_linear
+from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.swap import swap_state, unswap
-from memopt.saved.sampled import Sampling
 from memopt.saved.scope import RecomputeScope
 
 WIDTH, OUT, ROWS = 16, 24, 40

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt
 from memopt.patches.apply import apply
 from memopt.patches.sampled_linear.module import patch_sampled_linear
+from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import INDEX, Visits, declare_index, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.swap import is_swapped, unswap
-from memopt.saved.sampled import Sampling
 from tests.factories import tiny_inputs, tiny_model
 
 BATCH, LENGTH, WIDTH = 4, 10, 8

@@ -20,10 +20,10 @@ import memopt
 from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.function import CodableFunction
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
+from memopt.patches.activation.slot import save_as_code
 from memopt.plan.recipe import load_recipe
 from memopt.report.account import account, live_bytes
 from memopt.saved import RecomputeScope
-from memopt.saved.scope import save_as_code
 from tests import factories
 
 WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 16

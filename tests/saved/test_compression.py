@@ -19,10 +19,11 @@ import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.kernels.quantize.layout import GROUP
 from memopt.kernels.quantize.quantize import dequantize, quantize
+from memopt.patches.compression import compressor as compression
+from memopt.patches.compression.compressor import Compression
 from memopt.recompute_rules import FAMILIES, NORMALISED
 from memopt.report.account import account, live_bytes
-from memopt.saved import RecomputeScope, compression
-from memopt.saved.compression import Compression
+from memopt.saved import RecomputeScope
 from tests import factories
 from tests.saved.builders import GatedMLP
 

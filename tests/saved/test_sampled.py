@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.kernels.sampled_linear.sampling import rows_kept
+from memopt.patches.sampled_linear.slot import _together
 from memopt.report.account import account, live_bytes
-from memopt.saved.sampled import _together
 
 WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 20
 ROWS = BATCH * TOKENS

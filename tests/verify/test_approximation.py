@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memopt.kernels.derivative_codes.function as coded
-import memopt.saved.compression as compression
+import memopt.patches.compression.compressor as compression
 from memopt.kernels.quantize.layout import Quantized
 from memopt.pipeline import PatchResult, patch_checkpoint
 from memopt.verdict import Check

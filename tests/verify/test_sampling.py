@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import memopt.kernels.sampled_linear.function as sampled_linear
-import memopt.saved.sampled as sampled
+import memopt.patches.sampled_linear.slot as sampled
 from memopt.cli.main import main
 from memopt.patches.sampled_linear.checks import DRAWS
 from tests.verify.test_approximation import checks, patched

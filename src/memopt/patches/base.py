@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from memopt.patches.scope import ScopeRewrite
-    from memopt.saved.compression import Compression
+    from memopt.saved.compressible import Compression
     from memopt.verdict import Check
     from memopt.walk.sites import Sites
 

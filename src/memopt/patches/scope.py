@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
-from memopt.saved.compression import Compression
+from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from memopt.activations import OPERATIONS
 from memopt.report.storages import Birth
-from memopt.saved_tensors import CHECKPOINT, SAMPLE
+from memopt.saved_tensors import CHECKPOINT
 from memopt.walk.sites import Sites
 
 Cause = Literal[
@@ -65,8 +65,8 @@ class Causes:
         origin = birth.origin
         if operation == CHECKPOINT:
             return "checkpoint input"
-        if operation == SAMPLE:
-            return "sampled rows"
+        if operation in CAUSES:  # of our own, which say so themselves
+            return operation
         if birth.of_parameter:
             return "weight copy"
         # Packed codes are bytes in one dimension; the minimum and step of each group stand beside them.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.recompute_rules import Node
+from memopt.recompute_rules import MASKED, Node
 from memopt.saved.rules import signed
 from memopt.torch_compat import input_metadata, saved, shows_saved
 
@@ -18,8 +18,6 @@ _CAST, _CLONE = "ToCopyBackward0", "CloneBackward0"
 _TRANSPOSE, _PERMUTE, _CONSTANT_PAD = (
     name if shows_saved(name) else None for name in ("TransposeBackward0", "PermuteBackward0", "ConstantPadNdBackward0")
 )
-#: That of `memopt.kernels.dropout.function`.
-_DROPOUT = "SeededDropoutFunctionBackward"
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _MODES = {
     f"{name}Pad{rank}DBackward0": mode
@@ -30,15 +28,14 @@ _MODES = {
 _FILL_KEY = "memopt.fill"
 
 #: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
-#: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("dropout", Mask); pads as
+#: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("mask", Mask); pads as
 #: `torch.nn.functional.pad` takes them.
 Step = tuple[str, Any]
 _COPIES = frozenset({"clone", "constant", *_MODES.values()})
 
 
 class Mask(Protocol):
-    """What a dropout did to a tensor, in numbers (`memopt.kernels.dropout.function`): hashable, equal where it is
-    the same."""
+    """What a dropout did to a tensor, in numbers: hashable, equal where it is the same."""
 
     def on(self, x: Tensor) -> Tensor:
         """`x` dropped out."""
@@ -112,11 +109,11 @@ class Source:
     @property
     def is_only_cast_since_dropout(self) -> bool:
         """Whether nothing but casts and dropouts came after the first dropout."""
-        return all(what in ("cast", "dropout") for what, _ in self.steps[self._first_dropout :])
+        return all(what in ("cast", "mask") for what, _ in self.steps[self._first_dropout :])
 
     @property
     def _first_dropout(self) -> int | None:
-        return next((i for i, (what, _) in enumerate(self.steps) if what == "dropout"), None)
+        return next((i for i, (what, _) in enumerate(self.steps) if what == "mask"), None)
 
 
 def source_of(node: Node) -> Source:
@@ -142,8 +139,8 @@ def source_of(node: Node) -> Source:
             steps.append((_MODES[name], tuple(map(signed, saved(node, "padding")))))
         elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
             steps.append(("constant", _padding(node)))
-        elif name == _DROPOUT and getattr(node, "read_unchanged", False):
-            steps.append(("dropout", node.mask))
+        elif name in MASKED and getattr(node, "read_unchanged", False):
+            steps.append(("mask", node.mask))
         else:
             break
         node, output = node.next_functions[0]
@@ -170,7 +167,7 @@ def done_again(value: Tensor, step: Step) -> Tensor:
     if what == "constant":
         padding: Padding = how
         return padding.around(value)
-    if what == "dropout":
+    if what == "mask":
         mask: Mask = how
         return mask.on(value)
     if what in ("reflect", "replicate"):

@@ -79,7 +79,7 @@ class Handle:
 
     @property
     def may_be_coded(self) -> bool:
-        """Whether the node keeps less as long as nobody makes its output again (`memopt.saved.codable`)."""
+        """Whether the node keeps less as long as nobody makes its output again (`memopt.saved.slots`)."""
         return getattr(self._node, "slot", None) is not None
 
     def unpack(self) -> Tensor:

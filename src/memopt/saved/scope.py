@@ -15,22 +15,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute_rules import FAMILIES, RULES, Node, Rule
-from memopt.saved.codable import Codable
-from memopt.saved.compression import Compression, Compressor, Packed
+from memopt.saved.compressible import Compression, Compressor, Packed
 from memopt.saved.copies import Source, source_of
-from memopt.saved.handles import Handle, remade_of
+from memopt.saved.handles import Handle
 from memopt.saved.kept import Forwarded, Kept
 from memopt.saved.pinned import Holder, PinnedStorages
-from memopt.saved.sampled import Importance, SampledInput, Sampling
 from memopt.saved.savers import may_be_a_function
-from memopt.saved.slots import Slot, settle
+from memopt.saved.slots import Packing, Slot, settle
 from memopt.saved.versions import is_unchanged
 from memopt.torch_compat import (
     FakeTensor,
@@ -45,6 +43,12 @@ from memopt.torch_compat import (
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 S = TypeVar("S", bound=Slot)
+
+
+class SavedInSlot(Protocol):
+    """A slot that is filled by a saved-tensor hook."""
+
+    def pack(self, tensor: Tensor) -> Any: ...
 
 
 class RecomputeScope:
@@ -127,7 +131,7 @@ class _Pack:
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
         if compression is not None and hidden is not None and exchanges:
-            self._compressor = Compressor(compression, hidden, self._keep)
+            self._compressor = compression.compressor(hidden, self._keep)
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
@@ -186,17 +190,11 @@ class _Pack:
     def _keep(self, tensor: Tensor) -> Packed:
         return self._held(tensor)[0]
 
-    def codable(self, encode: Callable[[Tensor], Tensor], *, of_output: bool) -> Codable | None:
-        """A slot for what an activation keeps; None where a foreign hook keeps what is saved."""
+    def slot(self, make: Callable[[Packing], S]) -> S | None:
+        """A slot whose tensor may be exchanged; None where a foreign hook keeps what is saved."""
         if self._pinned is None:
             return None
-        return self._gathered(Codable(encode, self._held_unless_remade, self._keep, of_output=of_output))
-
-    def sampled(self, sampling: Sampling, importance: Importance | None) -> SampledInput | None:
-        """A slot for a linear's input; None where a foreign hook keeps what is saved."""
-        if self._pinned is None:
-            return None
-        return self._gathered(SampledInput(sampling, importance, self._held, self._followed, self._keep))
+        return self._gathered(make(Packing(self._held, self._held_unless_remade, self._followed, self._keep)))
 
     def _gathered(self, slot: S) -> S:
         # Whoever reads an output may stand outside of an inner scope.
@@ -223,51 +221,20 @@ class _Pack:
         return _kept_by_a_scope(node)
 
 
-def save_as_code(
-    apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
-) -> Tensor | None:
-    """Output of an activation whose input may be kept as a code when the innermost scope's module is done.
+def in_a_scope() -> bool:
+    """Whether a scope is the innermost hook, so that it sees what is saved here."""
+    return _innermost() is not None
 
-    Args:
-        apply: runs an autograd function that saves its input alone (`of_output`: its output), and keeps the slot it
-            is given.
-        encode: the code, one tensor, of that.
 
-    Returns:
-        None where no scope is active; then nothing was run.
-    """
+def new_slot(make: Callable[[Packing], S]) -> S | None:
+    """A slot in the innermost scope; None where there is no scope, or a foreign hook keeps what is saved."""
     pack = _innermost()
-    if pack is None:
-        return None
-    slot = pack.codable(encode, of_output=of_output)
-    if slot is None:
-        return apply(None)
-    with saved_tensors_hooks(slot.pack, _unpack):
-        output = apply(slot)
-    if output.grad_fn is not None:
-        slot.read_through(remade_of(output.grad_fn))
-    return output
+    return None if pack is None else pack.slot(make)
 
 
-def save_sampled(
-    apply: Callable[[SampledInput], Tensor], sampling: Sampling, importance: Importance | None = None
-) -> Tensor | None:
-    """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done.
-
-    Args:
-        apply: runs an autograd function that saves its input and then its weight, and keeps the slot it is given.
-        sampling: how rows are drawn.
-        importance: what is known of the output's gradient.
-
-    Returns:
-        None where no scope is active, or a foreign hook keeps what is saved; then nothing was run.
-    """
-    pack = _innermost()
-    slot = None if pack is None else pack.sampled(sampling, importance)
-    if slot is None:
-        return None
-    with saved_tensors_hooks(slot.pack, _unpack):
-        return apply(slot)
+def saving_into(slot: SavedInSlot) -> saved_tensors_hooks:
+    """Inside, what is saved goes through the slot's own `pack`."""
+    return saved_tensors_hooks(slot.pack, _unpack)
 
 
 def _is_in_backward() -> bool:

@@ -8,14 +8,31 @@ without it, all of them give way. One that cannot keeps the storage for all, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from memopt.saved.compression import Compressible, Packed
-from memopt.saved.pinned import only_held_by
+from memopt.saved.compressible import Compressible, Packed
+from memopt.saved.handles import Handle
+from memopt.saved.pinned import Holder, only_held_by
 from memopt.torch_compat import storage_id
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a slot's scope keeps tensors. Each function returns what autograd holds, and what holds the tensor in there
+    (None where that may not be exchanged)."""
+
+    whole: Callable[[Tensor], tuple[Packed, Holder | None]]
+    """As it is."""
+    shortest: Callable[[Tensor], tuple[Packed, Holder | None]]
+    """As a handle if it can be recomputed, else as it is."""
+    follow: Callable[[Tensor], Handle | None]
+    """How a tensor can be recomputed, if it can."""
+    keep: Callable[[Tensor], Packed]
+    """For a new tensor that takes its place."""
 
 
 class Slot:

@@ -3,8 +3,8 @@
     forward   h = f(z), exact          backward   dz = level(code(z)) * dh
 
 The codes are those of `memopt.kernels.derivative_codes.codes`. `coded_activation` keeps the code from the start;
-`CodableFunction` keeps
-z in a slot that may exchange it for the code (`memopt.saved.codable`), and differentiates exactly while it has z.
+`CodableFunction` keeps z in a slot that may exchange it for the code (`memopt.patches.activation.slot`), and
+differentiates exactly while it has z.
 `MaskableReluFunction` keeps h in such a slot, as a stock ReLU does, or its mask, which is exact.
 """
 

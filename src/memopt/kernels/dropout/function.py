@@ -25,6 +25,7 @@ from torch import Tensor
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
+from memopt.recompute_rules import MASKED
 from memopt.torch_compat import FakeTensor, no_dispatch
 
 #: Elements whose random numbers the reference draws at a time: few enough for a cache.
@@ -93,6 +94,9 @@ class SeededDropoutFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         # Linear in dy, by the same mask: so it is its own derivative's derivative.
         return SeededDropoutFunction.apply(dy, ctx.mask), None  # type: ignore[no-untyped-call]
+
+
+MASKED.add("SeededDropoutFunctionBackward")
 
 
 @functools.lru_cache(maxsize=256)

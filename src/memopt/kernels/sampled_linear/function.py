@@ -4,10 +4,10 @@
     backward    dx = dy W,   db = sum over rows of dy, both exact
                 dW = sum_j weight_j dy[row_j]^T x[row_j], if its slot holds a sample; else dy^T x, exact
 
-With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is
-kept in a slot that
-may exchange it for its rows (`memopt.saved.sampled`). After WTA-CRS (https://arxiv.org/abs/2305.15265), which scales
-rows of x; here the few rows of dy are scaled, in fp32, so that rows of x are kept as they are.
+With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is kept
+in a slot that may exchange it for its rows (`memopt.patches.sampled_linear.slot`). After WTA-CRS
+(https://arxiv.org/abs/2305.15265), which scales rows of x; here the few rows of dy are scaled, in fp32, so that rows of
+x are kept as they are.
 """
 
 from __future__ import annotations

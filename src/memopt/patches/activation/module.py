@@ -24,8 +24,8 @@ from memopt.kernels.derivative_codes.function import (
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.kernels.linear.function import withdraw
 from memopt.patches.activation.patch import ActivationRules
+from memopt.patches.activation.slot import save_as_code
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.saved.scope import save_as_code
 from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from memopt.patches.base import OFF, Effect, Patch, PlanView, RecipeView, Rules
 
 if TYPE_CHECKING:
-    from memopt.saved.compression import Compression
+    from memopt.saved.compressible import Compression
 
 
 class KeptRules(Rules):
@@ -38,7 +38,7 @@ class CompressionPatch(Patch):
         rules = recipe.rules(KeptRules)
         if rules.method == "none":
             return None
-        from memopt.saved.compression import Compression
+        from memopt.patches.compression.compressor import Compression
 
         return Compression(8 if rules.method == "int8" else 4, rules.rounding == "stochastic")
 

@@ -17,10 +17,9 @@ from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
 from memopt.patches.linear.module import is_linear
 from memopt.patches.sampled_linear.patch import LinearRules
+from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
 from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
-from memopt.saved.sampled import Sampling
-from memopt.saved.scope import save_sampled
 
 
 @dataclass(frozen=True)

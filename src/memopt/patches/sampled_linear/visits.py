@@ -134,7 +134,7 @@ class LinearCall:
         self._left_out = False
 
     def importance(self, rows: int, like: Tensor) -> Tensor | None:
-        """As in `memopt.saved.sampled.Importance`."""
+        """As in `memopt.patches.sampled_linear.slot.Importance`."""
         step, places, real = self._rows.step, self._rows.places, self._rows.real
         norms = step.recall(self._linear, places) if step is not None and places is not None else None
         if real is None or not self._visits.padding.leaves_out(self._linear):

@@ -16,12 +16,37 @@ from torch import Tensor
 
 from memopt.kernels.sampled_linear.rows import gather_rows, row_norms
 from memopt.kernels.sampled_linear.sampling import Method, rows_kept, sample_rows
-from memopt.saved.compression import Compressible, Packed
+from memopt.saved.compressible import Compressible, Packed
 from memopt.saved.handles import Handle
-from memopt.saved.slots import Slot, tensor_of
+from memopt.saved.scope import new_slot, saving_into
+from memopt.saved.slots import Packing, Slot, tensor_of
 
 #: Bytes of an index and a weight.
 _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
+
+
+#: What reports call the tensors that are saved here.
+__memopt_saves__ = "sampled rows"
+
+
+def save_sampled(
+    apply: Callable[[SampledInput], Tensor], sampling: Sampling, importance: Importance | None = None
+) -> Tensor | None:
+    """Output of a linear whose input may be kept as a sample of its rows when the innermost scope's module is done.
+
+    Args:
+        apply: runs an autograd function that saves its input and then its weight, and keeps the slot it is given.
+        sampling: how rows are drawn.
+        importance: what is known of the output's gradient.
+
+    Returns:
+        None where no scope is active, or a foreign hook keeps what is saved; then nothing was run.
+    """
+    slot = new_slot(lambda packing: SampledInput(sampling, importance, packing))
+    if slot is None:
+        return None
+    with saving_into(slot):
+        return apply(slot)
 
 
 @dataclass(frozen=True)
@@ -56,25 +81,11 @@ class Sample:
 class SampledInput(Slot):
     """The slot of one linear's input. `pack` is a saved-tensor hook for the call that saves it, and then a weight."""
 
-    __slots__ = ("_follow", "_handle", "_importance", "_keep", "_pack", "_sampling", "dtype", "report", "sample")
+    __slots__ = ("_handle", "_importance", "_packing", "_sampling", "dtype", "report", "sample")
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        importance: Importance | None,
-        pack: Callable[[Tensor], Any],
-        follow: Callable[[Tensor], Handle | None],
-        keep: Callable[[Tensor], Packed],
-    ) -> None:
-        """
-        Args:
-            pack: how a tensor is kept whole: what autograd holds, and what holds the tensor in there.
-            follow: how a tensor can be made again, if it can.
-            keep: how a new tensor is kept.
-        """
+    def __init__(self, sampling: Sampling, importance: Importance | None, packing: Packing) -> None:
         super().__init__()
-        self._sampling, self._importance, self._keep = sampling, importance, keep
-        self._pack, self._follow = pack, follow
+        self._sampling, self._importance, self._packing = sampling, importance, packing
         self._handle: Handle | None = None
         self.sample: Sample | None = None
         """Set when the sample has taken the place of the input."""
@@ -85,13 +96,13 @@ class SampledInput(Slot):
 
     def pack(self, tensor: Tensor) -> Any:
         if hasattr(self, "packed"):  # the weight, which is saved after the input
-            return self._pack(tensor)[0]
-        handle = self._follow(tensor)
+            return self._packing.whole(tensor)[0]
+        handle = self._packing.follow(tensor)
         if handle is not None and not handle.may_be_coded:
             self.packed = handle.taken()
             return self
         self._handle = handle
-        self.packed, holder = self._pack(tensor)
+        self.packed, holder = self._packing.whole(tensor)
         if holder is not None and not tensor.is_leaf and tensor.dim() > 1:
             self.held = Compressible(self.packed, holder, tensor)
         return self
@@ -138,7 +149,8 @@ class SampledInput(Slot):
         kept, dtypes = gather_rows(x, rows), {slot.dtype or x.dtype for slot in readers}
         if len(dtypes) == 1:  # autocast's, say
             kept = kept.to(dtypes.pop())
-        return Sample(self._keep(rows), self._keep(weights), self._keep(kept))
+        keep = self._packing.keep
+        return Sample(keep(rows), keep(weights), keep(kept))
 
 
 def _together(each: Sequence[Importance | None], x: Tensor) -> Tensor | None:

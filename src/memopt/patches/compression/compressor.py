@@ -1,10 +1,10 @@
-"""What stays is kept in fewer bits: the tensors that a scope's module keeps for backward, compressed when it is done.
+"""Saved tensors that are not recomputed, quantised when their scope's module is done.
 
 A tensor that autograd keeps is in use until the module returns, so the scope waits for its end. Then each storage that
 nobody but autograd refers to is quantised once, however many operations keep a view of it, and decoded once for those
 that ask for it at the same time. Where views leave gaps in their storage, whose memory may never have been written,
-each view is quantised by itself. What can be made again is a handle already and is not here; it is made from the
-decoded tensors.
+each view is quantised by itself. What can be recomputed is a handle already and is not here; it is computed from
+the decoded tensors.
 
 Small tensors stay as they are: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
 would be multiplied.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.quantize.layout import Quantized
 from memopt.kernels.quantize.quantize import dequantize, quantize
-from memopt.saved.pinned import Holder, only_held_by, stream_of
+from memopt.saved.compressible import Compressible, Packed
+from memopt.saved.pinned import Holder, only_held_by
 from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 
 #: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the
@@ -34,39 +35,14 @@ LEAST_PART = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """How a scope keeps what stays."""
+    """How saved tensors are stored that are not recomputed (`memopt.saved.compressible.Compression`)."""
 
     bits: Literal[4, 8] = 8
     stochastic: bool = True
     """Round at random, without bias, by a seed that is drawn from torch's default CPU generator."""
 
-
-class Packed(Protocol):
-    """What a pack hook returns."""
-
-    def unpack(self) -> Tensor: ...
-
-
-class Compressible:
-    """A kept tensor that may be replaced by a compressed one."""
-
-    __slots__ = ("__weakref__", "_storage", "_stream", "_version", "holder", "needs_strides", "packed")
-
-    def __init__(self, packed: Packed, holder: Holder, tensor: Tensor, needs_strides: bool = False) -> None:
-        self.packed, self.holder, self.needs_strides = packed, holder, needs_strides
-        self._version, self._stream = tensor._version, stream_of(tensor)
-        self._storage = storage_id(tensor.untyped_storage())
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing was written into the tensor since, and no other stream may still use it."""
-        tensor = self.holder.tensor
-        # A copy in its place (`memopt.saved.pinned`) counts its own changes.
-        version = self._version if storage_id(tensor.untyped_storage()) == self._storage else 0
-        return tensor._version == version and stream_of(tensor) == self._stream
-
-    def unpack(self) -> Tensor:
-        return self.packed.unpack()
+    def compressor(self, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> Compressor:
+        return Compressor(self, hidden, keep)
 
 
 class Compressor:

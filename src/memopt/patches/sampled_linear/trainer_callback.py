@@ -1,4 +1,4 @@
-"""The memory of gradients for `transformers.Trainer`; `memopt.sampling` is where to import it from."""
+"""The memory of gradients for `transformers.Trainer`; `memopt.sampling` is the public path."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.data import Subset
 from transformers import TrainerCallback
 
 from memopt.errors import InputsError
+from memopt.patches.sampled_linear.dataset import IndexedDataset, remember_gradients
 from memopt.patches.sampled_linear.gradient_memory import GradientMemory
 from memopt.patches.sampled_linear.visits import INDEX, declare_index
-from memopt.sampling import IndexedDataset, remember_gradients
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,74 @@
+"""What an activation keeps, as it is or as a code of the derivative: decided when the scope's module is done.
+
+Most activations keep their input, and where somebody keeps the output, it is recomputed from that: the input stays and
+the gradient is exact. Where nobody does (the linear behind it is frozen and has no adapter, or keeps a sample of rows),
+backward needs the derivative alone, and a code of it takes the input's place. A ReLU keeps its output, which the next
+linear may keep as well; where none does, one bit an element takes its place, and the gradient stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from memopt.saved.compressible import Compressible
+from memopt.saved.handles import Remade, remade_of
+from memopt.saved.scope import in_a_scope, new_slot, saving_into
+from memopt.saved.slots import Packing, Slot, tensor_of
+
+
+def save_as_code(
+    apply: Callable[[Codable | None], Tensor], encode: Callable[[Tensor], Tensor], *, of_output: bool = False
+) -> Tensor | None:
+    """Output of an activation whose input may be kept as a code when the innermost scope's module is done.
+
+    Args:
+        apply: runs an autograd function that saves its input alone (`of_output`: its output), and keeps the slot it
+            is given.
+        encode: the code, one tensor, of that.
+
+    Returns:
+        None where no scope is active; then nothing was run.
+    """
+    if not in_a_scope():
+        return None
+    slot = new_slot(lambda packing: Codable(encode, packing, of_output=of_output))
+    if slot is None:
+        return apply(None)
+    with saving_into(slot):
+        output = apply(slot)
+    if output.grad_fn is not None:
+        slot.read_through(remade_of(output.grad_fn))
+    return output
+
+
+class Codable(Slot):
+    """The slot of one activation's input or output. `pack` is a saved-tensor hook for the call that saves it."""
+
+    __slots__ = ("_encode", "_of_output", "_packing", "_remade", "is_coded")
+
+    def __init__(self, encode: Callable[[Tensor], Tensor], packing: Packing, *, of_output: bool = False) -> None:
+        super().__init__()
+        self._encode, self._packing, self._of_output = encode, packing, of_output
+        self._remade: Remade | None = None
+        self.is_coded = False
+        """Whether `unpack` gives the code."""
+
+    def pack(self, tensor: Tensor) -> Codable:
+        self.packed, holder = self._packing.shortest(tensor)
+        # A leaf is somebody's, and is held itself: an alias would count its references. An output is saved detached.
+        if holder is not None and (self._of_output or not tensor.is_leaf):
+            self.held = Compressible(self.packed, holder, tensor)
+        return self
+
+    def read_through(self, remade: Remade) -> None:
+        """`remade` counts the handles of what is recomputed from the tensor."""
+        self._remade = remade
+
+    def gives_way(self) -> bool:
+        return self._remade is not None and not self._remade.holders
+
+    def exchange(self, together: Sequence[Slot]) -> None:
+        self.packed = self._packing.keep(self._encode(tensor_of(self)))
+        self.is_coded = True

@@ -1,0 +1,108 @@
+"""Data sets that number their samples, and the memory of their gradients; `memopt.sampling` is the public path."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from memopt.errors import InputsError, ModelError
+from memopt.patches.sampled_linear.gradient_memory import GradientMemory
+from memopt.patches.sampled_linear.visits import INDEX, visits_of
+
+
+class IndexedDataset(Dataset[dict[str, Any]]):
+    """A data set whose samples say which they are, under the key "memopt_index".
+
+    Works with data loaders of any number of workers, with samplers, `torch.utils.data.Subset`, accelerate and DDP, and
+    with collators that make a tensor of every number in a sample, as those of transformers do.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """
+        Args:
+            dataset: map-style (`len` and `[]`), a Hugging Face data set among them; its samples are mappings.
+
+        Raises:
+            InputsError: it is iterable only, or counts its samples already.
+        """
+        if isinstance(dataset, IndexedDataset):
+            raise InputsError("The data set is an IndexedDataset already.")
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise InputsError(
+                f"{type(dataset).__name__} has no `len` and no `[]`, and samples of a stream have no number under "
+                "which to remember their gradients.",
+                "Use a map-style data set, or train without it: rows are then drawn by their own norms.",
+            )
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        number = self._number(index)
+        return _numbered(self._dataset[number], number)
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[dict[str, Any]]:
+        """What data loaders ask for: a batch at once, where the data set gives that."""
+        numbers = [self._number(index) for index in indices]
+        several = getattr(self._dataset, "__getitems__", None)
+        samples = several(numbers) if callable(several) else [self._dataset[number] for number in numbers]
+        return [_numbered(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+
+    def _number(self, index: Any) -> int:
+        number, count = operator.index(index), len(self)
+        if not -count <= number < count:
+            raise IndexError(f"sample {number} of a data set of {count}")
+        return number % count
+
+
+def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_tokens: int) -> GradientMemory:
+    """Let the sampled linears of `model` remember how large each token's gradient was, from one epoch to the next.
+
+    Pass the batch's "memopt_index" to the model with the rest (``model(**batch)``). What a step learned is written at
+    the start of the next; see :class:`GradientMemory` for what it takes, and `forget` to let it go. Under DDP, call it
+    in each process: each remembers what it saw itself, and gradients are right whatever it knows. A new memory takes
+    the place of an older one.
+
+    Args:
+        model: patched with a recipe that samples linears, or a wrapper around such a model.
+        samples: the data set that is trained on, or its number of samples.
+        max_tokens: how many tokens of a sample are remembered; all behind them count as average ones.
+
+    Raises:
+        InputsError: `samples` is no IndexedDataset and no number, or there are none.
+        ModelError: no linear of `model` is sampled, or several models in it are patched on their own.
+    """
+    if not isinstance(samples, IndexedDataset | int):
+        raise InputsError(
+            f"{type(samples).__name__} does not number its samples.", "Wrap it: memopt.sampling.IndexedDataset(dataset)"
+        )
+    known = visits_of(model)
+    if len(known) > 1:
+        raise ModelError("Several models inside this one are patched; call remember_gradients on each of them.")
+    if not known:
+        raise ModelError(
+            "No linear of the model is sampled, so no gradients are to be remembered.",
+            "Patch it with a recipe that samples linears; memopt.plan_for(model, recipe).refusals says why none is.",
+        )
+    count = samples if isinstance(samples, int) else len(samples)
+    memory = GradientMemory(count, max_tokens, len(known[0].padding))
+    if known[0].memory is not None:
+        known[0].memory.forget()
+    known[0].memory = memory
+    return memory
+
+
+def _numbered(sample: Any, number: int) -> dict[str, Any]:
+    if not isinstance(sample, Mapping):
+        raise InputsError(
+            f"A sample of the data set is a {type(sample).__name__}, not a mapping of names to values, so its number "
+            "cannot be put beside them."
+        )
+    if INDEX in sample:
+        raise InputsError(f"A sample of the data set has a '{INDEX}' of its own.")
+    return {**sample, INDEX: number}
