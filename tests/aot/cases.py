@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from memopt.kernels.tools.aot import Binary, capture
-from memopt.kernels.tools.launches import Sample, Variant
+from memopt.kernels.tools.launches import CallShape, Variant
 
 ROWS = 512
 #: From a head's size to the widest MLP, and an odd one, which no vector fits.
@@ -44,7 +44,7 @@ def cases(variant: Variant) -> Iterator[Case]:
 
 def binaries(case: Case, target: str) -> list[Binary]:
     """The kernels that one call launches, compiled for `target`."""
-    call = case.variant.prepare(Sample(ROWS, case.hidden, case.dtype, "meta", case.strided))
+    call = case.variant.prepare(CallShape(ROWS, case.hidden, case.dtype, "meta", case.strided))
     with capture(target) as captured:
         call()
     return captured

@@ -10,61 +10,61 @@ import torch
 from memopt.kernels.base.launch import LARGEST_TILE, LaunchConfig, parse_table, read_table
 from memopt.kernels.tools import tune
 from memopt.kernels.tools.launches import VARIANTS
-from memopt.kernels.tools.tune import Slot, candidates, choose, main, render, slots
+from memopt.kernels.tools.tune import TuningCase, candidates, cases, choose, main, render
 
-SLOTS = list(slots())
-SLOT = Slot("activation_forward", "16", None, 4096)
+CASES = list(cases())
+CASE = TuningCase("activation_forward", "16", None, 4096)
 
 
 def test_the_slots_are_those_of_the_kernels_in_both_element_sizes() -> None:
-    assert {slot.kernel for slot in SLOTS} == {variant.kernel for variant in VARIANTS}
-    assert {slot.bits for slot in SLOTS} == {"16", "32"}
+    assert {case.kernel for case in CASES} == {variant.kernel for variant in VARIANTS}
+    assert {case.bits for case in CASES} == {"16", "32"}
 
 
-@pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: f"{slot.kernel}-{slot.bits}-{slot.up_to}")
-def test_every_candidate_has_full_vectors_and_tiles_that_the_row_fits(slot: Slot) -> None:
-    for config in candidates(slot):
-        assert config.rows * config.block * slot.dtype.itemsize % (config.num_warps * 32 * 16) == 0
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kernel}-{case.bits}-{case.up_to}")
+def test_every_candidate_has_full_vectors_and_tiles_that_the_row_fits(case: TuningCase) -> None:
+    for config in candidates(case):
+        assert config.rows * config.block * case.dtype.itemsize % (config.num_warps * 32 * 16) == 0
         assert config.rows * config.block <= LARGEST_TILE
-        assert slot.up_to in (None, config.block)
+        assert case.up_to in (None, config.block)
 
 
 def test_there_are_candidates_for_long_rows_of_every_kernel() -> None:
-    assert all(candidates(slot) for slot in SLOTS if slot.up_to is None)
+    assert all(candidates(case) for case in CASES if case.up_to is None)
 
 
 def test_every_kernel_has_a_variant_that_the_tuner_looks_at() -> None:
-    assert {variant.kernel for variant in VARIANTS if variant.heaviest} == {slot.kernel for slot in SLOTS}
+    assert {variant.kernel for variant in VARIANTS if variant.heaviest} == {case.kernel for case in CASES}
 
 
 def test_the_choice_is_the_candidate_with_the_fewest_warps_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     few, enough, many = (LaunchConfig(1, 1024, warps) for warps in (2, 4, 8))
     warps = {few: 32, enough: 48, many: 48}
-    monkeypatch.setattr(tune, "candidates", lambda slot: list(warps))
-    monkeypatch.setattr(tune, "_warps_of", lambda slot, config: warps[config])
-    monkeypatch.setattr(tune, "_spills", lambda slot, config: False)
-    assert choose(SLOT) == enough
+    monkeypatch.setattr(tune, "candidates", lambda case: list(warps))
+    monkeypatch.setattr(tune, "_warps_of", lambda case, config: warps[config])
+    monkeypatch.setattr(tune, "_spills", lambda case, config: False)
+    assert choose(CASE) == enough
 
 
 def test_where_none_fills_the_gpu_the_fullest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     warps = {LaunchConfig(1, 1024, 2): 16, LaunchConfig(1, 1024, 4): 24, LaunchConfig(1, 1024, 8): 24}
-    monkeypatch.setattr(tune, "candidates", lambda slot: list(warps))
-    monkeypatch.setattr(tune, "_warps_of", lambda slot, config: warps[config])
-    monkeypatch.setattr(tune, "_spills", lambda slot, config: False)
-    assert choose(SLOT) == LaunchConfig(1, 1024, 4)
+    monkeypatch.setattr(tune, "candidates", lambda case: list(warps))
+    monkeypatch.setattr(tune, "_warps_of", lambda case, config: warps[config])
+    monkeypatch.setattr(tune, "_spills", lambda case, config: False)
+    assert choose(CASE) == LaunchConfig(1, 1024, 4)
 
 
 def test_a_candidate_that_spills_in_any_variant_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     spilling, good = LaunchConfig(1, 2048, 2), LaunchConfig(1, 1024, 4)
-    monkeypatch.setattr(tune, "candidates", lambda slot: [spilling, good])
-    monkeypatch.setattr(tune, "_warps_of", lambda slot, config: 48)
-    monkeypatch.setattr(tune, "_spills", lambda slot, config: config == spilling)
-    assert choose(SLOT) == good
+    monkeypatch.setattr(tune, "candidates", lambda case: [spilling, good])
+    monkeypatch.setattr(tune, "_warps_of", lambda case, config: 48)
+    monkeypatch.setattr(tune, "_spills", lambda case, config: config == spilling)
+    assert choose(CASE) == good
 
 
 def test_the_shipped_entry_of_an_elementwise_kernel_is_what_its_binaries_say() -> None:
     shipped = read_table(tune.SHIPPED)
-    assert shipped["activation_forward"]["16"][-1].config == choose(SLOT)
+    assert shipped["activation_forward"]["16"][-1].config == choose(CASE)
 
 
 def test_a_table_that_was_made_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from memopt.kernels.tools.launches import VARIANTS, Sample
+from memopt.kernels.tools.launches import VARIANTS, CallShape
 
 for variant in VARIANTS:
     for hidden in (1, 100, 1000, 4096, 20001):
         for strided in (False, True):
-            variant.prepare(Sample(3, hidden, torch.bfloat16, "cuda", strided))()
+            variant.prepare(CallShape(3, hidden, torch.bfloat16, "cuda", strided))()
 torch.cuda.synchronize()

@@ -32,7 +32,7 @@ _FORMATS = {
 
 
 @dataclass
-class Comparison:
+class TensorComparison:
     """How a stored tensor compares with what it must be."""
 
     elements: int = 0
@@ -42,14 +42,14 @@ class Comparison:
     zeros: int = 0
     subnormals: int = 0
 
-    def __add__(self, other: Comparison) -> Comparison:
-        return Comparison(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: TensorComparison) -> TensorComparison:
+        return TensorComparison(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def compare(source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation) -> Comparison:
+def compare(source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation) -> TensorComparison:
     """Compare the tensor `name` of `patched` with `operation` on the same tensor of `source`, block by block."""
     dtype = source.tensors[name].dtype
-    result = Comparison()
+    result = TensorComparison()
     for before, after, expected in _blocks(source, patched, name, operation):
         result.elements += after.size
         if not np.array_equal(after.view(np.int64), expected.view(np.int64)):
@@ -104,7 +104,7 @@ def decode(raw: bytes | bytearray, dtype: str) -> Floats:
     return np.frombuffer(raw, dtype=kinds[dtype]).astype(np.float64)
 
 
-def _count_range(result: Comparison, before: Floats, after: Floats, dtype: str) -> None:
+def _count_range(result: TensorComparison, before: Floats, after: Floats, dtype: str) -> None:
     smallest = 2.0 ** _FORMATS[dtype][1]
     size = np.abs(after)
     if size.min() >= smallest and size.max() < np.inf:

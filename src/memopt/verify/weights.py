@@ -17,7 +17,7 @@ from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
 from memopt.errors import ModelError
 from memopt.verdict import Check, Status
-from memopt.verify.recompute import Comparison, compare
+from memopt.verify.recompute import TensorComparison, compare
 
 _MAX_WORKERS = 4
 _BLOCK = 8 << 20
@@ -167,7 +167,7 @@ def _check_tensors(source: CheckpointSource, patched: CheckpointSource, manifest
     return checks
 
 
-def _check_fold(fold: Fold, results: dict[str, Comparison]) -> Check:
+def _check_fold(fold: Fold, results: dict[str, TensorComparison]) -> Check:
     wrong = {name: results[name].different for name in sorted(fold.touched) if results[name].different}
     return _check(
         "fold",
@@ -181,8 +181,8 @@ def _check_fold(fold: Fold, results: dict[str, Comparison]) -> Check:
     )
 
 
-def _check_range(results: dict[str, Comparison]) -> Check:
-    total = sum(results.values(), Comparison())
+def _check_range(results: dict[str, TensorComparison]) -> Check:
+    total = sum(results.values(), TensorComparison())
     return _check(
         "range",
         "folded tensors",

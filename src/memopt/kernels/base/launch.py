@@ -41,7 +41,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """The configuration for rows of at most `up_to` elements; None for all that are longer than those before."""
 
     up_to: int | None
@@ -49,7 +49,7 @@ class Entry:
 
 
 #: Kernel -> bits of an element ("16", "32") -> entries by rising `up_to`, the last of them None.
-Table = Mapping[str, Mapping[str, tuple[Entry, ...]]]
+Table = Mapping[str, Mapping[str, tuple[TableEntry, ...]]]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,7 +98,7 @@ def parse_table(text: str, source: str) -> Table:
 @contextlib.contextmanager
 def override(kernel: str, config: LaunchConfig) -> Iterator[None]:
     """Inside the `with`, `kernel` is launched with `config` for every size and dtype. For the tuner and the tests."""
-    table = {**_table(), kernel: dict.fromkeys(("16", "32"), (Entry(None, config),))}
+    table = {**_table(), kernel: dict.fromkeys(("16", "32"), (TableEntry(None, config),))}
     with _in_place_of_the_table(table):
         yield
 
@@ -149,13 +149,13 @@ def _in_place_of_the_table(table: Table) -> Iterator[None]:
         launch_config.cache_clear()
 
 
-def _parse_kernel(kernel: str, by_bits: Any, source: str) -> dict[str, tuple[Entry, ...]]:
+def _parse_kernel(kernel: str, by_bits: Any, source: str) -> dict[str, tuple[TableEntry, ...]]:
     if not isinstance(by_bits, dict) or by_bits.keys() != {"16", "32"}:
         raise _does_not_fit(source, f'{kernel} needs the keys "16" and "32" and no other')
     return {bits: _parse_entries(f"{kernel}, {bits} bits", rows, source) for bits, rows in by_bits.items()}
 
 
-def _parse_entries(where: str, rows: Any, source: str) -> tuple[Entry, ...]:
+def _parse_entries(where: str, rows: Any, source: str) -> tuple[TableEntry, ...]:
     if not isinstance(rows, list) or not rows:
         raise _does_not_fit(source, f"{where}: not a list of entries")
     entries = tuple(_parse_entry(where, row, source) for row in rows)
@@ -168,7 +168,7 @@ def _parse_entries(where: str, rows: Any, source: str) -> tuple[Entry, ...]:
     return entries
 
 
-def _parse_entry(where: str, row: Any, source: str) -> Entry:
+def _parse_entry(where: str, row: Any, source: str) -> TableEntry:
     if not isinstance(row, list) or len(row) != 4:
         raise _does_not_fit(source, f"{where}: {row!r} is not [up to, rows, block, warps]")
     up_to, rows, block, num_warps = row
@@ -180,7 +180,7 @@ def _parse_entry(where: str, row: Any, source: str) -> Entry:
             raise _does_not_fit(source, f"{where}: {name} = {value!r} is not a power of two up to {most}")
     if rows * block > LARGEST_TILE:
         raise _does_not_fit(source, f"{where}: a tile of {rows} x {block} has more than {LARGEST_TILE} elements")
-    return Entry(up_to, LaunchConfig(rows, block, num_warps))
+    return TableEntry(up_to, LaunchConfig(rows, block, num_warps))
 
 
 def _is_positive(value: Any) -> bool:

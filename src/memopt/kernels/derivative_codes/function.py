@@ -25,7 +25,7 @@ from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.recompute_rules import ELEMENTWISE, RULES, Rule, recomputable
 
 
-class Slot(Protocol):
+class CodeSlot(Protocol):
     """Where the input of an activation is kept."""
 
     is_coded: bool
@@ -71,7 +71,7 @@ class CodableFunction(torch.autograd.Function):
     """Keeps z; in backward it finds z or, if its slot says so, the code."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: Slot | None) -> Tensor:
+    def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: CodeSlot | None) -> Tensor:
         ctx.function, ctx.code, ctx.dtype = function, code, z.dtype
         # Autograd owns the slot, and lets it go after backward, however long the graph stays.
         ctx.slot = None if slot is None else weakref.ref(slot)
@@ -103,7 +103,7 @@ class MaskableReluFunction(torch.autograd.Function):
     """Keeps h; in backward it finds h or, if its slot says so, one bit for each element."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, slot: Slot | None) -> Tensor:
+    def forward(ctx: Any, z: Tensor, slot: CodeSlot | None) -> Tensor:
         ctx.slot = None if slot is None else weakref.ref(slot)
         h = torch.relu(z)
         ctx.save_for_backward(h)

@@ -42,7 +42,7 @@ class RowSample(Protocol):
 Report = Callable[[Tensor], None]
 
 
-class Slot(Protocol):
+class SampleSlot(Protocol):
     """Where the input is kept, and what is kept with it."""
 
     sample: RowSample | None
@@ -61,7 +61,7 @@ class SampledLinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         transposed: bool,
         stock: Callable[[Tensor], Tensor],
-        slot: Slot,
+        slot: SampleSlot,
         report: Report | None,
     ) -> Tensor:
         """`stock(x)`, which is x W^T + b; with `transposed` the weight is (in, out)."""

@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Sample:
+class CallShape:
     """The tensors of one call: (rows, hidden) each."""
 
     rows: int
@@ -50,7 +50,7 @@ class Variant:
     kernel: str
     """Its name in the launch table."""
     name: str
-    prepare: Callable[[Sample], Call]
+    prepare: Callable[[CallShape], Call]
     """Makes the tensors; what it returns launches the kernel on them."""
     heaviest: bool = False
     """Whether it takes the most registers of its kernel, so that the tuner looks at it."""
@@ -62,59 +62,59 @@ class Variant:
 _RMS, _LAYER = NormSpec("rms", 1e-6), NormSpec("layer", 1e-5)
 
 
-def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        x, added = sample.tensor(), sample.tensor() if residual else None
-        gamma, beta = sample.vector() if weight else None, sample.vector() if bias else None
+def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = False) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        x, added = shape.tensor(), shape.tensor() if residual else None
+        gamma, beta = shape.vector() if weight else None, shape.vector() if bias else None
         return lambda: norm_triton.launch_forward(x, gamma, beta, spec.in_dtype(x.dtype), added)
 
     return prepare
 
 
-def _norm_affine(spec: NormSpec, *, bias: bool) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        x_hat, gamma, beta = sample.tensor(), sample.vector(), sample.vector() if bias else None
+def _norm_affine(spec: NormSpec, *, bias: bool) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        x_hat, gamma, beta = shape.tensor(), shape.vector(), shape.vector() if bias else None
         return lambda: norm_triton.launch_affine(x_hat, gamma, beta, spec.in_dtype(x_hat.dtype))
 
     return prepare
 
 
-def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, bool]) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        dy, x_hat, rstd = sample.tensor(), sample.tensor(), sample.statistics()
-        gamma = sample.vector() if weight else None
+def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, bool]) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        dy, x_hat, rstd = shape.tensor(), shape.tensor(), shape.statistics()
+        gamma = shape.vector() if weight else None
         return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, spec.in_dtype(x_hat.dtype), needs)
 
     return prepare
 
 
-def _activation_forward(kind: str) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        z = sample.tensor()
+def _activation_forward(kind: str) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        z = shape.tensor()
         return lambda: activation_triton.launch_forward(z, kind)
 
     return prepare
 
 
-def _activation_backward(kind: str, *, remake: bool) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        dh, z = sample.tensor(), sample.tensor()
+def _activation_backward(kind: str, *, remake: bool) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        dh, z = shape.tensor(), shape.tensor()
         return lambda: activation_triton.launch_backward(dh, z, kind, remake)
 
     return prepare
 
 
-def _gated_forward(kind: str) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        gate, up = sample.tensor(), sample.tensor()
+def _gated_forward(kind: str) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        gate, up = shape.tensor(), shape.tensor()
         return lambda: gated_triton.launch_forward(gate, up, kind)
 
     return prepare
 
 
-def _gated_backward(kind: str, *, remake: bool) -> Callable[[Sample], Call]:
-    def prepare(sample: Sample) -> Call:
-        dh, gate, up = sample.tensor(), sample.tensor(), sample.tensor()
+def _gated_backward(kind: str, *, remake: bool) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        dh, gate, up = shape.tensor(), shape.tensor(), shape.tensor()
         return lambda: gated_triton.launch_backward(dh, gate, up, kind, remake, None)
 
     return prepare

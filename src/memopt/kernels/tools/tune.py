@@ -28,7 +28,7 @@ import triton
 
 from memopt.kernels.base.launch import LaunchConfig, override
 from memopt.kernels.tools.aot import Binary, capture
-from memopt.kernels.tools.launches import VARIANTS, Sample, Variant
+from memopt.kernels.tools.launches import VARIANTS, CallShape, Variant
 from memopt.kernels.tools.occupancy import LIMITS, resident_warps
 
 SHIPPED = Path(__file__).parents[1] / "base" / "launch.json"
@@ -41,7 +41,7 @@ _MEASURED_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Slot:
+class TuningCase:
     """One entry of the table to be found."""
 
     kernel: str
@@ -77,21 +77,21 @@ _SHAPES = {
 }
 
 
-def slots() -> Iterator[Slot]:
+def cases() -> Iterator[TuningCase]:
     for kernel, shape in _SHAPES.items():
         for bits in _DTYPES:
             size = 16
             while size <= shape.largest_row:
-                yield Slot(kernel, bits, size, size)
+                yield TuningCase(kernel, bits, size, size)
                 size *= 2
-            yield Slot(kernel, bits, None, 4 * max(size, 1024))
+            yield TuningCase(kernel, bits, None, 4 * max(size, 1024))
 
 
-def candidates(slot: Slot) -> list[LaunchConfig]:
+def candidates(case: TuningCase) -> list[LaunchConfig]:
     """Configurations in which each thread holds one, two or four vectors of a tensor; fewest warps first."""
-    shape = _SHAPES[slot.kernel]
-    vector = _VECTOR_BYTES // slot.dtype.itemsize
-    blocks = [slot.up_to] if slot.up_to else [block * 2 // slot.dtype.itemsize for block in shape.blocks]
+    shape = _SHAPES[case.kernel]
+    vector = _VECTOR_BYTES // case.dtype.itemsize
+    blocks = [case.up_to] if case.up_to else [block * 2 // case.dtype.itemsize for block in shape.blocks]
     found = set()
     for block in blocks:
         for vectors in (1, 2, 4):
@@ -99,20 +99,20 @@ def candidates(slot: Slot) -> list[LaunchConfig]:
             while num_warps <= shape.largest_warps:
                 rows, rest = divmod(vectors * vector * 32 * num_warps, block)
                 # Several rows a tile where rows are short; four warps are enough for those.
-                if rest == 0 and (rows == 1 or (rows > 1 and slot.up_to and num_warps <= 4)):
+                if rest == 0 and (rows == 1 or (rows > 1 and case.up_to and num_warps <= 4)):
                     found.add(LaunchConfig(rows, block, num_warps))
                 num_warps *= 2
     return sorted(found, key=lambda config: (config.num_warps, -config.rows * config.block))
 
 
-def choose(slot: Slot) -> LaunchConfig | None:
+def choose(case: TuningCase) -> LaunchConfig | None:
     """The best candidate by what its binaries take; None where each of them is refused."""
     best: tuple[int, LaunchConfig] | None = None
-    for config in candidates(slot):
-        warps = _warps_of(slot, config)
+    for config in candidates(case):
+        warps = _warps_of(case, config)
         if warps is None or (best is not None and warps <= best[0]):
             continue
-        if _spills(slot, config):
+        if _spills(case, config):
             continue
         best = warps, config
         if warps == ENOUGH_WARPS:
@@ -120,31 +120,31 @@ def choose(slot: Slot) -> LaunchConfig | None:
     return best[1] if best else None
 
 
-def measure(slot: Slot) -> LaunchConfig:
+def measure(case: TuningCase) -> LaunchConfig:
     """The fastest candidate on the GPU, by the median of the kernel's heaviest variants."""
-    times = {config: _milliseconds(slot, config) for config in candidates(slot)}
+    times = {config: _milliseconds(case, config) for config in candidates(case)}
     return min(times, key=lambda config: times[config])
 
 
-def _warps_of(slot: Slot, config: LaunchConfig) -> int | None:
+def _warps_of(case: TuningCase, config: LaunchConfig) -> int | None:
     """Warps on a multiprocessor, counted up to `ENOUGH_WARPS`; None where a binary spills or reads too little."""
-    binaries = [binary for target in LIMITS for binary in _compiled(slot, config, slot.hidden, target, _heaviest(slot))]
+    binaries = [binary for target in LIMITS for binary in _compiled(case, config, case.hidden, target, _heaviest(case))]
     if any(binary.spilled or not _is_wide(binary) for binary in binaries):
         return None
     resident = (resident_warps(b.target, b.num_warps, b.registers, b.shared) for b in binaries)
     return min(ENOUGH_WARPS, *resident)
 
 
-def _spills(slot: Slot, config: LaunchConfig) -> bool:
+def _spills(case: TuningCase, config: LaunchConfig) -> bool:
     """Whether a variant spills, in full rows or in masked ones (of a model's sizes: multiples of 16)."""
     # The variants of a norm differ in what they hold; those of the other kernels in one formula.
-    is_norm = slot.kernel.startswith("norm")
-    variants = [variant for variant in VARIANTS if variant.kernel == slot.kernel] if is_norm else _heaviest(slot)
+    is_norm = case.kernel.startswith("norm")
+    variants = [variant for variant in VARIANTS if variant.kernel == case.kernel] if is_norm else _heaviest(case)
     return any(
         binary.spilled
         for target in LIMITS
-        for hidden in {slot.hidden, max(16, slot.hidden - 16)}
-        for binary in _compiled(slot, config, hidden, target, variants)
+        for hidden in {case.hidden, max(16, case.hidden - 16)}
+        for binary in _compiled(case, config, hidden, target, variants)
     )
 
 
@@ -153,47 +153,49 @@ def _is_wide(binary: Binary) -> bool:
     return max(binary.widths["load"]) >= 8 * _VECTOR_BYTES
 
 
-def _heaviest(slot: Slot) -> list[Variant]:
-    return [variant for variant in VARIANTS if variant.kernel == slot.kernel and variant.heaviest]
+def _heaviest(case: TuningCase) -> list[Variant]:
+    return [variant for variant in VARIANTS if variant.kernel == case.kernel and variant.heaviest]
 
 
-def _compiled(slot: Slot, config: LaunchConfig, hidden: int, target: str, variants: Iterable[Variant]) -> list[Binary]:
+def _compiled(
+    case: TuningCase, config: LaunchConfig, hidden: int, target: str, variants: Iterable[Variant]
+) -> list[Binary]:
     binaries: list[Binary] = []
     for variant in variants:
-        call = variant.prepare(Sample(_ROWS, hidden, slot.dtype, "meta"))
-        with override(slot.kernel, config), capture(target) as captured:
+        call = variant.prepare(CallShape(_ROWS, hidden, case.dtype, "meta"))
+        with override(case.kernel, config), capture(target) as captured:
             call()
         binaries += captured
     return binaries
 
 
-def _milliseconds(slot: Slot, config: LaunchConfig) -> float:
-    rows = max(1, _MEASURED_BYTES // (slot.hidden * slot.dtype.itemsize))
+def _milliseconds(case: TuningCase, config: LaunchConfig) -> float:
+    rows = max(1, _MEASURED_BYTES // (case.hidden * case.dtype.itemsize))
     total = 0.0
-    for variant in _heaviest(slot):
-        call = variant.prepare(Sample(rows, slot.hidden, slot.dtype, "cuda"))
-        with override(slot.kernel, config):
+    for variant in _heaviest(case):
+        call = variant.prepare(CallShape(rows, case.hidden, case.dtype, "cuda"))
+        with override(case.kernel, config):
             total += triton.testing.do_bench(call, return_mode="median")
     return total
 
 
 def make(measured: bool) -> dict[str, Any]:
     """The content of a table."""
-    entries = list(slots())
+    entries = list(cases())
     if measured:
-        chosen: Iterable[LaunchConfig | None] = [measure(slot) for slot in entries]
+        chosen: Iterable[LaunchConfig | None] = [measure(case) for case in entries]
         made = {"how": "measured", "device": torch.cuda.get_device_name(), "torch": torch.__version__}
     else:
         with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
             chosen = list(pool.map(choose, entries))
         made = {"how": "compiled ahead of time", "targets": ", ".join(LIMITS)}
     launches: dict[str, dict[str, list[list[int | None]]]] = {}
-    for slot, config in zip(entries, chosen, strict=True):
-        rows = launches.setdefault(slot.kernel, {}).setdefault(slot.bits, [])
-        if config is None and slot.up_to is None:
-            raise RuntimeError(f"every candidate of {slot.kernel} for long rows ({slot.bits} bits) is refused")
+    for case, config in zip(entries, chosen, strict=True):
+        rows = launches.setdefault(case.kernel, {}).setdefault(case.bits, [])
+        if config is None and case.up_to is None:
+            raise RuntimeError(f"every candidate of {case.kernel} for long rows ({case.bits} bits) is refused")
         if config is not None:  # Rows for which every candidate is refused are left to the entry for long rows.
-            rows.append([slot.up_to, *astuple(config)])
+            rows.append([case.up_to, *astuple(config)])
     return {"made": made | {"triton": triton.__version__}, "launches": launches}
 
 

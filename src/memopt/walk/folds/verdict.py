@@ -26,14 +26,14 @@ _NO_ARTICLE = ("another", "attention", "non-zero", "read of", "scatter into")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FoldVerdict:
     consumers: tuple[Consumer, ...]
     reaches: tuple[Reach, ...]
     obstacles: tuple[str, ...]
     cautions: tuple[str, ...] = ()
 
 
-def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, Verdict]:
+def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, FoldVerdict]:
     """Verdict of every norm that ran, by name. `loss_head` is the weight that makes the logits, if there is one."""
     weights = {
         id(parameter): _Weight(mode, parameter)
@@ -45,7 +45,7 @@ def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, Verdict]:
         for owner in weight.owners:
             readers.setdefault(owner.name, []).append(weight)
     return {
-        record.name: Verdict(
+        record.name: FoldVerdict(
             tuple(weight.consumer(record, readers[record.name]) for weight in readers.get(record.name, ())),
             tuple(record.reaches),
             tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),
@@ -233,7 +233,7 @@ def _channels(use: Use) -> Tensor:
     return use.reading.channels
 
 
-def norm_site(name: str, probe: NormProbe, width: int, verdict: Verdict | None) -> NormSite:
+def norm_site(name: str, probe: NormProbe, width: int, verdict: FoldVerdict | None) -> NormSite:
     def full(attribute: str | None) -> str | None:
         return None if attribute is None else f"{name}.{attribute}" if name else attribute
 
