@@ -185,3 +185,26 @@ def test_patterns_that_match_no_linear_are_told() -> None:
 def test_bad_settings_are_errors(setting: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         load_recipe("sampled", [setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("norms.fold=never", "norms.fold"),
+        ("linears.method=exact", "linears.method"),
+        ("kept.method=exact", "kept.method"),
+        ("activations.relu=output", "activations.relu"),
+    ],
+)
+def test_an_older_spelling_of_off_is_an_error_that_names_todays(setting: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"'{key}' cannot be '{setting.partition('=')[2]}'.*Did you mean 'none'"):
+        load_recipe("exact", [setting])
+
+
+def test_whatever_has_a_method_can_be_switched_off_by_the_same_word() -> None:
+    recipe = load_recipe("sampled")
+    keys = [key for key, rules in recipe.model_dump().items() if isinstance(rules, dict)]
+    assert keys == ["norms", "gated_mlps", "activations", "linears", "dropouts", "kept"]
+    off = load_recipe(recipe, [f"{key}.method=none" for key in keys])
+    plan = make_plan(Sites("M", "m", norms=(LAST,), linears=(FC2,), activations=(GELU,), blocks=(BLOCK,)), off)
+    assert plan.does_nothing

@@ -51,6 +51,15 @@ def test_a_manifest_reads_back_equal(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path, manifest().to_json())) == manifest()
 
 
+def test_a_recipe_in_the_spelling_of_an_older_version_is_read_in_todays(tmp_path: Path) -> None:
+    data = json.loads(manifest().to_json())
+    data["recipe"]["norms"]["fold"] = "never"
+    data["recipe"]["linears"]["method"] = data["recipe"]["kept"]["method"] = "exact"
+    data["recipe"]["activations"]["relu"] = "output"
+    read = read_manifest(write(tmp_path, data)).recipe
+    assert read == load_recipe("exact", ["norms.fold=none"])
+
+
 def test_long_channel_lists_are_stored_as_runs() -> None:
     consumer = FoldedConsumer("w", 1, channels=tuple(range(4096)) + (-1,) * 4096)
     record = dataclasses.replace(manifest().folds[0], fold=Fold("n", "n.weight", 0, None, (consumer,)))

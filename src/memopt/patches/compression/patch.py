@@ -31,6 +31,7 @@ class CompressionPatch(Patch):
     """Scopes that quantise; a matter of blocks, so it has no rows."""
 
     name = "compression"
+    after = ("dropout", "sampled_linear")  # it stores what they leave
     requires = ("quantize",)
     key, rules = "kept", KeptRules
 
