@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 #: Lines of src/memopt, all files together. It goes down when something is merged, and up only with a new method.
@@ -31,6 +31,28 @@ WORDS = {
     r"who keeps|who holds": "which operation saves it",
     r"gives? way": "is replaced",
     r"remade|remakes?\b": "recomputed",
+}
+#: Folders of kernels/ that belong to no operator.
+SHARED_KERNELS = {"base", "tools"}
+#: Files outside of patches/ and kernels/ that may name a method.
+NAMES_METHODS = {
+    "sampling.py": "the public path of patches/sampled_linear",
+    "report/causes.py": "functions of PyTorch, by which a saved tensor is explained",
+    "activations.py": "operations of PyTorch",
+}
+#: Words of methods that mean something else where they stand outside of plans.
+OTHER_MEANINGS = {
+    "fold": "rich breaks long lines so; and checkpoint/ and verify/ fold weights",
+    "loss": "a field of the output of a Hugging Face model",
+    "seed": "an argument of kernels that draw random numbers",
+    "compression": "an attribute of scopes",
+}
+#: An operator's folder -> the operators that its own calls.
+OPERATORS: dict[str | None, tuple[str, ...]] = {
+    "activation": ("linear",),
+    "derivative_codes": ("activation",),
+    "gated_mlp": ("activation", "linear"),
+    "sampled_linear": ("linear",),
 }
 PROSE = ("src", "docs", "README.md", "CONTRIBUTING.md", "configs")
 
@@ -106,8 +128,59 @@ def _files(source: Path) -> list[Path]:
 
 
 def folder_rule(source: Path) -> Iterator[str]:
-    """Files outside patches/X and kernels/X that name X."""
-    return iter(())
+    """Files outside patches/X and kernels/X that name X: import it, or hold its name, recipe key or action as a string.
+
+    A patch may name those in its `after` and `requires`, an operator those of `OPERATORS`; the tools around kernels
+    list all launches. In walk/ a norm is what was observed, not what is done to it.
+    """
+    words, beside = _methods()
+    for path in _files(source):
+        name = path.relative_to(source).as_posix()
+        tree = ast.parse(path.read_text())
+        own = _home(name, words)
+        if name in NAMES_METHODS or name.startswith("kernels/tools/"):
+            continue
+        declared = {own, *(OPERATORS if name.startswith("kernels/") else beside).get(own, ())}
+        for module in _imports(tree):
+            _, _, inside = module.partition("memopt.")
+            room, _, rest = inside.partition(".")
+            method = rest.partition(".")[0]
+            if room in ("patches", "kernels") and method in words.keys() - declared:
+                yield f"{path}: imports {module}, and {method} is neither its own nor declared"
+        if name.startswith("walk/"):
+            continue
+        allowed = {word for method in declared for word in words.get(method, ())} | OTHER_MEANINGS.keys()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in allowed:
+                for method in (method for method, its in words.items() if node.value in its):
+                    yield f"{path}:{node.lineno}: '{node.value}' is a word of {method}"
+
+
+def _methods() -> tuple[dict[str, set[str]], dict[str | None, tuple[str, ...]]]:
+    """Folder of patches/ or kernels/ -> its words, and -> the folders that it declares beside itself."""
+    import memopt
+    from memopt.patches.registry import patches
+
+    rooms = [Path(memopt.__file__).parent / room for room in ("patches", "kernels")]
+    folders = {path.parent.name for room in rooms for path in room.glob("*/__init__.py")} - SHARED_KERNELS
+    words = {folder: {folder} for folder in folders}
+    for patch in patches():
+        words[patch.name] = {patch.name, *filter(None, [patch.key]), *patch.actions}
+    return words, {patch.name: (*patch.after, *patch.requires) for patch in patches()}
+
+
+def _home(name: str, methods: Container[str]) -> str | None:
+    room, _, rest = name.partition("/")
+    folder = rest.partition("/")[0]
+    return folder if room in ("patches", "kernels") and folder in methods else None
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 if __name__ == "__main__":
