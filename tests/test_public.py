@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from pathlib import Path
 
 import pytest
 
 import memopt
-from memopt import pipeline
 from memopt.errors import NegativeVerdict, UsageError
-from memopt.verify.run import verify
 from tests.factories import tiny_config, tiny_inputs, tiny_model
 
 
@@ -24,6 +23,13 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_public_name_can_be_imported() -> None:
     assert all(getattr(memopt, name) is not None for name in memopt.__all__)
+
+
+def test_no_verb_has_the_name_of_a_module() -> None:
+    # An import of such a module would put it in the verb's place.
+    for name in memopt.__all__:
+        spec = importlib.util.find_spec(f"memopt.{name}")
+        assert spec is None or spec.origin is None, name
 
 
 def test_a_dry_run_from_python_says_what_would_be_done_and_writes_nothing(tmp_path: Path) -> None:
@@ -49,7 +55,7 @@ def test_a_batch_in_memory_is_remembered_without_a_file(patched: Path, tmp_path:
 
 
 def test_a_verdict_is_printed_as_the_table_of_its_checks(patched: Path) -> None:
-    printed = str(verify(patched, level="weights"))
+    printed = str(memopt.verify(patched, level="weights"))
     assert "weights" in printed
     assert "elements that differ: 0 (limit 0)" in printed
     assert printed.endswith("status: pass")
@@ -58,12 +64,12 @@ def test_a_verdict_is_printed_as_the_table_of_its_checks(patched: Path) -> None:
 
 def test_a_level_that_does_not_exist_is_an_error(patched: Path) -> None:
     with pytest.raises(UsageError, match="There is no level 'weight'"):
-        verify(patched, level="weight")  # type: ignore[arg-type]
+        memopt.verify(patched, level="weight")  # type: ignore[arg-type]
 
 
 def test_a_report_is_printed_as_its_tables(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
-    comparison = pipeline.report(tmp_path, seq=32, batch=2, train="lora", lora_targets=["q", "v"])
+    comparison = memopt.report(tmp_path, seq=32, batch=2, train="lora", lora_targets=["q", "v"])
     assert comparison.training.lora_targets == ("q", "v")
     assert comparison.after.total < comparison.before.total
     assert "saved for backward: " in str(comparison)

@@ -12,8 +12,8 @@ import transformers
 import memopt
 from memopt.checkpoint.manifest import read_manifest
 from memopt.pipeline import patch_checkpoint
-from memopt.report.account import account
-from memopt.verify.run import verify
+from memopt.reporting.account import account
+from memopt.verification.run import verify
 
 QUESTION = "The capital of France is"
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
-from memopt.report.account import account, live_bytes
+from memopt.reporting.account import account, live_bytes
 
 HIDDEN = 512
 VOCAB = 1000

@@ -43,7 +43,7 @@ from benchmarks import finetune_task as finetune
 from benchmarks.finetune_task import CannotRun, Gradients, Task
 from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version, write_json
 from memopt.errors import MemoptError
-from memopt.report.account import account
+from memopt.reporting.account import account
 
 STOCK, AGAIN = "stock", "stock again"
 NOT_JUDGED = "lowmemory-bp"

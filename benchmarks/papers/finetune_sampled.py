@@ -41,7 +41,7 @@ from benchmarks import finetune_task as finetune
 from benchmarks.finetune import AGAIN, STOCK, Row, Run, collect, falls_short, relative_error, summarize, table
 from benchmarks.finetune_task import Batch, CannotRun, Gradients, Task
 from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version
-from memopt.report.account import account
+from memopt.reporting.account import account
 
 SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
 LEARNING_RATE = 1e-4

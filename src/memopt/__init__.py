@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, summary, unpatch
-    from memopt.pipeline import PatchResult, patch_checkpoint
+    from memopt.pipeline import PatchResult, patch_checkpoint, report
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
+    from memopt.verification.run import verify
 
     __version__: str
 
@@ -24,12 +25,14 @@ _HOMES = {
     "load": "memopt.api",
     "PatchResult": "memopt.pipeline",
     "patch_checkpoint": "memopt.pipeline",
+    "report": "memopt.pipeline",
+    "verify": "memopt.verification.run",
     "Plan": "memopt.plan.plan",
     "make_plan": "memopt.plan.plan",
     "Recipe": "memopt.plan.recipe",
     "load_recipe": "memopt.plan.recipe",
 }
-_ROOMS = ("plan", "verify", "report", "sampling")
+_ROOMS = ("plan", "verification", "reporting", "sampling")
 
 __all__ = [
     "PatchResult",
@@ -42,8 +45,10 @@ __all__ = [
     "patch",
     "patch_checkpoint",
     "plan_for",
+    "report",
     "summary",
     "unpatch",
+    "verify",
 ]
 
 

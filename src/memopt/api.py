@@ -21,7 +21,7 @@ from memopt.torch_compat import warn_once_of_missing
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
-    from memopt.report.summary import Summary
+    from memopt.reporting.summary import Summary
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,7 +74,7 @@ def summary(model: nn.Module) -> Summary:
 
     A model in which a patched one is wrapped or copied has the same summary.
     """
-    from memopt.report.summary import summarize
+    from memopt.reporting.summary import summarize
 
     return summarize(sum(is_swapped(module) for module in model.modules()), record_of(model))
 

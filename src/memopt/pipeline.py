@@ -15,10 +15,10 @@ from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.errors import NegativeVerdict
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
-from memopt.report.build import chosen_recipe, compare_training
-from memopt.report.compare import Comparison
-from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
-from memopt.verify.trial import report_sections
+from memopt.reporting.build import chosen_recipe, compare_training
+from memopt.reporting.compare import Comparison
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_folder

@@ -1,7 +1,7 @@
 """Who saves which tensor for backward: in which module, and by which operation.
 
 Built from global module hooks, a function mode and the saved-tensor hooks. It observes only: what a tensor is, and what
-its bytes mean, is for `memopt.walk` and `memopt.report`.
+its bytes mean, is for `memopt.walk` and `memopt.reporting`.
 """
 
 from __future__ import annotations

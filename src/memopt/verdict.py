@@ -46,8 +46,8 @@ class Verdict:
 
     def __str__(self) -> str:
         """The table that `memopt verify` prints, and the status."""
-        from memopt.report.terminal import checks_table
-        from memopt.report.text import as_text
+        from memopt.reporting.terminal import checks_table
+        from memopt.reporting.text import as_text
 
         return f"{as_text([checks_table(self)])}\n\nstatus: {self.status}"
 

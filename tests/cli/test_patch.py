@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from memopt import pipeline
 from memopt.verdict import Verdict
-from memopt.verify.weights import verify_weights
+from memopt.verification.weights import verify_weights
 from memopt.walk.sites import Sites
 from tests.checkpoint.builders import plan_of, rms_norm
 from tests.cli.conftest import Run

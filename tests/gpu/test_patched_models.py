@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import memopt
-from memopt.verify.gradient import compare_gradients
-from memopt.verify.models import cast_inputs
+from memopt.verification.gradient import compare_gradients
+from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
 

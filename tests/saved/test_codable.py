@@ -22,7 +22,7 @@ from memopt.kernels.derivative_codes.function import CodableFunction
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.patches.activation.slot import save_as_code
 from memopt.plan.recipe import load_recipe
-from memopt.report.account import account, live_bytes
+from memopt.reporting.account import account, live_bytes
 from memopt.saved import RecomputeScope
 from tests import factories
 

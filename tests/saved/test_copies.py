@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.report.account import live_bytes
+from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 8

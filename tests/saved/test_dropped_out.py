@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.report.account import live_bytes
+from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
 
 ROWS, WIDTH = 12, 40

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.report.account import live_bytes
+from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
 from memopt.saved.versions import is_unchanged, with_witness
 

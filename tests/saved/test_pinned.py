@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.report.account import account, live_bytes
+from memopt.reporting.account import account, live_bytes
 from memopt.saved import RecomputeScope, pinned, savers
 
 TOKENS, WIDTH, HEADS = 6, 8, 2

@@ -16,8 +16,8 @@ from memopt.kernels.activation import function_triton as activation_triton
 from memopt.kernels.gated_mlp import function_triton as gated_triton
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.patches.sum_norm import module as sum_norm
-from memopt.verify.gradient import compare_gradients
-from memopt.verify.models import cast_inputs
+from memopt.verification.gradient import compare_gradients
+from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
 from tests.factories import NAMES, tiny_inputs, tiny_model
 from tests.triton.conftest import DEVICE

@@ -78,7 +78,7 @@ def _opened(source: CheckpointSource) -> None:
 
 
 def _print(result: PatchResult, verbose: bool) -> None:
-    from memopt.report.terminal import coverage_table
+    from memopt.reporting.terminal import coverage_table
 
     common.print_rich(coverage_table(result.plan, verbose=verbose))
     common.print_text()

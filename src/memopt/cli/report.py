@@ -8,7 +8,7 @@ import typer
 
 from memopt.cli import common
 from memopt.errors import UsageError
-from memopt.report.training import ALL_LINEAR, Checkpointing, Precision, Train
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
 
 def report(
@@ -83,11 +83,11 @@ def report(
             note=common.note,
         )
     if json_output:
-        from memopt.report.json import comparison_dict
+        from memopt.reporting.json import comparison_dict
 
         common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
     else:
-        from memopt.report.tables import comparison_tables
+        from memopt.reporting.tables import comparison_tables
 
         common.print_rich(*comparison_tables(comparison))
     return common.EXIT_OK

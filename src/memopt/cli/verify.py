@@ -44,7 +44,7 @@ def verify(
 
     Exits with 0 if every check passed, 1 if one failed, 3 if one could not be made.
     """
-    from memopt.verify.run import verify as run_levels
+    from memopt.verification.run import verify as run_levels
 
     common.note(f"Verifying {directory}")
     with common.only_results_on_stdout():
@@ -61,7 +61,7 @@ def verify(
         fields = verdict.to_dict()
         common.print_json(common.document("verify", fields.pop("status"), model=str(directory), **fields))
         return code
-    from memopt.report.terminal import checks_table
+    from memopt.reporting.terminal import checks_table
 
     common.print_rich(checks_table(verdict))
     common.print_text(_summary(verdict, directory, code))

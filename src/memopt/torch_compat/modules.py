@@ -81,7 +81,7 @@ def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) 
     ``respect_saved_tensors_hooks`` out warns first, is an error in the release after, and then changes its meaning.
     memopt's scopes and observers are such hooks. So the argument is passed wherever PyTorch takes it.
 
-    For code that checkpoints a part of a patched block, or a whole model under `memopt.report`'s observer.
+    For code that checkpoints a part of a patched block, or a whole model under `memopt.reporting`'s observer.
 
     Args:
         policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators to keep,

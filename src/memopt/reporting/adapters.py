@@ -1,0 +1,65 @@
+"""LoRA adapters on a model without weights, through PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.reporting.training import ALL_LINEAR
+from memopt.walk.models.config import one_line
+from memopt.walk.sites import Sites
+
+
+def add_adapters(
+    model: PreTrainedModel, sites: Sites, *, rank: int, targets: Sequence[str], fp32: bool = False
+) -> nn.Module:
+    """`model` (on the meta device) with LoRA adapters, the rest frozen.
+
+    Args:
+        model: changed in place, as PEFT does.
+        sites: tells which linears the blocks have.
+        rank: rank of every adapter.
+        targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
+            (``q`` for ``q_proj`` or ``query``).
+        fp32: keep the adapters in fp32 beside 16-bit weights.
+
+    Raises:
+        ModelError: peft is not installed, or no linear has such a name.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ModelError(
+            "A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'"
+        ) from None
+    chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
+    config = LoraConfig(r=rank, target_modules=chosen)
+    try:
+        adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelError(
+            f"PEFT cannot adapt these linears: {one_line(error)}.", "Name others with --lora-targets."
+        ) from error
+    if not fp32:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
+                parameter.data = parameter.data.to(model.dtype)
+    return adapted
+
+
+def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
+    names = sorted({site.module.rpartition(".")[2] for site in sites.linears if _in_block(site.module, sites)})
+    chosen: list[str] = []
+    for target in targets:
+        found = [name for name in names if name == target] or [name for name in names if name.startswith(target)]
+        if not found:
+            raise ModelError(f"No linear of the model is named '{target}'.", f"It has: {', '.join(names)}.")
+        chosen += found
+    return chosen
+
+
+def _in_block(module: str, sites: Sites) -> bool:
+    return not sites.blocks or any(module.startswith(block + ".") for block in sites.blocks)

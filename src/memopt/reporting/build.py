@@ -1,0 +1,165 @@
+"""From a model id or folder to the comparison of stock and patched, by the config alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.checkpoint.manifest import Manifest, is_patched, read_manifest
+from memopt.errors import InputsError, MemoptError, ModelError
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.reporting.compare import Comparison
+from memopt.reporting.estimate import max_positions, trace_account
+from memopt.reporting.training import Training
+from memopt.walk.calls.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
+from memopt.walk.calls.processed import has_processor, processed_batches
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import load_config, model_class
+from memopt.walk.observe import find_sites, walk_config
+from memopt.walk.sites import Sites
+
+_LONGEST_DEFAULT_SEQ = 2048
+
+
+def compare_training(
+    source: str | Path,
+    training: Training,
+    *,
+    seq: int | None = None,
+    recipe: str | Path | Recipe | None = None,
+    inputs: Batch | str | Path | None = None,
+    any_size: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Comparison:
+    """What a training step of `source` keeps for backward, before and after patching.
+
+    Args:
+        source: a hub id, a local folder, or a folder that `memopt patch` wrote. Only its config is read.
+        training: how it is trained; its `seq` gives way to `seq`, and its sizes to those of `inputs`.
+        seq: tokens in a row; by default as many as the config allows, up to 2048.
+        recipe: by default the one in the folder's manifest, else ``exact-unfolded``.
+        inputs: a batch of the size to report, or a file of one (`memopt.walk.calls.batch.read_batch`).
+        any_size: a batch of another size will do: the one that a patched folder remembers, or where no inputs can be
+            guessed one that the folder's processor makes.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run the code that the model carries.
+
+    Raises:
+        ModelError: the config cannot be found, built or traced.
+        InputsError: `inputs` cannot be read, or the model does not take them.
+        RecipeError: the recipe is unknown.
+    """
+    batch = given_batch(inputs)
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    folder = Path(source).expanduser()
+    manifest, rules = _manifest(folder), chosen_recipe(source, recipe)
+    if batch is None and any_size and manifest is not None:
+        batch = manifest.batch()
+
+    def attempts() -> Iterator[Batch | None]:
+        yield batch
+        if inputs is None and batch is not None:
+            yield None
+        if inputs is None and any_size and has_processor(folder):
+            yield from processed_batches(build_meta(config), folder, trust_remote_code=trust_remote_code)
+
+    first: MemoptError | None = None
+    for attempt in attempts():
+        try:
+            comparison = _compare(str(source), config, training, seq, rules, manifest, attempt, trust_remote_code)
+        except (ModelError, InputsError) as error:
+            first = first or error
+            continue
+        if first is None or batch is None:
+            return comparison
+        why = "Inputs: guessed, as the values of the batch that it was patched with are not remembered; see --inputs."
+        return replace(comparison, notes=(why, *comparison.notes))
+    assert first is not None
+    if inputs is None and manifest is not None and manifest.inputs is not None and manifest.inputs.file is not None:
+        file = manifest.inputs.file
+        raise ModelError(first.message, f"It was patched with --inputs {file}: pass --inputs {file}.") from first
+    raise first
+
+
+def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
+    """`recipe`, or else the one that the patched folder `source` remembers, or else ``exact-unfolded``.
+
+    Raises:
+        RecipeError: the recipe is unknown.
+    """
+    manifest = None if recipe is not None else _manifest(Path(source).expanduser())
+    return load_recipe(recipe or (manifest.recipe if manifest else DEFAULT_MEMORY_RECIPE))
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    return read_manifest(folder) if folder.is_dir() and is_patched(folder) else None
+
+
+def _compare(
+    source: str,
+    config: PreTrainedConfig,
+    training: Training,
+    seq: int | None,
+    rules: Recipe,
+    manifest: Manifest | None,
+    batch: Batch | None,
+    trust_remote_code: bool,
+) -> Comparison:
+    notes = []
+    if batch is not None:
+        training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
+        notes = [f"Inputs: a batch of {in_words(batch)}."]
+    elif not reads_tokens(config):
+        notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
+        training = replace(training, seq=None)
+    else:
+        training = replace(training, seq=seq or default_seq(config))
+    if manifest is not None or not rules.folds:
+        # What is folded is known, so no fold has to be proved.
+        sites = _sites_alone(build_meta(config), batch)
+        folded = manifest.folded_norms() if manifest is not None else frozenset()
+    else:
+        sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
+        folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
+    before = trace_account(config, training, sites=sites, inputs=batch)
+    after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch)
+    plan = make_plan(sites, rules)
+    if plan.does_nothing:
+        notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
+    notes += plan.notes
+    return Comparison(
+        model=source,
+        model_class=sites.model_class,
+        recipe=rules.name,
+        training=training,
+        before=before,
+        after=after,
+        notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),
+        inputs=None if batch is None else describe(batch),
+    )
+
+
+def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
+    """Sites without proofs; by guessed inputs where the batch does not run on shapes alone."""
+    if batch is not None:
+        check_names(model, batch)
+        sites = find_sites(model, placed(batch, None, model.dtype))
+        if sites.ran:
+            return sites
+    return find_sites(model)
+
+
+def reads_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the model of `config` reads token ids (and not images or sounds alone)."""
+    return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)
+
+
+def default_seq(config: PreTrainedConfig) -> int:
+    """As many tokens as the model has positions for, up to 2048."""
+    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)

@@ -1,0 +1,124 @@
+"""Before and after patching, side by side, from a model's config alone: plain data that the renderers print.
+
+Blocks that keep the same before and the same after are one *kind*; a model has one or a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.patches.base import Section
+from memopt.reporting.account import Account, Kept, Part
+from memopt.reporting.causes import CAUSES
+from memopt.reporting.training import Training
+
+#: Names of the parts, in the order in which a forward meets them.
+PARTS: dict[Part, str] = {
+    "embeddings": "before the blocks (embeddings)",
+    "block": "blocks",
+    "shared": "held by several blocks",
+    "between": "between the blocks",
+    "head": "after the blocks (head and loss)",
+}
+UNSEEN = "held outside of saved tensors"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of tensor before and after patching."""
+
+    cause: str
+    dtype: str
+    shape: tuple[int, ...]
+    before: int
+    after: int
+    count_before: int
+    count_after: int
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks that keep the same."""
+
+    blocks: tuple[str, ...]
+    rows: tuple[Row, ...]
+    """Of one such block."""
+
+    @property
+    def before(self) -> int:
+        return sum(row.before for row in self.rows)
+
+    @property
+    def after(self) -> int:
+        return sum(row.after for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one training step keeps for backward, stock and patched."""
+
+    model: str
+    model_class: str
+    recipe: str
+    training: Training
+    before: Account
+    after: Account
+    notes: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] | None = None
+    """Form of the batch that was given (`memopt.walk.calls.batch.describe`); None for one that was made."""
+    sections: tuple[Section, ...] = ()
+    """What single patches add."""
+
+    def __str__(self) -> str:
+        """What `memopt report` prints."""
+        from memopt.reporting.tables import comparison_tables
+        from memopt.reporting.text import as_text
+
+        return as_text(comparison_tables(self))
+
+    @property
+    def change(self) -> float:
+        """Bytes after against bytes before: -0.47 for 47 % less; 0 if nothing is kept."""
+        return self.after.total / self.before.total - 1 if self.before.total else 0.0
+
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """Kinds of blocks, in the order of their first block."""
+        kinds: dict[tuple[Row, ...], list[str]] = {}
+        for block in self.before.blocks:
+            rows = compare_rows(self.before.of_block(block), self.after.of_block(block))
+            kinds.setdefault(rows, []).append(block)
+        return tuple(BlockKind(tuple(blocks), rows) for rows, blocks in kinds.items())
+
+    def parts(self) -> tuple[tuple[str, int, int], ...]:
+        """(part of the model, bytes before, bytes after), without parts that keep nothing."""
+        before, after = self.before.per_part(), self.after.per_part()
+        parts = [(name, before.get(part, 0), after.get(part, 0)) for part, name in PARTS.items()]
+        parts.append((UNSEEN, self.before.unseen, self.after.unseen))
+        return tuple(part for part in parts if part[1] or part[2])
+
+    def rest(self) -> tuple[Row, ...]:
+        """What is kept outside of single blocks."""
+        outside = ([kept for kept in account.kept if kept.part != "block"] for account in (self.before, self.after))
+        return compare_rows(*outside)
+
+
+def compare_rows(before: Sequence[Kept], after: Sequence[Kept]) -> tuple[Row, ...]:
+    """Tensors of one cause, dtype and shape in one row, in the order of `CAUSES`, larger ones first.
+
+    Weight copies make one row whatever their shapes.
+    """
+    sides: list[dict[tuple[str, str, tuple[int, ...]], list[int]]] = []
+    for kept in (before, after):
+        sizes: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+        for entry in kept:
+            shape = () if entry.cause == "weight copy" else entry.shape
+            sizes.setdefault((entry.cause, entry.dtype, shape), []).append(entry.nbytes)
+        sides.append(sizes)
+    rows = []
+    for key in {**sides[0], **sides[1]}:
+        sizes_before, sizes_after = sides[0].get(key, []), sides[1].get(key, [])
+        rows.append(Row(*key, sum(sizes_before), sum(sizes_after), len(sizes_before), len(sizes_after)))
+    order = {str(cause): place for place, cause in enumerate(CAUSES)}
+    return tuple(sorted(rows, key=lambda row: (order[row.cause], -max(row.before, row.after), row.dtype, row.shape)))

@@ -1,0 +1,255 @@
+"""The account of a training step from the model's config alone: traced on fake tensors, no weights, no device.
+
+The real program runs on tensors that have shapes and no data, so every byte is one that PyTorch itself would keep.
+Where a CUDA device would choose another kernel than the CPU, `memopt.reporting.emulate` makes its choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.patches.apply import apply
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import Recipe
+from memopt.reporting.account import Account, account
+from memopt.reporting.adapters import add_adapters
+from memopt.reporting.emulate import CudaChoices, unpadded_masks
+from memopt.reporting.fake_reads import FakeReads
+from memopt.reporting.training import Precision, Training
+from memopt.torch_compat import FakeTensorMode, tree_map
+from memopt.walk.calls.arguments import BATCH, LENGTH, forward_parameters
+from memopt.walk.calls.batch import PASS_INPUTS, Batch
+from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import config_nodes, one_line
+from memopt.walk.sites import NormSite, Sites
+
+#: Precision -> (dtype of the weights, dtype of autocast or None).
+_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "fp16-mixed": (torch.float32, torch.float16),
+}
+
+
+def trace_account(
+    config: PreTrainedConfig,
+    training: Training,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+    inputs: Batch | None = None,
+) -> Account:
+    """What one forward of the model of `config` keeps for backward, stock or patched.
+
+    Args:
+        config: the model's config; nothing else of the model is read.
+        training: how it is trained.
+        sites: what the walk found in this model (`memopt.walk.observe.walk_config`).
+        recipe: patch with it first; None for the stock model.
+        folded: norms whose affine the checkpoint has folded away.
+        inputs: a batch of the size asked for in `training`; by default one is made.
+
+    Raises:
+        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    with warnings.catch_warnings(), _quiet_traces():
+        warnings.simplefilter("ignore")  # What libraries tell their callers is no news to who asked for a report.
+        return _trace(config, training, sites, recipe, folded, inputs)
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens in a row that every part of the model has positions for; None if its config does not say."""
+    limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+@contextlib.contextmanager
+def _quiet_traces() -> Iterator[None]:
+    """PyTorch logs the traceback of every operation that fails on fake tensors; the error itself says it."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _trace(
+    config: PreTrainedConfig,
+    training: Training,
+    sites: Sites,
+    recipe: Recipe | None,
+    folded: Collection[str],
+    batch: Batch | None,
+) -> Account:
+    weights, autocast = _DTYPES[training.precision]
+    model = build_meta(config, dtype=weights)
+    _group_experts(model)
+    notes = [*_attention_notes(model), *_precision_notes(training)]
+    if recipe is not None:
+        notes += _patch(model, sites, recipe, folded)
+    model.train(training.dropout)
+    trained: nn.Module = model
+    if training.train == "lora":
+        trained = add_adapters(
+            model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=training.adapter_fp32
+        )
+    if training.checkpointing == "full":
+        _checkpoint(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _make_fake(trained, fake)
+
+    def run() -> Any:
+        choices = CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
+        with choices, torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
+            return trained(**inputs)
+
+    try:
+        # Inputs that are made have no values that a forward could read.
+        with fake, unpadded_masks(), contextlib.nullcontext() if batch is None else FakeReads():
+            inputs = _inputs(model, training, batch)
+            if "labels" not in inputs:
+                notes.append("Loss: none, because the model takes no labels; what it returns is taken as it is.")
+            return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
+    except ModelError as error:
+        raise ModelError(error.message, error.hint if batch is not None else PASS_INPUTS) from error
+    except Exception as error:
+        limit = max_positions(config)
+        too_long = training.seq is not None and limit is not None and training.seq > limit
+        hint = None if batch is not None else PASS_INPUTS
+        raise ModelError(
+            f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
+            f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else hint,
+        ) from error
+
+
+def _group_experts(model: PreTrainedModel) -> None:
+    """Run experts as transformers trains them; the batched form of `build_meta` keeps copies of weights per token."""
+    with contextlib.suppress(ValueError, AttributeError):  # It has no experts, or no choice of how they run.
+        model.set_experts_implementation("grouped_mm")
+
+
+def _attention_notes(model: PreTrainedModel) -> list[str]:
+    if model.config._attn_implementation == "sdpa":
+        kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
+    else:
+        kernel = "eager, because this model class has no fused attention"
+    return [f"Attention: {kernel}; no padding and no key/value cache."]
+
+
+def _precision_notes(training: Training) -> list[str]:
+    notes = []
+    if _DTYPES[training.precision][1] is not None:
+        notes.append(
+            "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
+            "whose 16-bit copies are listed as weight copies."
+        )
+    elif training.train == "lora" and training.precision != "fp32" and not training.adapter_fp32:
+        notes.append(
+            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
+            "PEFT's default, keep fp32 copies of their inputs as well."
+        )
+    return notes
+
+
+def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
+    for norm in sites.norms:
+        if norm.name in folded:
+            _hold_identity(model.get_submodule(norm.name), norm)
+    applied = apply(model, make_plan(sites, recipe), folded=folded)
+    return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
+
+
+def _hold_identity(module: nn.Module, norm: NormSite) -> None:
+    """Give a norm the affine that a folded checkpoint holds; what has no data could not be seen to be the identity."""
+    for parameter, value in ((norm.weight, 1.0 - norm.offset), (norm.bias, 0.0)):
+        if parameter is not None:
+            name = parameter.rpartition(".")[2]
+            stock: nn.Parameter = getattr(module, name)
+            tensor = torch.full(stock.shape, value, dtype=stock.dtype)
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=stock.requires_grad))
+
+
+def _checkpoint(model: PreTrainedModel) -> None:
+    # transformers 5.0 has the old name only.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(f"{one_line(error)}.", "Use --checkpointing none.") from error
+
+
+def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every tensor of `model` by a fake one on the CPU; what was one tensor stays one."""
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            # The original is kept beside it, so that its id stays its own.
+            fakes[id(tensor)] = (tensor, twin)
+        return fakes[id(tensor)][1]
+
+    for module in model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    table[name] = fake(value)
+
+
+def _inputs(model: PreTrainedModel, training: Training, batch: Batch | None) -> dict[str, Any]:
+    """Keyword arguments of one training forward in the asked size; labels where the model takes them."""
+    dtype = _DTYPES[training.precision][0]
+    if batch is None:
+        small = dummy_inputs(model, dtype=dtype)
+        inputs = {n: _grown(value, training) if isinstance(value, Tensor) else value for n, value in small.items()}
+    else:
+        inputs = {name: tree_map(lambda leaf: _traced(leaf, dtype), value) for name, value in batch.items()}
+    if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
+        # With a mask at hand transformers does not look for packed sequences, which it would have to read.
+        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    targets = {} if "labels" in inputs else training_targets(model, inputs, run=_run_without_values)
+    return {**targets, **inputs}
+
+
+def _traced(leaf: Any, dtype: torch.dtype) -> Any:
+    """A tensor to trace with: whole numbers, which a forward may read, keep their values where they have some."""
+    if not isinstance(leaf, Tensor) or not (leaf.is_meta or leaf.is_floating_point()):
+        return leaf
+    values = torch.zeros(leaf.shape, dtype=dtype)  # fake, and so are the whole numbers that are made of them
+    return values if leaf.is_floating_point() else values.to(leaf.dtype)
+
+
+def _grown(tensor: Tensor, training: Training) -> Tensor:
+    batch, *rest = tensor.shape
+    shape = [
+        training.batch if batch == BATCH else batch,
+        *(training.seq if n == LENGTH and training.seq else n for n in rest),
+    ]
+    return torch.zeros(shape, dtype=tensor.dtype)
+
+
+def _run_without_values(model: nn.Module, call: Call) -> Any:
+    """The outputs that tell which labels fit; whether the loss is finite cannot be asked of a fake tensor."""
+    with CudaChoices():
+        output = call.run(model)
+    loss = getattr(output, "loss", None)
+    return SimpleNamespace(logits=getattr(output, "logits", None), loss=None if loss is None else loss.to("meta"))

@@ -1,0 +1,137 @@
+"""Which storages an execution creates: by what operation, in what module, and which of them are still alive.
+
+A storage is the block of memory behind a tensor and all its views; memory is counted in storages, never in tensors.
+Who keeps a storage for backward is `memopt.reporting.account`'s question, not this module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.torch_compat import (
+    TorchDispatchMode,
+    is_operator,
+    is_traceable_wrapper_subclass,
+    living_storage,
+    operator_schema,
+    storage_id,
+    tree_leaves,
+    weak_storage,
+)
+
+#: Operations whose output holds the values of their input: a cast, or a copy in another layout.
+_COPIES = frozenset({"_to_copy", "clone"})
+
+
+@dataclass(frozen=True)
+class Birth:
+    """How a storage came to be."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    operation: str
+    """The operator that allocated it, e.g. ``mm``; with its namespace if it is not one of PyTorch's own."""
+    function: str
+    """The function that Python called, e.g. ``layer_norm``; empty where none was seen."""
+    module: str
+    """The innermost module that was running."""
+    copy_of: Birth | None = None
+    """The storage whose values it copies or casts."""
+    of_parameter: bool = False
+    """Whether those values are a parameter's or a buffer's."""
+
+    @property
+    def origin(self) -> Birth:
+        """The storage where its values were computed, looking through casts and copies."""
+        return self if self.copy_of is None else self.copy_of.origin
+
+
+def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised)."""
+    for tensor in tensors:
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            yield from storages(getattr(wrapper, name) for name in names)
+        elif tensor.layout == torch.strided:
+            yield tensor.untyped_storage()
+
+
+class StorageTracker(TorchDispatchMode):
+    """While active, notes the birth of every storage and keeps a weak reference to it.
+
+    Args:
+        module: says which module is running.
+        function: says which Python-level function is running.
+        parameters: tensors whose copies are marked ``of_parameter``.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[], str] = str,
+        function: Callable[[], str] = str,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._module, self._function = module, function
+        self._parameters = {storage_id(storage) for storage in storages(parameters)}
+        # A weak reference keeps the address of a freed storage from being used again, so an address is an identity.
+        self._born: dict[int, tuple[Any, Birth]] = {}
+
+    def birth(self, storage: torch.UntypedStorage) -> Birth | None:
+        """How `storage` came to be; None if it existed before."""
+        entry = self._born.get(storage_id(storage))
+        return None if entry is None else entry[1]
+
+    def alive_bytes(self) -> int:
+        """Bytes of the storages born so far that something still refers to."""
+        references = (reference for reference, _ in self._born.values())
+        living = (living_storage(reference) for reference in references)
+        return sum(storage.nbytes() for storage in living if storage is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        if outputs:
+            self._note(func, list(storages(_tensors((args, kwargs)))), outputs)
+        return result
+
+    def _note(self, func: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
+        aliases = {storage_id(storage) for storage in inputs}
+        for output in outputs:
+            for storage in storages([output]):
+                address = storage_id(storage)
+                if address in aliases or address in self._born or address in self._parameters:
+                    continue
+                operation = _name(func)
+                source, of_parameter = None, False
+                if operation in _COPIES and inputs:
+                    source = self.birth(inputs[0])
+                    of_parameter = storage_id(inputs[0]) in self._parameters or (
+                        source is not None and source.of_parameter
+                    )
+                birth = Birth(
+                    dtype=str(output.dtype).removeprefix("torch."),
+                    shape=tuple(output.shape),
+                    operation=operation,
+                    function=self._function(),
+                    module=self._module(),
+                    copy_of=source,
+                    of_parameter=of_parameter,
+                )
+                self._born[address] = (weak_storage(storage), birth)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _name(func: Any) -> str:
+    name: str = operator_schema(func).name if is_operator(func) else str(func)
+    return name.removeprefix("aten::")

@@ -1,0 +1,45 @@
+"""What was done to a model in memory, in a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.patches.base import PlanView
+from memopt.patches.record import Record
+from memopt.reporting.terminal import coverage_totals
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a patched model is; `print` shows it in a few lines."""
+
+    modules: int
+    """Number of modules that are patched; 0 for a stock model."""
+    plan: PlanView | None = None
+    """What was done with each site, and why the rest was left; None where the model does not know it."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """(module, reason) of planned rewrites that the module itself did not admit."""
+
+    @property
+    def recipe(self) -> str | None:
+        """Name of the recipe."""
+        return None if self.plan is None else self.plan.recipe.name
+
+    def __str__(self) -> str:
+        if not self.modules:
+            return "This model is not patched; memopt.patch(model) patches it."
+        if self.plan is None:
+            return f"Part of a patched model: {self.modules} of its modules are patched. Undo: memopt.unpatch(model)"
+        lines = [f"Patched by recipe '{self.recipe}': {self.modules} modules run memopt's forward."]
+        lines += [f"  {line}" for line in coverage_totals(self.plan)]
+        lines += [f"  left as it was: {name or 'the model'}: {reason}" for name, reason in self.refused]
+        return "\n".join([*lines, "Undo: memopt.unpatch(model)"])
+
+    __repr__ = __str__
+
+
+def summarize(modules: int, record: Record | None) -> Summary:
+    """Summary of a model with `modules` patched modules and the record that it carries."""
+    if record is None or not modules:
+        return Summary(modules)
+    return Summary(modules, record.plan, record.refused)

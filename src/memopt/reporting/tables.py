@@ -1,0 +1,120 @@
+"""The report as terminal tables (rich). It fits 80 columns, and no name is cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memopt.reporting.compare import BlockKind, Comparison, Row
+
+SCOPE = (
+    "Counted: activations that one forward keeps for backward, each storage once. Not counted: weights, gradients, "
+    "optimizer states, inputs, and what is allocated and freed during the step."
+)
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+#: Rows below this share of a unit are summed in one line.
+_SMALL = 0.02
+
+
+def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
+    """What to print, in order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
+    unit = comparison.before.unit
+    yield Text(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", style="bold")
+    yield Text(f"{comparison.training}")
+    for kind in comparison.kinds():
+        yield Text(f"\n{_kind_title(kind)}", style="bold")
+        yield _row_table(kind.rows, unit, total="one block")
+    if rest := comparison.rest():
+        yield Text("\nOutside of single blocks", style="bold")
+        yield _row_table(rest, unit, total="together")
+    yield Text("\nWhole model", style="bold")
+    yield _part_table(comparison)
+    yield Text(f"\n{summary(comparison)}\n", style="bold")
+    if unit:
+        yield Text(f"1 unit (u) = {_mib(unit)} MiB: the hidden state of all tokens in the compute dtype.")
+    yield Text(SCOPE)
+    for note in comparison.notes:
+        yield Text(note)
+    for section in comparison.sections:
+        yield Text()
+        for line in section.lines():
+            yield Text(line)
+
+
+def summary(comparison: Comparison) -> str:
+    """The one line that matters."""
+    before, after = (_size(account.total) for account in (comparison.before, comparison.after))
+    return f"saved for backward: {before} -> {after} ({_percent(comparison.change)})"
+
+
+def _kind_title(kind: BlockKind) -> str:
+    first, last = kind.blocks[0], kind.blocks[-1]
+    return first if first == last else f"{len(kind.blocks)} blocks alike, {first} to {last}: each of them"
+
+
+def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
+    table = _table("kept as", "what", numbers=("before u", "MiB", "after u", "MiB"))
+    small = [row for row in rows if max(row.before, row.after) < _SMALL * unit]
+    for row in rows:
+        if row not in small:
+            table.add_row(row.cause, _what(row), *_cells(row.before, row.after, unit))
+    if small:
+        sums = (sum(row.before for row in small), sum(row.after for row in small))
+        table.add_row("small tensors", "statistics and the like", *_cells(*sums, unit))
+    table.add_section()
+    sums = (sum(row.before for row in rows), sum(row.after for row in rows))
+    table.add_row(total, "", *_cells(*sums, unit), style="bold", end_section=True)
+    return table
+
+
+def _part_table(comparison: Comparison) -> Table:
+    table = _table("part", numbers=("before MiB", "after MiB", "change"))
+    for name, before, after in comparison.parts():
+        label = f"{len(comparison.before.blocks)} {name}" if name == "blocks" else name
+        table.add_row(label, _mib(before), _mib(after), _percent(after / before - 1 if before else 0.0))
+    table.add_section()
+    before, after = comparison.before.total, comparison.after.total
+    table.add_row("total", _mib(before), _mib(after), _percent(comparison.change), style="bold", end_section=True)
+    return table
+
+
+def _table(*words: str, numbers: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, header in enumerate(words):
+        table.add_column(header, overflow="fold", no_wrap=place == 0)
+    for header in numbers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _what(row: Row) -> str:
+    count = row.count_before or row.count_after
+    shape = "x".join(str(size) for size in row.shape)
+    text = f"{_SHORT_DTYPES.get(row.dtype, row.dtype)} {shape}".rstrip()
+    return text if count == 1 else f"{count} x {text}"
+
+
+def _cells(before: int, after: int, unit: int) -> tuple[str, str, str, str]:
+    def units(nbytes: int) -> str:
+        return f"{nbytes / unit:.2f}" if unit else "-"
+
+    return units(before), _mib(before), units(after), _mib(after)
+
+
+def _mib(nbytes: int) -> str:
+    mib = nbytes / 2**20
+    if not nbytes:
+        return "0"
+    return f"{mib:.0f}" if mib >= 1000 else f"{mib:.1f}" if mib >= 10 else f"{mib:.2f}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{_mib(nbytes)} MiB"
+
+
+def _percent(change: float) -> str:
+    return f"{100 * change:+.0f} %" if round(100 * change) else "0 %"

@@ -1,0 +1,124 @@
+"""Run the levels of a verification, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from memopt.checkpoint.manifest import is_patched, read_manifest
+from memopt.errors import ModelError, NegativeVerdict, UsageError
+from memopt.patches.registry import patches
+from memopt.verdict import LEVELS, Check, Level, Verdict
+from memopt.walk.calls.batch import Batch, given_batch
+
+
+def verify(
+    directory: str | Path,
+    *,
+    against: str | Path | None = None,
+    level: Level | Literal["all"] | Iterable[Level] = "all",
+    trust_remote_code: bool = False,
+    inputs: Batch | str | Path | None = None,
+    progress: Callable[[Level, list[Check]], None] | None = None,
+) -> Verdict:
+    """Prove that a folder written by `memopt patch` holds the same model as the one it was made from.
+
+    Args:
+        directory: the patched folder.
+        against: the original model, if it is not where the manifest says; folder or hub id.
+        level: ``weights``, ``forward``, ``gradient`` or ``memory``, several of these, or ``all``.
+        trust_remote_code: run the Python files that come with the model.
+        inputs: keyword arguments of the forward to run both models with, or a file of them; by default they are made.
+        progress: called with each level and its checks when it is done.
+
+    Raises:
+        UsageError: there is no such level.
+        ModelError: the folder is not there or is not a patched checkpoint.
+        InputsError: the batch cannot be read, or does not fit the model.
+    """
+    levels, folder = _levels(level), Path(directory)
+    if not folder.is_dir():
+        raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
+    read_manifest(folder)
+    if against is not None:
+        against = str(against)
+        from memopt.walk.models.config import load_config
+
+        load_config(against, trust_remote_code=trust_remote_code)
+        if is_patched(Path(against)):
+            raise ModelError(f"'{against}' is itself patched.", "Give the model that it was made from.")
+    batch = given_batch(inputs)
+    checks: list[Check] = []
+    for each in levels:
+        done = _run(each, folder, against, trust_remote_code, batch)
+        checks += done
+        if progress is not None:
+            progress(each, done)
+    return Verdict.of(checks)
+
+
+def _levels(level: str | Iterable[str]) -> tuple[Level, ...]:
+    """The levels to run, cheapest first."""
+    wanted = {level} if isinstance(level, str) else set(level)
+    if wanted == {"all"}:
+        return LEVELS
+    if unknown := sorted(wanted.difference(LEVELS)):
+        raise UsageError(f"There is no level '{unknown[0]}'.", f"Levels: {', '.join(LEVELS)}, all.")
+    return tuple(each for each in LEVELS if each in wanted)
+
+
+def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    if level == "weights":
+        from memopt.verification.weights import verify_weights
+
+        return verify_weights(folder, against)
+    from memopt.verification.inputs import NoInputs
+    from memopt.verification.models import find_pair
+
+    pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
+    if pair is None and level == "forward":
+        return [_no_original(level)]
+    try:
+        if level == "forward":
+            from memopt.verification.forward import verify_forward
+
+            assert pair is not None
+            return verify_forward(pair)
+        if level == "gradient":
+            return _gradient(folder, trust_remote_code, inputs)
+        from memopt.verification.memory import verify_memory
+
+        return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+    except NoInputs as error:
+        return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
+    except (NegativeVerdict, ModelError) as error:
+        return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
+
+
+def _gradient(folder: Path, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    from memopt.verification.trial import CheckpointTrial
+
+    recipe = read_manifest(folder).recipe
+    trial = CheckpointTrial(folder, recipe, trust_remote_code, inputs)
+    if "approximate" in recipe.effects:
+        from memopt.verification.approximation import verify_approximation
+
+        checks = verify_approximation(trial)
+    else:
+        from memopt.verification.gradient import verify_gradient
+
+        checks = verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    for patch in patches():
+        checks += patch.checks(trial)
+    return checks
+
+
+def _no_original(level: Level) -> Check:
+    return Check(
+        id=f"{level}.original",
+        level=level,
+        subject="original model",
+        status="skip",
+        detail="the original is not where memopt.json says; name it with --against MODEL",
+    )

@@ -1,0 +1,75 @@
+"""The checkpoint of which patches measure something (`memopt.patches.base.Trial`), and what they add to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from memopt.api import plan_for
+from memopt.patches.base import Section
+from memopt.patches.registry import patches
+from memopt.plan.plan import Plan
+from memopt.plan.recipe import Recipe
+from memopt.verification.gradient import Gradients, training_gradients
+from memopt.verification.inputs import Probes, probe_inputs
+from memopt.verification.models import load_patched, load_stock
+from memopt.walk.calls.batch import Batch
+
+#: Everything runs in fp32: its rounding (1e-6 of a gradient) is far below what any approximation costs.
+DTYPE = torch.float32
+
+
+@dataclass
+class CheckpointTrial:
+    """Models of one folder, and a training step of theirs on one probe batch."""
+
+    source: Path
+    recipe: Recipe
+    trust_remote_code: bool = False
+    inputs: Batch | None = None
+    _probes: Probes | None = field(default=None, init=False)
+
+    @property
+    def probe(self) -> str:
+        return "" if self._probes is None else self._probes.source
+
+    def stock(self, dtype: torch.dtype | None = None) -> nn.Module:
+        return load_stock(self.source, dtype=dtype, trust_remote_code=self.trust_remote_code)
+
+    def patched(self, *settings: str) -> nn.Module:
+        code = self.trust_remote_code
+        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=DTYPE, overrides=settings)
+
+    def plan(self, model: nn.Module) -> Plan:
+        return plan_for(model, self.recipe, inputs=self.inputs)
+
+    def step(self, model: nn.Module) -> tuple[float, Gradients]:
+        if self._probes is None:
+            self._probes = probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
+        return training_gradients(model, self._probes, DTYPE)
+
+
+def report_sections(
+    source: str | Path,
+    recipe: Recipe,
+    *,
+    trains_all: bool,
+    inputs: Batch | None = None,
+    trust_remote_code: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> tuple[Section, ...]:
+    """What the patches of `recipe` say of `source`, beside the bytes.
+
+    Args:
+        source: a hub id or a local folder; only in the latter there are weights to measure with.
+        trains_all: whether all parameters are trained, and not adapters.
+        inputs: a batch to measure with.
+        note: called with a sentence before a step that takes long.
+    """
+    trial = CheckpointTrial(Path(source).expanduser(), recipe, trust_remote_code, inputs)
+    sections = (patch.report(trial, trains_all=trains_all, note=note) for patch in patches())
+    return tuple(section for section in sections if section is not None)

@@ -1,0 +1,218 @@
+"""Level "weights": the files alone, without building a model. Every tensor is accounted for, bit by bit.
+
+A folded tensor must equal the fp64 result of the fold on the source's tensor, rounded once; every other one must
+have the source's bytes. The arithmetic of that second opinion is in `recompute`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.manifest import Manifest, read_manifest
+from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
+from memopt.errors import ModelError
+from memopt.verdict import Check, Status
+from memopt.verification.recompute import TensorComparison, compare
+
+_MAX_WORKERS = 4
+_BLOCK = 8 << 20
+_EXACT = "the fold is deterministic: a tolerance would hide a wrong norm, axis or offset"
+T = TypeVar("T")
+
+
+def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[Check]:
+    """Check the files of a patched checkpoint, and its weights against the source's.
+
+    Args:
+        patched_dir: folder that `memopt patch` wrote.
+        against: the source, a folder or hub id; by default where the manifest says it was.
+
+    Raises:
+        ModelError: the folder has no readable manifest, or `against` cannot be opened.
+    """
+    folder = Path(patched_dir)
+    manifest = read_manifest(folder)
+    checks = [_check_files(folder, manifest)]
+    try:
+        patched = open_source(str(folder))
+    except ModelError as error:
+        return [*checks, _check("headers", str(folder), "fail", detail=str(error))]
+    checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
+    source, found = _open_original(manifest, against)
+    checks.append(found)
+    if source is None:
+        return [*checks, _check("fold", "folded tensors", "skip", detail=found.detail)]
+    layout = _check_layout(source, patched)
+    checks.append(layout)
+    if layout.status == "fail":
+        return checks
+    return checks + _check_tensors(source, patched, manifest)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> Check:
+    def state(name: str) -> str | None:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        record = manifest.files[name]
+        same = path.stat().st_size == record.size and sha256(path) == record.sha256
+        return None if same else f"{name} was changed"
+
+    wrong = [text for text in _parallel(state, manifest.files) if text]
+    return _check(
+        "files",
+        str(folder),
+        "fail" if wrong else "pass",
+        metric="files that differ from the manifest",
+        value=len(wrong),
+        reference="SHA-256 in memopt.json",
+        n=len(manifest.files),
+        detail="; ".join(wrong),
+    )
+
+
+def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, Check]:
+    """(the source if it can be compared with, the check that says so)."""
+    record = manifest.source
+    if against is None and not Path(record.path).is_dir():
+        return None, _check("source", record.model, "skip", detail=f"'{record.path}' is gone: give it with --against")
+    try:
+        source = open_source(against or record.path, allow_pickle=needs_leave(record.files))
+    except ModelError as error:
+        if against is not None:
+            raise
+        return None, _check("source", record.model, "skip", detail=f"{error} Give the source with --against")
+    origins = {path.name: path for path in (source.root / name for name in record.files) if path.is_file()}
+    digests = dict(zip(origins, _parallel(sha256, origins.values()), strict=True))
+    wrong = [name for name, file in record.files.items() if digests.get(Path(name).name) != file.sha256]
+    status: Status = "pass"
+    detail = ""
+    if wrong:
+        status = "skip" if against is None else "warn"
+        detail = f"{', '.join(wrong)} changed since the patch"
+        detail += ": give the original with --against" if against is None else "; its tensors are compared all the same"
+    check = _check(
+        "source",
+        source.model,
+        status,
+        metric="source files that differ from the manifest",
+        value=len(wrong),
+        reference="SHA-256 in memopt.json",
+        n=len(record.files),
+        detail=detail,
+    )
+    return (None if status == "skip" else source), check
+
+
+def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
+    """Same names, dtypes and shapes."""
+
+    def layout(one: CheckpointSource) -> dict[str, Any]:
+        return {name: (info.dtype, info.shape) for name, info in one.tensors.items()}
+
+    before, after = layout(source), layout(patched)
+    wrong = [f"{name} is missing" for name in sorted(before.keys() - after.keys())]
+    wrong += [f"{name} is extra" for name in sorted(after.keys() - before.keys())]
+    wrong += [
+        f"{name} has another dtype or shape"
+        for name in sorted(before.keys() & after.keys())
+        if before[name] != after[name]
+    ]
+    return _check(
+        "tensors",
+        "names, dtypes and shapes",
+        "fail" if wrong else "pass",
+        metric="tensors that are missing, extra or of another layout",
+        value=len(wrong),
+        reference="source headers",
+        n=len(before),
+        detail=_some(wrong),
+    )
+
+
+def _check_tensors(source: CheckpointSource, patched: CheckpointSource, manifest: Manifest) -> list[Check]:
+    folds = tuple(record.fold for record in manifest.folds)
+    operations = FoldPlan(folds).operations()
+    unknown = sorted(frozenset().union(*(fold.touched for fold in folds)) - source.tensors.keys())
+    if unknown:
+        return [
+            _check("fold", "folded tensors", "fail", detail=f"memopt.json folds {_some(unknown)}, which does not exist")
+        ]
+    untouched = sorted(source.tensors.keys() - operations.keys())
+    equal = _parallel(lambda name: _same_bytes(source, patched, name), untouched)
+    different = [name for name, same in zip(untouched, equal, strict=True) if not same]
+    checks = [
+        _check(
+            "unchanged",
+            "tensors that no fold touches",
+            "fail" if different else "pass",
+            metric="tensors whose bytes differ",
+            value=len(different),
+            reference="source bytes",
+            n=len(untouched),
+            detail=_some(different),
+        )
+    ]
+    names = sorted(operations)
+    found = _parallel(lambda name: compare(source, patched, name, operations[name]), names)
+    results = dict(zip(names, found, strict=True))
+    checks += [_check_fold(fold, results) for fold in folds]
+    if folds:
+        checks.append(_check_range(results))
+    return checks
+
+
+def _check_fold(fold: Fold, results: dict[str, TensorComparison]) -> Check:
+    wrong = {name: results[name].different for name in sorted(fold.touched) if results[name].different}
+    return _check(
+        "fold",
+        fold.norm,
+        "fail" if wrong else "pass",
+        metric="elements that differ",
+        value=sum(wrong.values()),
+        reference="the source's tensors, folded in fp64 and rounded once",
+        n=sum(results[name].elements for name in fold.touched),
+        detail=_some([f"{name}: {count}" for name, count in wrong.items()]),
+    )
+
+
+def _check_range(results: dict[str, TensorComparison]) -> Check:
+    total = sum(results.values(), TensorComparison())
+    return _check(
+        "range",
+        "folded tensors",
+        "fail" if total.infinities else "pass",
+        metric="elements that became infinite or NaN",
+        value=total.infinities,
+        reference="source",
+        n=total.elements,
+        detail=f"{total.zeros} became zero, {total.subnormals} subnormal",
+    )
+
+
+def _same_bytes(source: CheckpointSource, patched: CheckpointSource, name: str) -> bool:
+    size = source.tensors[name].nbytes
+    return all(
+        source.read_range(name, start, min(start + _BLOCK, size))
+        == patched.read_range(name, start, min(start + _BLOCK, size))
+        for start in range(0, size, _BLOCK)
+    )
+
+
+def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
+    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, items))
+
+
+def _some(texts: list[str]) -> str:
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+
+
+def _check(name: str, subject: str, status: Status, *, value: float | None = None, **fields: Any) -> Check:
+    exact = {} if value is None else {"value": value, "threshold": 0, "threshold_reason": _EXACT}
+    return Check(id=f"weights.{name}", level="weights", subject=subject, status=status, **exact, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""`memopt report`, from the command line to the table and the JSON document."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.main import main
+from memopt.pipeline import patch_checkpoint
+from tests.factories import tiny_model
+from tests.reporting.builders import named_config
+from tests.reporting.test_estimate import LLAMA_8B
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the config of a tiny Llama and nothing else."""
+    folder = tmp_path_factory.mktemp("report") / "tiny-llama"
+    named_config("llama").save_pretrained(folder)
+    return folder
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main(["report", *(str(argument) for argument in arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_config_alone_gives_the_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(llama), "--batch", "2", "--seq", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "2 blocks alike, model.layers.0 to model.layers.1" in out
+    assert "norm output (x_hat)" in out
+    assert "saved for backward:" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_json_holds_what_the_table_shows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run_json(capsys, llama, "--batch", 2, "--seq", 32)
+    assert (code, data["command"], data["status"], data["schema_version"]) == (0, "report", "pass", 1)
+    assert data["recipe"] == "exact-unfolded"
+    assert data["training"]["seq"] == 32
+    assert data["summary"]["after"] < 0.7 * data["summary"]["before"]
+    assert data["summary"]["before"] == sum(part["before"] for part in data["parts"])
+
+
+def test_the_default_row_is_as_long_as_the_config_allows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, data = run_json(capsys, llama)
+    assert data["training"]["seq"] == 128
+
+
+def test_a_folding_recipe_keeps_as_little_as_sharing(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shared = run_json(capsys, llama, "--seq", 32)
+    _, folded = run_json(capsys, llama, "--seq", 32, "--recipe", "exact")
+    assert folded["recipe"] == "exact"
+    assert folded["summary"]["after"] <= shared["summary"]["after"]
+
+
+def test_lora_and_checkpointing_change_what_is_kept(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, full = run_json(capsys, llama)
+    _, lora = run_json(capsys, llama, "--train", "lora", "--lora-targets", "q,v")
+    _, checkpointed = run_json(capsys, llama, "--checkpointing", "full")
+    assert full["summary"]["before"] > lora["summary"]["before"] > checkpointed["summary"]["before"]
+
+
+def test_a_patched_folder_is_reported_with_its_own_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stock, patched = tmp_path / "stock", tmp_path / "patched"
+    tiny_model("llama").save_pretrained(stock)
+    patch_checkpoint(stock, patched)
+    code, data = run_json(capsys, patched, "--seq", 32)
+    assert (code, data["recipe"]) == (0, "exact")
+    _, unpatched = run_json(capsys, stock, "--seq", 32)
+    assert data["before"] == unpatched["before"]
+    copies_of_the_folded_weights = 4 * 64 * 2
+    assert data["summary"]["after"] == unpatched["summary"]["after"] - copies_of_the_folded_weights
+
+
+def test_a_model_without_tokens_has_no_row_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named_config("vit").save_pretrained(tmp_path)
+    _, data = run_json(capsys, tmp_path, "--seq", 512)
+    assert data["training"]["seq"] is None
+    assert "The model reads no tokens, so --seq has no effect." in data["notes"]
+
+
+@pytest.mark.slow
+def test_an_8b_model_is_reported_in_seconds_and_little_memory(tmp_path: Path) -> None:
+    config = {**LLAMA_8B, "model_type": "llama", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = "import sys; from memopt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    arguments = [sys.executable, "-c", code, "report", str(tmp_path), "--seq", "4096"]
+    printed = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "saved for backward: 26.6 GiB -> 13.5 GiB (-49 %)" in printed
+    assert after.ru_utime - before.ru_utime < 20
+    assert after.ru_maxrss < 1.5 * 2**20  # KiB
+
+
+def test_a_missing_model_is_one_sentence_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = run_json(capsys, tmp_path / "nowhere")
+    assert code == 2
+    assert data["status"] == "error"
+    assert "does not exist" in data["error"]["message"]
+
+
+def test_a_wrong_precision_is_a_usage_error(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(llama), "--precision", "int3"]) == 2
+    assert "bf16-mixed" in capsys.readouterr().err
+
+
+def test_the_help_does_not_import_torch() -> None:
+    code = "import sys, memopt.cli.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

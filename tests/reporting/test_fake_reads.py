@@ -1,0 +1,42 @@
+"""Traces of forwards that read values: what they get, and a model that needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memopt.reporting.build import compare_training
+from memopt.reporting.fake_reads import FakeReads
+from memopt.reporting.training import Training
+
+
+def test_whole_numbers_keep_their_values_and_unknown_ones_are_plausible() -> None:
+    grid = torch.tensor([[1, 4, 6]])
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeReads():
+        assert (2 * grid).tolist() == [[2, 8, 12]]
+        assert int(torch.arange(5).max()) == 4
+        weights = torch.zeros(7, 3)
+        assert isinstance(weights[torch.arange(2)], FakeTensor)
+        assert bool((weights > 1).any()) is True
+        assert int(weights.long().sum()) == 1
+
+
+def test_a_model_that_counts_its_placeholders_is_traced_with_a_batch(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**shape, vocab_size=90),
+        vision_config=transformers.CLIPVisionConfig(**{**shape, "num_hidden_layers": 2}, image_size=16, patch_size=8),
+        image_token_id=80,
+        image_seq_length=4,
+    )
+    config.save_pretrained(tmp_path)
+    ids = torch.arange(20).reshape(2, 10)
+    ids[:, 2:6] = 80
+    batch = {"input_ids": ids, "pixel_values": torch.ones(2, 3, 16, 16), "labels": ids}
+    comparison = compare_training(tmp_path, Training(), inputs=batch)
+    assert (comparison.training.batch, comparison.training.seq) == (2, 10)
+    assert any("vision_tower" in kept.holders[0][0] for kept in comparison.before.kept)
+    assert comparison.change < 0

@@ -1,0 +1,83 @@
+"""The gradient level of approximate recipes: what is declared is measured, planted faults are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import memopt.kernels.derivative_codes.function as coded
+import memopt.patches.compression.compressor as compression
+from memopt.kernels.quantize.layout import Quantized
+from memopt.pipeline import PatchResult, patch_checkpoint
+from memopt.verdict import Check
+from memopt.verification.run import verify
+from tests.factories import tiny_model
+
+
+def patched(tmp_path: Path, name: str, recipe: str, *settings: str) -> PatchResult:
+    tiny_model(name).save_pretrained(tmp_path / "original")
+    return patch_checkpoint(tmp_path / "original", tmp_path / "out", recipe, overrides=settings)
+
+
+def checks(folder: Path) -> dict[str, Check]:
+    return {check.id: check for check in verify(folder, level="gradient").checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("bert", "approx-8bit"), ("llama", "approx-8bit"), ("bert", "mesa"), ("llama", "int8")]
+)
+def test_what_a_recipe_declares_holds_and_something_was_approximated(tmp_path: Path, name: str, recipe: str) -> None:
+    found = checks(patched(tmp_path, name, recipe).out)
+    assert {check.status for check in found.values()} == {"pass"}, found
+    assert "gradient.median_error_ratio" not in found
+    error = found["gradient.declared_error"].value
+    assert error is not None
+    assert error > 1e-5  # rounding in fp32 is 1e-7
+
+
+def test_errors_of_codes_are_predicted_from_the_models_own_activations(tmp_path: Path) -> None:
+    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=1.0").out)
+    predicted, measured = found["gradient.predicted_error"], found["gradient.declared_error"]
+    assert predicted.threshold is not None
+    assert measured.value is not None
+    assert predicted.value == measured.value
+    assert 0.1 < predicted.threshold < 2
+
+
+def test_more_than_is_declared_fails(tmp_path: Path) -> None:
+    found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=0.001").out)
+    assert found["gradient.declared_error"].status == "fail"
+    assert found["gradient.loss"].status == "pass"
+
+
+def test_a_gradient_that_is_too_large_by_a_twentieth_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, apply_code = patched(tmp_path, "bert", "approx-8bit").out, coded.apply_code
+    monkeypatch.setattr(coded, "apply_code", lambda dh, packed, code: 1.05 * apply_code(dh, packed, code))
+    assert checks(folder)["gradient.worst_error"].status == "fail"
+
+
+def test_a_forgotten_minimum_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, dequantize = patched(tmp_path, "bert", "mesa").out, compression.dequantize
+
+    def without_minimum(quantized: Quantized) -> torch.Tensor:
+        scales = quantized.scales.clone()
+        scales[:, 0] = 0
+        return dequantize(Quantized(quantized.codes, scales, quantized.bits, quantized.numel, quantized.dtype))
+
+    monkeypatch.setattr(compression, "dequantize", without_minimum)
+    assert checks(folder)["gradient.declared_error"].status == "fail"
+
+
+def test_a_forward_that_is_not_exact_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, forward = patched(tmp_path, "bert", "approx-8bit").out, coded.CodedFunction.forward
+    monkeypatch.setattr(coded.CodedFunction, "forward", staticmethod(lambda *given: 2.0 * forward(*given)))
+    assert checks(folder)["gradient.loss"].status == "fail"
+
+
+def test_the_price_is_told(tmp_path: Path) -> None:
+    said = " ".join(patched(tmp_path, "bert", "int8").notes)
+    assert "is approximate" in said
+    assert "10%" in said
+    assert "--recipe exact" in said

@@ -1,0 +1,186 @@
+"""The forward, gradient and memory levels: a right checkpoint passes, planted faults fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import memopt.kernels.norm.function as norm_kernel
+import memopt.kernels.norm.ops as norm_steps
+import memopt.patches.scope as scope_patch
+from memopt.cli.main import main
+from memopt.errors import ModelError
+from memopt.pipeline import patch_checkpoint
+from memopt.verification.run import verify
+from tests.factories import tiny_model
+
+LEVELS = ["weights", "forward", "gradient", "memory"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Originals and patched checkpoints of a folded and an unfoldable model."""
+    root = tmp_path_factory.mktemp("levels")
+    for name in ("llama", "bert"):
+        tiny_model(name, torch.bfloat16).save_pretrained(root / name)
+        patch_checkpoint(root / name, root / f"{name}-patched")
+    return root
+
+
+@pytest.fixture
+def patched(folders, tmp_path) -> Path:
+    """A copy of the patched Llama that a test may damage."""
+    return Path(shutil.copytree(folders / "llama-patched", tmp_path / "patched"))
+
+
+def statuses(verdict) -> dict[str, str]:
+    return {check.id: check.status for check in verdict.checks}
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_all_levels_pass_on_a_right_checkpoint(folders, name):
+    verdict = verify(folders / f"{name}-patched")
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+    assert [level for level in LEVELS if any(check.level == level for check in verdict.checks)] == LEVELS
+    assert all(check.reference and check.n for check in verdict.checks if check.value is not None and check.threshold)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path / "original")
+    patch_checkpoint(tmp_path / "original", tmp_path / "out")
+    verdict = verify(tmp_path / "out", level="memory")
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
+def test_another_model_as_the_original_fails_in_a_sentence(folders):
+    verdict = verify(folders / "bert-patched", against=str(folders / "llama"))
+    assert verdict.status == "fail"
+
+
+def test_a_patched_folder_is_no_original(folders):
+    with pytest.raises(ModelError, match="itself patched"):
+        verify(folders / "llama-patched", against=str(folders / "llama-patched"))
+
+
+def test_a_weight_that_is_off_by_two_percent_fails_forward(patched):
+    file = patched / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= 1.02
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert statuses(verify(patched, level="forward"))["forward.error_ratio"] == "fail"
+    assert "fail" in statuses(verify(patched, level="weights")).values()
+
+
+def test_a_lost_norm_weight_fails_forward(patched):
+    file = patched / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert statuses(verify(patched, level="forward"))["forward.error_ratio"] == "fail"
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_norm_backward_that_is_off_by_a_tenth_fails_gradient(folders, monkeypatch, factor):
+    right = norm_steps.norm_backward
+
+    def wrong(*arguments):
+        dx, dweight, dbias = right(*arguments)
+        return None if dx is None else dx * factor, dweight, dbias
+
+    monkeypatch.setattr(norm_steps, "norm_backward", wrong)
+    verdict = verify(folders / "llama-patched", level="gradient")
+    assert verdict.status == "fail"
+
+
+def test_a_lost_gradient_of_a_norm_weight_fails_gradient(folders, monkeypatch):
+    right = norm_steps.norm_backward
+
+    def wrong(*arguments):
+        dx, dweight, dbias = right(*arguments)
+        return dx, None if dweight is None else dweight * 0, dbias
+
+    monkeypatch.setattr(norm_steps, "norm_backward", wrong)
+    assert statuses(verify(folders / "bert-patched", level="gradient"))["gradient.worst_error_ratio"] == "fail"
+
+
+def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
+    def without_a_scope(stock, rewrite, module, *args, **kwargs):
+        return stock(module, *args, **kwargs)
+
+    right = scope_patch._forward
+    calls = {"traced": 0}
+
+    def scope_only_in_the_trace(stock, rewrite, module, *args, **kwargs):
+        fake = any(type(argument).__name__ == "FakeTensor" for argument in args)
+        calls["traced"] += fake
+        return (right if fake else without_a_scope)(stock, rewrite, module, *args, **kwargs)
+
+    monkeypatch.setattr(scope_patch, "_forward", scope_only_in_the_trace)
+    verdict = verify(folders / "bert-patched", level="memory")
+    assert calls["traced"] > 0
+    assert statuses(verdict)["memory.plan"] == "fail"
+
+
+def test_a_tensor_hidden_in_an_attribute_fails_memory(folders, monkeypatch):
+    right = norm_kernel.NormFunction.forward
+
+    def hiding(ctx, x, *arguments):
+        ctx.hidden = x.detach().clone()
+        return right(ctx, x, *arguments)
+
+    monkeypatch.setattr(norm_kernel.NormFunction, "forward", staticmethod(hiding))
+    assert statuses(verify(folders / "bert-patched", level="memory"))["memory.nothing_hidden"] == "fail"
+
+
+def test_a_missing_original_is_inconclusive_and_against_names_another(folders, tmp_path):
+    original = Path(shutil.copytree(folders / "llama", tmp_path / "llama"))
+    patch_checkpoint(original, tmp_path / "out")
+    shutil.rmtree(original)
+    verdict = verify(tmp_path / "out", level=["weights", "forward"])
+    assert verdict.status == "inconclusive"
+    assert verdict.exit_code() == 3
+    assert verdict.exit_code(allow_skips=True) == 0
+    assert verify(tmp_path / "out", against=str(folders / "llama"), level=["weights", "forward"]).status == "pass"
+
+
+def test_the_wrong_original_fails(folders, tmp_path):
+    tiny_model("llama", torch.bfloat16, seed=1).save_pretrained(tmp_path / "other")
+    verdict = verify(folders / "llama-patched", against=str(tmp_path / "other"), level="forward")
+    assert verdict.status == "fail"
+
+
+@pytest.mark.parametrize("folder", ["missing", "not-patched"])
+def test_a_folder_that_memopt_did_not_write_is_an_error(folders, tmp_path, folder):
+    path = tmp_path / "missing" if folder == "missing" else folders / "llama"
+    with pytest.raises(ModelError, match="memopt patch"):
+        verify(path)
+
+
+def test_a_damaged_file_fails_every_level_in_a_sentence(patched):
+    with open(patched / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    verdict = verify(patched)
+    assert verdict.status == "fail"
+    assert {check.level for check in verdict.checks if check.status == "fail"} >= {"weights", "forward"}
+
+
+def test_the_command_prints_one_json_document(folders, capsys):
+    assert main(["verify", str(folders / "llama-patched"), "--level", "weights", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == "pass"
+    assert document["command"] == "verify"
+    assert all(check["threshold_reason"] is not None for check in document["checks"])
+
+
+def test_the_command_says_what_failed_and_exits_with_one(patched, capsys):
+    (patched / "config.json").write_text((patched / "config.json").read_text() + "\n")
+    assert main(["verify", str(patched), "--level", "weights"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "NOT the same model" in out
