@@ -37,12 +37,12 @@ SHARED_KERNELS = {"base", "tools"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
     "sampling.py": "the public path of patches/sampled_linear",
-    "report/causes.py": "functions of PyTorch, by which a saved tensor is explained",
+    "reporting/causes.py": "functions of PyTorch, by which a saved tensor is explained",
     "activations.py": "operations of PyTorch",
 }
 #: Words of methods that mean something else where they stand outside of plans.
 OTHER_MEANINGS = {
-    "fold": "rich breaks long lines so; and checkpoint/ and verify/ fold weights",
+    "fold": "rich breaks long lines so; and checkpoint/ and verification/ fold weights",
     "loss": "a field of the output of a Hugging Face model",
     "seed": "an argument of kernels that draw random numbers",
     "compression": "an attribute of scopes",
