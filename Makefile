@@ -121,10 +121,12 @@ gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (ME
 	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest $(DURATIONS) tests/gpu tests/triton
 
-lint: $(STAMP) ## check style, formatting and types
+lint: $(STAMP) ## check style, formatting, types, the direction of imports and the rules of the house
 	@echo "==> ruff check" && $(BIN)/ruff check .
 	@echo "==> ruff format --check" && $(BIN)/ruff format --check .
 	@echo "==> mypy" && $(BIN)/mypy
+	@echo "==> lint-imports" && PYTHONPATH=src $(BIN)/lint-imports --no-cache --no-logo
+	@echo "==> tools/house_rules.py" && $(BIN)/python tools/house_rules.py
 
 # Both run to the end, also where the first falls short; the results are files to be committed.
 gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels and blocks on a GPU into benchmarks/results (about 15 minutes)

@@ -9,9 +9,9 @@ import torch
 
 import memopt.kernels.derivative_codes.function as coded
 import memopt.patches.compression.compressor as compression
+from memopt.checks import Check
 from memopt.kernels.quantize.layout import Quantized
 from memopt.pipeline import PatchResult, patch_checkpoint
-from memopt.verdict import Check
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 

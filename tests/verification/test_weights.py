@@ -16,9 +16,10 @@ from memopt.checkpoint import shards, writer
 from memopt.checkpoint.fold import FoldPlan, Operation, Scale
 from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import write_checkpoint
+from memopt.checks import Check
 from memopt.errors import ModelError
-from memopt.verdict import Check, Verdict
 from memopt.verification import recompute
+from memopt.verification.verdict import Verdict
 from memopt.verification.weights import verify_weights
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files

@@ -11,7 +11,8 @@ import typer
 from memopt.cli import common
 
 if TYPE_CHECKING:
-    from memopt.verdict import Check, Level, Verdict
+    from memopt.checks import Check, Level
+    from memopt.verification.verdict import Verdict
 
 
 class LevelChoice(str, Enum):
@@ -63,7 +64,7 @@ def verify(
         return code
     from memopt.reporting.terminal import checks_table
 
-    common.print_rich(checks_table(verdict))
+    common.print_rich(checks_table(verdict.checks))
     common.print_text(_summary(verdict, directory, code))
     return code
 

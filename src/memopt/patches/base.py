@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from memopt.checks import Check
     from memopt.patches.scope import ScopeRewrite
     from memopt.saved.compressible import Compression
-    from memopt.verdict import Check
     from memopt.walk.sites import Sites
 
 #: What a patch's rules do to gradients: nothing beyond rounding, a bounded error, or noise without bias.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memopt.reporting.compare import BlockKind, Comparison, Row
+if TYPE_CHECKING:
+    from memopt.reporting.compare import BlockKind, Comparison, Row
 
 SCOPE = (
     "Counted: activations that one forward keeps for backward, each storage once. Not counted: weights, gradients, "

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memopt.checks import Check
 from memopt.patches.base import LEFT, PlanView
 from memopt.patches.registry import patches
 from memopt.plan.plan import Entry, Plan
-from memopt.verdict import Check, Verdict
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -53,16 +53,16 @@ def coverage_totals(plan: PlanView) -> list[str]:
     return lines
 
 
-def checks_table(verdict: Verdict) -> RenderableType:
+def checks_table(checks: Sequence[Check]) -> RenderableType:
     """Every check with its number, its limit and what it was taken against; passed checks of a kind are one row."""
     parts: list[RenderableType] = []
-    for level, checks in groupby(verdict.checks, key=lambda check: check.level):
+    for level, same_level in groupby(checks, key=lambda check: check.level):
         parts.append(Text(level, style="bold"))
         table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         reasons: list[str] = []
-        for alike in _alike(checks):
+        for alike in _alike(same_level):
             first = alike[0]
             mark, style = _MARKS[first.status]
             subject = first.subject if len(alike) == 1 else f"{first.subject} and {len(alike) - 1} more"

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from memopt.checks import Check
 from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
-from memopt.verdict import Check
 from memopt.verification.gradient import Gradients
 from memopt.verification.models import load_run_free
 from memopt.verification.trial import DTYPE as _DTYPE

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checkpoint.manifest import read_manifest
+from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
-from memopt.verdict import Check, ratio_status
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import (
     Pair,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.checks import Check, ratio_status
 from memopt.plan.recipe import Recipe
-from memopt.verdict import Check, ratio_status
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import (

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from memopt.checkpoint.manifest import read_manifest
+from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
 from memopt.reporting.account import Account, account, live_bytes
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
-from memopt.verdict import Check, ratio_status
 from memopt.verification.gradient import training_loss
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from memopt.checkpoint.manifest import is_patched, read_manifest
+from memopt.checks import LEVELS, Check, Level
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.patches.registry import patches
-from memopt.verdict import LEVELS, Check, Level, Verdict
+from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
 
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
+from memopt.checks import Check, Status
 from memopt.errors import ModelError
-from memopt.verdict import Check, Status
 from memopt.verification.recompute import TensorComparison, compare
 
 _MAX_WORKERS = 4

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from memopt.checks import Check, Status
 from memopt.patches.base import Trial
 from memopt.patches.registry import patches
 from memopt.patches.sampled_linear.module import samplings_in
 from memopt.patches.sampled_linear.noise import SamplingErrors
 from memopt.patches.sampled_linear.prediction import Captured
-from memopt.verdict import Check, Status
 
 Gradients = dict[str, Tensor]
 

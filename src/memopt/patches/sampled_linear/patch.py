@@ -25,7 +25,7 @@ from memopt.patches.base import (
 from memopt.walk.sites import LinearSite, Sites
 
 if TYPE_CHECKING:
-    from memopt.verdict import Check
+    from memopt.checks import Check
 
 #: An input of fewer channels than this part of the hidden state (an adapter's) is kept whole.
 _NARROW = 4
