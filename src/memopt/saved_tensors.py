@@ -72,7 +72,7 @@ class SavedTensorObserver:
     ) -> None:
         self.modules = RunningModules(model, entered=entered, left=left)
         self.functions = RunningFunctions(stand_ins)
-        self._saves: list[tuple[weakref.ref[Slot], Save]] = []
+        self._saves: list[tuple[weakref.ref[ObservedTensor], Save]] = []
         self._active = ExitStack()
         self.pack = self._make_pack()
 
@@ -94,11 +94,11 @@ class SavedTensorObserver:
                 yield slot.tensor, save
 
     @staticmethod
-    def unpack(slot: Slot) -> Tensor:
+    def unpack(slot: ObservedTensor) -> Tensor:
         return slot.tensor
 
-    def _make_pack(self) -> Callable[[Tensor], Slot]:
-        def pack(tensor: Tensor) -> Slot:
+    def _make_pack(self) -> Callable[[Tensor], ObservedTensor]:
+        def pack(tensor: Tensor) -> ObservedTensor:
             function = self.functions.current()
             save = Save(
                 modules=tuple(self.modules.names),
@@ -108,7 +108,7 @@ class SavedTensorObserver:
                 saver="" if function else _saver(sys._getframe(1)),
                 differentiable=tensor.requires_grad,
             )
-            slot = Slot(alias_of(tensor))
+            slot = ObservedTensor(alias_of(tensor))
             self._saves.append((weakref.ref(slot), save))
             return slot
 
@@ -120,7 +120,7 @@ class SavedTensorObserver:
 SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 
 
-class Slot:
+class ObservedTensor:
     """What autograd holds in the place of a tensor; it lives exactly as long as autograd keeps the tensor."""
 
     __slots__ = ("__weakref__", "tensor")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.saved_tensors import Save, SavedTensorObserver, Slot
+from memopt.saved_tensors import ObservedTensor, Save, SavedTensorObserver
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
@@ -148,7 +148,7 @@ def _holder(save: Save) -> str:
     return f"{who} in {save.module}" if save.module else who
 
 
-def _no_backward(slot: Slot) -> Tensor:
+def _no_backward(slot: ObservedTensor) -> Tensor:
     raise RuntimeError("the forward of a walk has no backward")
 
 
