@@ -55,6 +55,11 @@ def test_it_has_a_place_behind_what_it_waits_for_and_a_key_in_every_recipe() -> 
         load_recipe("exact", ["toy.method=shrink"])
 
 
+def test_no_second_patch_has_its_name() -> None:
+    with pytest.raises(ValueError, match="'toy_patch' has its name"):
+        register("tests.toy_patch")
+
+
 def test_its_sites_are_planned_and_shown() -> None:
     model = gated()
     plan = memopt.plan_for(model, load_recipe("exact-unfolded", ON))
@@ -95,8 +100,8 @@ def test_the_commands_patch_verify_and_report_it(
     assert totals[1] < totals[0]
 
 
-def test_once_it_is_gone_nothing_knows_it(toy: None) -> None:
-    unregister(register("tests.toy_patch"))
+def test_once_it_is_gone_nothing_knows_it() -> None:
+    unregister(next(patch for patch in patches() if patch.name == "toy_patch"))
     try:
         with pytest.raises(RecipeError, match="unknown key 'toys'"):
             load_recipe("exact", ON)

@@ -14,6 +14,7 @@ _registered: dict[str, Patch] = {}
 _watchers: list[Callable[[], None]] = []
 
 
+@cache
 def patches() -> tuple[Patch, ...]:
     """All patches, each behind those that its `after` names: the order of rows, decisions and rewrites."""
     known = _shipped() | _registered
@@ -33,8 +34,15 @@ def patches() -> tuple[Patch, ...]:
 
 
 def register(package: str) -> Patch:
-    """Add the patch of a folder that stands somewhere else, e.g. ``"my_project.my_patch"``."""
+    """Add the patch of a folder that stands somewhere else, e.g. ``"my_project.my_patch"``.
+
+    Raises:
+        ValueError: there is a patch of that name, or one with that key of a recipe.
+    """
     patch: Patch = import_module(f"{package}.patch").PATCH
+    for other in patches():
+        if other.name == patch.name or (patch.key is not None and other.key == patch.key):
+            raise ValueError(f"'{patch.name}' of {package}: the patch '{other.name}' has its name or its recipe key")
     _registered[patch.name] = patch
     _changed()
     return patch
@@ -65,5 +73,6 @@ def _shipped() -> dict[str, Patch]:
 
 
 def _changed() -> None:
+    patches.cache_clear()
     for changed in _watchers:
         changed()

@@ -41,7 +41,7 @@ def compare_training(
 
     Args:
         source: a hub id, a local folder, or a folder that `memopt patch` wrote. Only its config is read.
-        training: how it is trained; its `seq` gives way to `seq`, and its sizes to those of `inputs`.
+        training: how it is trained; `seq` replaces its `seq`, and the sizes of `inputs` its sizes.
         seq: tokens in a row; by default as many as the config allows, up to 2048.
         recipe: by default the one in the folder's manifest, else ``exact-unfolded``.
         inputs: a batch of the size to report, or a file of one (`memopt.walk.calls.batch.read_batch`).

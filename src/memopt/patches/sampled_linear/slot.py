@@ -1,8 +1,8 @@
 """The input of a linear, kept whole or as a sample of its rows: decided when the scope's module is done.
 
 Where the linears that read one storage are all that hold it, one sample of its rows serves them all. Where somebody
-else keeps it too, sampling would free nothing, and the gradient stays exact. So it does where the input can be made
-again from what is kept anyway.
+else keeps it too, sampling would free nothing, and the gradient stays exact. So it does where the input can be
+recomputed from what is kept anyway.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SampledInput(Slot):
         """The input or, once there is a `sample`, its rows."""
         return self.packed.unpack()
 
-    #: What an input is made from can give way to a code only if the input is not made again, whoever reads either.
+    #: What an input is computed from can be replaced by a code only if the input is not recomputed for any reader.
     rank = 0
 
     def prepare(self) -> None:
