@@ -48,6 +48,24 @@ def recomputable(
 
     def register(remake: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
         RULES[node_name] = Rule(remake, keeps_enough, family)
+        _rule_of_type.clear()
         return remake
 
     return register
+
+
+_rule_of_type: dict[type, Rule | None] = {}
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule of `node`, if there is one. Names are compared once for each type of node."""
+    kind = type(node)
+    try:
+        return _rule_of_type[kind]
+    except KeyError:
+        name = node.name()
+        rule = RULES.get(name)
+        # Nodes that PyTorch gives no type of their own share one, under another name.
+        if kind.__name__ == name:
+            _rule_of_type[kind] = rule
+        return rule

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from memopt.saved.kept import alias_of
-from memopt.saved.savers import APPLY
+from memopt.saved.savers import is_function
 from memopt.torch_compat import is_operator, operator_schema
 
 CHECKPOINT = "checkpoint"
@@ -221,7 +221,7 @@ def _saver(frame: Any) -> str:
     for _ in range(_DEEPEST_SAVER):
         if frame is None:
             break
-        if frame.f_code is APPLY:
+        if is_function(frame):
             function = frame.f_locals["cls"]
             return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(function.__name__)
         if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:

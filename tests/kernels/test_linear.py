@@ -1,4 +1,4 @@
-"""A linear whose input is made again with its gradients: when it takes the offer, and what it keeps."""
+"""A linear that saves what its input is recomputed from: when it reads the spec, and what it saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.linear.function import linear, offer, takes_offer, withdraw
+from memopt.kernels.linear.function import linear, reads_spec
+from memopt.recompute_specs import Recomputed, attach_spec, keep_producer
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -26,8 +27,9 @@ def sin_again(dh: Tensor, inputs: tuple[Tensor, ...], calls: list[int]) -> tuple
 
 
 def offered(z: Tensor, calls: list[int]) -> Tensor:
+    """sin(z) with a spec; `calls` counts the backwards that recompute it on the way."""
     h = torch.sin(z)
-    offer(h, (z,), functools.partial(sin_again, calls=calls))
+    attach_spec(h, (z,), torch.sin, Recomputed(), differentiate=functools.partial(sin_again, calls=calls))
     return h
 
 
@@ -81,18 +83,18 @@ def test_the_input_is_not_kept():
 
 
 CHANGES = {
-    "nobody offered it": lambda h: h.clone(),
+    "it has no spec": lambda h: h.clone(),
     "it was viewed": lambda h: h.view(h.shape),
     "it was changed in place": lambda h: h.add_(2),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_without_an_offer_for_this_very_tensor_the_stock_linear_runs(change):
+def test_without_a_spec_on_this_very_tensor_the_stock_linear_runs(change):
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     calls: list[int] = []
     changed = CHANGES[change](offered(z, calls))
-    assert not takes_offer(changed, weight)
+    assert not reads_spec(changed, weight)
     ours, stock = linear(changed, weight, None), F.linear(CHANGES[change](torch.sin(z).clone()), weight)
     assert_same(gradients(ours, [z, weight]), gradients(stock, [z, weight]))
     assert not calls
@@ -104,7 +106,7 @@ def test_an_input_that_was_changed_since_is_not_read_again():
     source = z * parameter
     h = offered(source, [])
     source.detach().zero_()
-    assert not takes_offer(h, draw(4, 6))
+    assert not reads_spec(h, draw(4, 6))
 
 
 def test_a_frozen_weight_takes_the_stock_linear():
@@ -115,31 +117,35 @@ def test_a_frozen_weight_takes_the_stock_linear():
     assert z.grad is not None
 
 
-def test_an_offer_goes_with_its_tensor():
+def test_a_spec_goes_with_its_tensor():
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     h = offered(z, [])
-    assert takes_offer(h, weight)
+    assert reads_spec(h, weight)
     del h
-    assert not takes_offer(torch.sin(z), weight)
-    assert not takes_offer("not a tensor", weight)
+    assert not reads_spec(torch.sin(z), weight)
+    assert not reads_spec("not a tensor", weight)
 
 
-def test_an_offer_is_taken_once_and_keeps_nothing_alive_afterwards():
-    z, weight = draw(5, 6), draw(4, 6, seed=1)
-    h = offered(z, [])
-    linear(h, weight, None)
-    assert not takes_offer(h, weight)
+@pytest.mark.parametrize("fuses", [True, False])
+def test_one_reader_at_most_takes_the_place_of_the_producers_backward(fuses):
+    z, weights = draw(5, 6), [draw(4, 6, seed=seed) for seed in (1, 2, 3)]
+    calls: list[int] = []
+    h = offered(z, calls)
+    ours = sum(linear(h, weight, None, fuses=fuses) for weight in weights)
+    stock = sum(F.linear(torch.sin(z), weight) for weight in weights)
+    assert_same(gradients(ours, [z, *weights]), gradients(stock, [z, *weights]))
+    assert len(calls) == int(fuses)
 
 
 WANTED_ITSELF = {
     "a hook": lambda h: h.register_hook(lambda gradient: gradient / 2),
     "retain_grad": lambda h: h.retain_grad(),
-    "withdrawn": withdraw,
+    "the producer stays": keep_producer,
 }
 
 
 @pytest.mark.parametrize("wish", WANTED_ITSELF)
-def test_where_somebody_wants_the_tensor_itself_the_stock_linear_runs(wish):
+def test_where_somebody_wants_the_tensor_itself_its_producer_stays_in_the_graph(wish):
     z, weight = draw(5, 6), draw(4, 6, seed=1)
     results = []
     for made in (offered(z, []), torch.sin(z)):

@@ -246,6 +246,14 @@ class Patch:
         """Modules in which that is so."""
         return ()
 
+    def settles(self, plan: PlanView) -> bool:
+        """Whether saved tensors are exchanged when a scope ends: then it sees every reader, and is always open."""
+        return False
+
+    def prepares(self) -> Callable[[nn.Module], None] | None:
+        """What is called for the module of a scope that may stay closed, when the linears inside are new."""
+        return None
+
     # --- on a live model ---------------------------------------------------------------------------------------------
 
     def apply(self, live: Live) -> None:

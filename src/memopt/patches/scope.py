@@ -1,16 +1,72 @@
-"""Modules inside which outputs that can be recomputed are kept as handles (`memopt.saved`)."""
+"""Modules inside which outputs that can be recomputed are kept as handles (`memopt.saved`), where that saves anything.
+
+Most readers of such outputs are plain linears, which save what the output is recomputed from (`memopt.recompute_specs`)
+and need no scope. Whether a block has other readers, or small views of large storages, shows when it runs: a scope that
+has replaced nothing is not opened for the next calls of the same form, and looked at again now and then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
+from memopt.recompute_specs import Region, is_under_foreign_hooks
 from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
+
+#: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
+LOOK_AGAIN = 64
+_CLOSED: AbstractContextManager[None] = nullcontext()
+
+
+class ScopeHistory:
+    """For which calls of one module the scope replaces nothing. A copy of the module starts with an empty one."""
+
+    __slots__ = ("_calls_closed", "_linears")
+
+    def __init__(self) -> None:
+        self._calls_closed: dict[Any, int | None] = {}
+        """Form of a call -> calls since the scope was open, None where it has to be."""
+        self._linears: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScopeHistory, ()
+
+    def is_closed(self, form: Any, *, is_final: bool) -> bool:
+        """Whether the scope need not be opened for a call of this form; with `is_final` it is not looked at again."""
+        calls = self._calls_closed.get(form)
+        if calls is None:
+            return False
+        self._calls_closed[form] = calls + 1
+        return is_final or calls < LOOK_AGAIN
+
+    def note(self, form: Any, replaced: bool, *, is_final: bool) -> None:
+        """The scope was open for a call of this form."""
+        if form not in self._calls_closed:
+            self._calls_closed[form] = None if replaced else 0
+        elif replaced and not is_final:
+            self._calls_closed[form] = None
+        elif self._calls_closed[form] is not None:
+            self._calls_closed[form] = 0
+
+    def sees_new_linears(self, module: nn.Module) -> bool:
+        """Whether linears inside `module` were exchanged since the last call, by adapters for example."""
+        if self._linears and all(children.get(name) is linear for children, name, linear in self._linears):
+            return False
+        self._calls_closed.clear()
+        self._linears = [
+            (parent._modules, name, child)
+            for parent in module.modules()
+            for name, child in parent._modules.items()
+            if isinstance(child, nn.Linear)
+        ]
+        return True
 
 
 @dataclass(frozen=True)
@@ -21,14 +77,39 @@ class ScopeRewrite:
     """Which families of rules hold inside."""
     compression: Compression | None = None
     """How saved tensors are stored that are not recomputed; None: as they are."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """Called for the module when the linears inside are new: lets them read recompute specs. None where tensors are
+    kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
+    history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
 
-    def around(self, *args: Any, **kwargs: Any) -> RecomputeScope:
-        """The scope for one call of the module with these arguments."""
-        if self.compression is None:
-            return RecomputeScope(self.families)
+    def around(self, module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """The scope for one call of `module` with these arguments."""
         given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
-        return RecomputeScope(self.families, self.compression, hidden)
+        if self.prepare is None or hidden is None:
+            return RecomputeScope(self.families, self.compression, hidden)
+        # Checkpointing runs the call twice and has to see the same tensors, so there the first finding stays.
+        is_final = is_under_foreign_hooks()
+        form = (
+            hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
+            autocast_dtype(hidden), is_final,
+        )  # fmt: skip
+        if self.history.is_closed(form, is_final=is_final):
+            return _CLOSED
+        return _Observed(self.families, self.history, form, is_final)
+
+
+class _Observed(RecomputeScope):
+    """A scope that notes whether it replaced anything."""
+
+    def __init__(self, families: frozenset[str], history: ScopeHistory, form: Any, is_final: bool) -> None:
+        super().__init__(families)
+        self._history, self._form, self._is_final = history, form, is_final
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if error[0] is None and self.replaced is not None:
+            self._history.note(self._form, self.replaced, is_final=self._is_final)
 
 
 def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
@@ -44,5 +125,10 @@ def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
 def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
-    with rewrite.around(*args, **kwargs):
-        return stock(module, *args, **kwargs)
+    if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
+        rewrite.prepare(module)
+    with Region() as region:
+        with rewrite.around(module, *args, **kwargs):
+            output = stock(module, *args, **kwargs)
+        region.leaves(output)
+    return output

@@ -13,7 +13,10 @@ def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
     """Module -> the scope that it is."""
     default = frozenset[str]().union(*(patch.families(plan.recipe) for patch in patches()))
     families = _scoped_families(plan, default)
-    scopes = {name: ScopeRewrite(rules) for name, rules in families.items()}
+    prepare = None
+    if not any(patch.settles(plan) for patch in patches()):
+        prepare = next((prepare for patch in patches() if (prepare := patch.prepares()) is not None), None)
+    scopes = {name: ScopeRewrite(rules, prepare=prepare) for name, rules in families.items()}
     for patch in patches():
         compression = patch.compression(plan.recipe)
         for name in dict.fromkeys(patch.compressed(plan)) if compression is not None else ():
@@ -27,7 +30,10 @@ def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
     if name in scopes:
         return scopes[name]
     around = [scope for scope in scopes if _is_inside(name, [scope])]
-    return ScopeRewrite(scopes[max(around, key=len)].families if around else frozenset())
+    if not around:
+        return ScopeRewrite(frozenset())
+    scope = scopes[max(around, key=len)]
+    return ScopeRewrite(scope.families, prepare=scope.prepare)
 
 
 def _scoped_families(plan: PlanView, default: frozenset[str]) -> dict[str, frozenset[str]]:

@@ -26,6 +26,7 @@ from memopt.torch_compat import (
 _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
 _WRAPS = "_memopt_wraps_any_forward"
+_NOTHING = object()
 
 #: forward(original_forward, state, module, *args, **kwargs)
 Forward = Callable[..., Any]
@@ -89,8 +90,8 @@ def steps_aside() -> bool:
     and traces need stock operations.
     """
     return (
-        torch.compiler.is_compiling()
-        or not torch.is_grad_enabled()
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None
@@ -103,8 +104,10 @@ def is_swapped(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
-    hooked = any(module_hooks(module)) or has_any_global_hook()
-    return hooked or "forward" in vars(module) or nn.utils.parametrize.is_parametrized(module)
+    forward, pre, backward, backward_pre = module_hooks(module)
+    if forward or pre or backward or backward_pre or has_any_global_hook():
+        return True
+    return "forward" in module.__dict__ or "parametrizations" in module._modules
 
 
 def swap_state(module: nn.Module) -> object:
@@ -128,9 +131,10 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Looked up at every call: somebody may replace the class's forward later.
             stock = cls.forward
-            if _STATE not in vars(self) or not (stock is known or wraps_any):
+            state = self.__dict__.get(_STATE, _NOTHING)
+            if state is _NOTHING or not (stock is known or wraps_any):
                 return stock(self, *args, **kwargs)
-            return forward(stock, vars(self)[_STATE], self, *args, **kwargs)
+            return forward(stock, state, self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
             # The class has no importable name of its own: pickles say how to make it again.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.recompute_rules import MASKED, Node
+from memopt.recompute_rules import MASKED, Node, rule_of
 from memopt.saved.rules import signed
 from memopt.torch_compat import input_metadata, saved, shows_saved
 
@@ -26,6 +26,8 @@ _MODES = {
     if shows_saved(f"{name}Pad{rank}DBackward0")
 }
 _FILL_KEY = "memopt.fill"
+#: Nodes that `source_of` looks through, beside those of dropouts.
+_STEPS = frozenset({_CAST, _CLONE, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, *_VIEWS, *_MODES})
 
 #: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
 #: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("mask", Mask); pads as
@@ -114,6 +116,25 @@ class Source:
     @property
     def _first_dropout(self) -> int | None:
         return next((i for i, (what, _) in enumerate(self.steps) if what == "mask"), None)
+
+
+_is_step_type: dict[type, bool] = {}
+
+
+def may_have_rule(node: Node) -> bool:
+    """Whether `source_of` may find a node with a rule: the same way, without noting what was done on it."""
+    while node is not None:
+        kind = type(node)
+        is_step = _is_step_type.get(kind)
+        if is_step is None:
+            name = node.name()
+            is_step = name in _STEPS or name in MASKED
+            if kind.__name__ == name:
+                _is_step_type[kind] = is_step
+        if not is_step:
+            return rule_of(node) is not None
+        node = node.next_functions[0][0]
+    return False
 
 
 def source_of(node: Node) -> Source:

@@ -1,4 +1,4 @@
-"""Handles: what stands for a tensor that can be made again, and the tensor while its holders need it."""
+"""Handles: what stands for a tensor that can be recomputed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from memopt.recompute_rules import Node, Rule
+from memopt.recompute_specs import Recomputed
 from memopt.saved.copies import Source, Step, done_again
 
 _METADATA_KEY = "memopt"
 
 
 class _Remaking(threading.local):
-    """Whether this thread is making a tensor again (and not running a node's backward)."""
+    """Whether this thread is recomputing a tensor (and not running a node's backward)."""
 
     depth = 0
 
@@ -27,34 +28,23 @@ _Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
 """What was done to a node's output, and how the result lies in memory."""
 
 
-class Remade:
-    """The remade output of one node while its holders need it; lives in the node's metadata, refers to no node."""
-
-    __slots__ = ("holders", "served", "values")
-
-    def __init__(self) -> None:
-        self.holders = 0
-        self.served = 0
-        self.values: dict[_Form, Tensor] = {}
-
-    def release(self, *_: object) -> None:
-        self.served = 0
-        self.values.clear()
-
-
-def remade_of(node: Node) -> Remade:
-    remade: Remade | None = node.metadata.get(_METADATA_KEY)
-    if remade is None:
-        remade = node.metadata[_METADATA_KEY] = Remade()
-        # All holders come before the node in backward: when its turn comes, nothing needs the value any more.
-        node.register_prehook(remade.release)
-    return remade
+def recomputed_of(node: Node) -> Recomputed:
+    """What the readers of the output of `node` share."""
+    own: Recomputed | None = getattr(node, "recomputed", None)  # released by the node's own backward
+    if own is not None:
+        return own
+    recomputed: Recomputed | None = node.metadata.get(_METADATA_KEY)
+    if recomputed is None:
+        recomputed = node.metadata[_METADATA_KEY] = Recomputed()
+        # All readers come before the node in backward: when its turn comes, nothing needs the value any more.
+        node.register_prehook(recomputed.release)
+    return recomputed
 
 
 class Handle:
-    """Stands for a tensor that `node` can make again. It counts as a holder from `taken` on."""
+    """Stands for a tensor that can be recomputed from `node`. It counts as a reader from `taken` on."""
 
-    __slots__ = ("_form", "_node", "_offset", "_remade", "_rule", "_size", "_stride")
+    __slots__ = ("_form", "_node", "_offset", "_recomputed", "_rule", "_size", "_stride")
 
     def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
         node = source.node
@@ -65,17 +55,17 @@ class Handle:
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._form: _Form = (source.steps, base.stride(), tensor.device)
-        self._remade = remade_of(node)
+        self._recomputed = recomputed_of(node)
 
     def taken(self) -> Handle:
         """The handle itself, which autograd is about to hold."""
-        self._remade.holders += 1
+        self._recomputed.readers += 1
         return self
 
     @property
     def has_others(self) -> bool:
         """Whether autograd holds handles of the same node's output."""
-        return self._remade.holders > 0
+        return self._recomputed.readers > 0
 
     @property
     def may_be_coded(self) -> bool:
@@ -83,18 +73,16 @@ class Handle:
         return getattr(self._node, "slot", None) is not None
 
     def unpack(self) -> Tensor:
-        remade = self._remade
-        value = remade.values.get(self._form)
+        recomputed = self._recomputed
+        value = recomputed.values.get(self._form)
         if value is None:
-            value = remade.values[self._form] = self._make()
-        remade.served += 1
-        if remade.served >= remade.holders:
-            remade.release()
+            value = recomputed.values[self._form] = self._make()
+        recomputed.count()
         return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
 
     def _make(self) -> Tensor:
         steps, stride, device = self._form
-        value = next((value for (done, *_), value in self._remade.values.items() if not done), None)
+        value = self._recomputed.as_produced()
         if value is None:
             remaking.depth += 1
             try:

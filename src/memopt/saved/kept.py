@@ -22,13 +22,22 @@ class Kept:
         self.tensor, self._version = tensor, tensor._version
 
     def unpack(self) -> Tensor:
-        if self.tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
-                f"expected version {self._version} instead."
-            )
+        check_version(self.tensor, self._version)
         return self.tensor
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise as autograd would where `tensor` was changed in place since it was at `version`.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {version} instead."
+        )
 
 
 def alias_of(tensor: Tensor) -> Tensor:

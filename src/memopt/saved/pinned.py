@@ -10,7 +10,6 @@ count on those that it saved, so what such a function keeps is left as it is.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.saved.savers import may_be_a_function
 from memopt.torch_compat import FakeTensor, storage_id, storage_use_count
 
 #: What is copied has to be at most this part of its storage.
@@ -56,16 +54,27 @@ class _Watched:
 class PinnedStorages:
     """Storages of which autograd keeps small views; `settle` copies the views where that frees the storage."""
 
-    __slots__ = ("_watched",)
+    __slots__ = ("_watched", "has_copied")
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
+        self.has_copied = False
+        """Whether any view was copied."""
+
+    def wants(self, tensor: Tensor) -> bool:
+        """Whether `saved` has anything to do for `tensor`, not a leaf, as PyTorch's own operations save it."""
+        if self._watched:
+            return True
+        if tensor.layout is not torch.strided:
+            return False
+        return tensor.numel() * tensor.element_size() <= LARGEST_PART * tensor.untyped_storage().nbytes()
 
     def saved(self, holder: Holder, tensor: Tensor) -> None:
-        """Note that `holder` holds `tensor` for backward, and settle what other storages wait for."""
+        """Note that `holder` holds `tensor` for backward, and settle what other storages wait for.
+
+        What a `torch.autograd.Function` saves must not come here.
+        """
         if tensor.is_leaf or tensor.layout is not torch.strided:
-            return
-        if may_be_a_function(sys._getframe(1).f_back):
             return
         storage = tensor.untyped_storage()
         address, nbytes = storage_id(storage), storage.nbytes()
@@ -83,30 +92,30 @@ class PinnedStorages:
     def settle(self, but: int = 0) -> None:
         """Copy the views of every watched storage that nobody else refers to any more, but of the one at `but`."""
         for address in [address for address in self._watched if address != but]:
-            if _is_settled(address, self._watched[address]):
+            if self._is_settled(address, self._watched[address]):
                 del self._watched[address]
 
-
-def _is_settled(address: int, watched: _Watched) -> bool:
-    """Whether the storage at `address` needs no more watching; its views may have been copied."""
-    holders = list(watched.living())
-    if not holders:
+    def _is_settled(self, address: int, watched: _Watched) -> bool:
+        """Whether the storage at `address` needs no more watching; its views may have been copied."""
+        holders = list(watched.living())
+        if not holders:
+            return True
+        first = holders[0][0].tensor
+        if storage_id(first.untyped_storage()) != address:
+            return True
+        if not only_held_by([holder.tensor for holder, _ in holders]) or stream_of(first) != watched.stream:
+            return False
+        views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
+        nbytes = sum(view.numel() * view.element_size() for view in views.values())
+        # What was changed in place must still be found out by whoever holds it.
+        unchanged = all(holder.tensor._version == version for holder, version in holders)
+        if unchanged and nbytes <= LARGEST_PART * first.untyped_storage().nbytes():
+            self.has_copied = True
+            with torch.no_grad():
+                copies = {key: view.clone() for key, view in views.items()}
+            for holder, _ in holders:
+                holder.keep(copies[_view(holder.tensor)].detach())
         return True
-    first = holders[0][0].tensor
-    if storage_id(first.untyped_storage()) != address:
-        return True
-    if not only_held_by([holder.tensor for holder, _ in holders]) or stream_of(first) != watched.stream:
-        return False
-    views = {_view(holder.tensor): holder.tensor for holder, _ in holders}
-    nbytes = sum(view.numel() * view.element_size() for view in views.values())
-    # What was changed in place must still be found out by whoever holds it.
-    unchanged = all(holder.tensor._version == version for holder, version in holders)
-    if unchanged and nbytes <= LARGEST_PART * first.untyped_storage().nbytes():
-        with torch.no_grad():
-            copies = {key: view.clone() for key, view in views.items()}
-        for holder, _ in holders:
-            holder.keep(copies[_view(holder.tensor)].detach())
-    return True
 
 
 def only_held_by(aliases: Sequence[Tensor]) -> bool:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.recompute_rules import FAMILIES, RULES, Node, Rule
+from memopt.recompute_rules import FAMILIES, Node, Rule, rule_of
 from memopt.saved.compressible import Compression, Compressor, Packed
-from memopt.saved.copies import Source, source_of
+from memopt.saved.copies import Source, may_have_rule, source_of
 from memopt.saved.handles import Handle
-from memopt.saved.kept import Forwarded, Kept
+from memopt.saved.kept import Forwarded, Kept, alias_of, check_version
 from memopt.saved.pinned import Holder, PinnedStorages
 from memopt.saved.savers import may_be_a_function
 from memopt.saved.slots import Packing, Slot, settle
@@ -43,6 +43,8 @@ from memopt.torch_compat import (
 #: Subclasses (sharded, nested, quantised tensors) may not be made of a size, strides and an offset.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 S = TypeVar("S", bound=Slot)
+#: A tensor that is kept as it is, with its version, or what gives it back.
+Saved = Packed | tuple[Tensor, int]
 
 
 class SavedInSlot(Protocol):
@@ -73,6 +75,8 @@ class RecomputeScope:
         self._compression = compression if hidden is not None else None
         self._hidden = hidden
         self._entered: list[tuple[saved_tensors_hooks, _Pack] | None] = []
+        self.replaced: bool | None = None
+        """After it: whether anything was kept in another way than without it; None where it did not enter."""
 
     def __enter__(self) -> None:
         self._entered.append(self._enter())
@@ -99,14 +103,15 @@ class RecomputeScope:
             hooks, pack = entered
             hooks.__exit__(*error)
             pack.settle()
+            self.replaced = pack.replaces
 
 
 class _Pack:
     """The pack hook of one scope."""
 
     __slots__ = (
-        "_borrowed", "_compressor", "_first_node", "_outer_pack", "_outer_unpack", "_pinned", "_slots",
-        "compression", "families", "inside", "outer",
+        "_borrowed", "_compressor", "_first_node", "_outer_unpack", "_pinned", "_replaces", "_slots",
+        "compression", "families", "inside", "memopt_outer_pack", "outer",
     )  # fmt: skip
 
     def __init__(
@@ -118,10 +123,10 @@ class _Pack:
         inside: _Pack | None,
     ) -> None:
         self.families, self.outer, self.compression, self.inside = families, outer, compression, inside
-        self._outer_pack: Callable[..., Any] | None = None
+        self.memopt_outer_pack: Callable[..., Any] | None = None
         self._outer_unpack: Callable[..., Any] | None = None
         if outer is not None:
-            self._outer_pack, self._outer_unpack = outer
+            self.memopt_outer_pack, self._outer_unpack = outer
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
@@ -135,22 +140,40 @@ class _Pack:
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
+        self._replaces = self.compressor is not None
         self._first_node = next_sequence_number() if restricted else -1
 
-    def __call__(self, tensor: Tensor) -> Packed:
-        by_function = may_be_a_function(sys._getframe().f_back)
-        # A function of somebody's may write into what it alone holds, and a clone is its own.
-        handle = self._handle(tensor, of_casts_only=by_function)
-        if handle is not None:
-            return handle
+    def __call__(self, tensor: Tensor) -> Saved:
+        base = tensor._base
+        node: Node = tensor.grad_fn if base is None else base.grad_fn
+        if node is not None and may_have_rule(node):
+            # A function of somebody's may write into what it alone holds, and a clone is its own.
+            handle = self._handle(tensor, of_casts_only=may_be_a_function(sys._getframe().f_back))
+            if handle is not None:
+                return handle
+        if self.memopt_outer_pack is None and self.compressor is None:
+            if tensor.is_leaf:
+                # A view that was made without gradients may own a graph through its base.
+                return (tensor if base is None else alias_of(tensor)), tensor._version
+            if self._pinned is None or type(tensor) not in _PLAIN_TYPES or not self._pinned.wants(tensor):
+                return tensor.detach(), tensor._version
+        return self._kept(tensor, by_function=may_be_a_function(sys._getframe().f_back))
+
+    def _kept(self, tensor: Tensor, *, by_function: bool) -> Packed:
+        """What to keep for a tensor that is kept as it is, or for the time being."""
         packed, holder = self._held(tensor)
-        if self._pinned is not None and holder is not None and type(tensor) in _PLAIN_TYPES:
+        if self._pinned is not None and holder is not None and not by_function and type(tensor) in _PLAIN_TYPES:
             self._pinned.saved(holder, tensor)
         compressor = self.compressor
-        # Without a gradient a function may have made it inside; else it is data: a mask, a cast of a frozen weight.
+        # A leaf that no function saves is data: a mask, a cast of a frozen weight.
         if compressor is not None and holder is not None and (by_function or not tensor.is_leaf):
             packed = compressor.saved(packed, holder, tensor, needs_strides=by_function)
         return packed
+
+    @property
+    def replaces(self) -> bool:
+        """Whether anything was, or may have been, kept in another way than without the scope."""
+        return self._replaces or (self._pinned is not None and self._pinned.has_copied)
 
     @property
     def compressor(self) -> Compressor | None:
@@ -158,9 +181,12 @@ class _Pack:
         return self._compressor or self._borrowed
 
     def _handle(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
-        """What to keep for a tensor that can be made again."""
+        """What to keep for a tensor that can be recomputed."""
         followed = self._followed(tensor, of_casts_only=of_casts_only)
-        return None if followed is None else followed.taken()
+        if followed is None:
+            return None
+        self._replaces = True
+        return followed.taken()
 
     def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
         """How to make a tensor again, if that can be done."""
@@ -168,10 +194,10 @@ class _Pack:
         if base is None:
             base = tensor
         node: Node = base.grad_fn
-        if node is None or tensor._version != 0 or not _is_plain_view(tensor, base):
+        if node is None or not may_have_rule(node) or tensor._version != 0 or not _is_plain_view(tensor, base):
             return None
         source = source_of(node)
-        rule = RULES.get(source.node.name()) if source.node is not None else None
+        rule = rule_of(source.node) if source.node is not None else None
         if rule is None or (of_casts_only and not source.is_only_cast):
             return None
         follows = _is_followed(rule, source) and self._applies(rule, source.node)
@@ -183,8 +209,8 @@ class _Pack:
 
     def _held(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
         """What to give to autograd for `tensor`, and what holds it in there; None where that may not be exchanged."""
-        holder = Kept(tensor) if self._outer_pack is None else self._outer_pack(tensor)
-        packed = holder if self._outer_pack is None else Forwarded(holder, self._outer_unpack)
+        holder = Kept(tensor) if self.memopt_outer_pack is None else self.memopt_outer_pack(tensor)
+        packed = holder if self.memopt_outer_pack is None else Forwarded(holder, self._outer_unpack)
         return packed, holder if hasattr(holder, "keep") else None
 
     def _keep(self, tensor: Tensor) -> Packed:
@@ -202,6 +228,7 @@ class _Pack:
         while outermost.inside is not None:
             outermost = outermost.inside
         outermost._slots.append(weakref.ref(slot))
+        self._replaces = outermost._replaces = True
         return slot
 
     def settle(self) -> None:
@@ -288,5 +315,10 @@ def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:
     )
 
 
-def _unpack(packed: Packed) -> Tensor:
-    return packed.unpack()
+def _unpack(packed: Saved) -> Tensor:
+    if type(packed) is tuple:
+        tensor, version = packed
+        if tensor._version != version:
+            check_version(tensor, version)
+        return tensor
+    return packed.unpack()  # type: ignore[union-attr]

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS, Elementwise
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.linear.function import offer
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
+from memopt.recompute_specs import Recomputed, attach_spec
 
 
 def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = None) -> Tensor:
@@ -46,13 +46,18 @@ def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = N
     elif compiling:
         h = function(z)  # the compiler decides what to keep
     else:
-        h = ActivationFunction.apply(z, function)  # type: ignore[no-untyped-call]
+        recomputed = Recomputed()
+        h = ActivationFunction.apply(z, function, recomputed)
+        recompute = functools.partial(remade, function, autocast=autocast_dtype(z))
+        attach_spec(h, (z,), recompute, recomputed)
     return h
 
 
 def _by_kernel(z: Tensor, kind: str) -> Tensor:
-    h: Tensor = KernelActivationFunction.apply(z, kind)  # type: ignore[no-untyped-call]
-    offer(h, (z,), functools.partial(_differentiate, kind=kind))
+    recomputed = Recomputed()
+    h: Tensor = KernelActivationFunction.apply(z, kind, recomputed)
+    recompute, differentiate = functools.partial(_value, kind=kind), functools.partial(_differentiate, kind=kind)
+    attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate)
     return h
 
 
@@ -72,21 +77,22 @@ def _keeps_dtype(function: Elementwise, z: Tensor) -> bool:
         return function(z.new_empty(0)).dtype == z.dtype
 
 
-class ActivationFunction(torch.autograd.Function):
+class ActivationFunction(DirectFunction):
     """Keeps z; differentiates `function` again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, function: Elementwise) -> Tensor:
-        ctx.function, ctx.remakes_output = function, True
+    def forward(ctx: Any, z: Tensor, function: Elementwise, recomputed: Recomputed) -> Tensor:
+        ctx.function, ctx.remakes_output, ctx.recomputed = function, True, recomputed
         ctx.autocast = autocast_dtype(z)
         ctx.save_for_backward(z)
         return function(z)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         (z,) = ctx.saved_tensors
-        return differentiate(ctx.function, z, dh, ctx.autocast), None
+        return differentiate(ctx.function, z, dh, ctx.autocast), None, None
 
 
 @recomputable("ActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))
@@ -111,20 +117,21 @@ def remade(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Te
         return function(z)
 
 
-class KernelActivationFunction(torch.autograd.Function):
+class KernelActivationFunction(DirectFunction):
     """Keeps z; one kernel forward, one backward."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, kind: str) -> Tensor:
-        ctx.kind, ctx.remakes_output = kind, True
+    def forward(ctx: Any, z: Tensor, kind: str, recomputed: Recomputed) -> Tensor:
+        ctx.kind, ctx.remakes_output, ctx.recomputed = kind, True, recomputed
         ctx.save_for_backward(z)
         return _value(z, kind)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         (z,) = ctx.saved_tensors
-        return _gradient(dh, z, ctx.kind, remake=False)[0], None
+        return _gradient(dh, z, ctx.kind, remake=False)[0], None, None
 
 
 @recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))

@@ -29,18 +29,18 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 
     They take fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
     """
-    return _triton_is_there() and all(
-        tensor.device.type == _DEVICE
-        and tensor.dtype in _DTYPES
-        and type(tensor) in _PLAIN_TYPES
-        and not _is_transformed(tensor)
-        for tensor in tensors
-        if tensor is not None
-    )
-
-
-def _is_transformed(tensor: Tensor) -> bool:
-    return is_transformed(tensor) or is_legacy_batched(tensor)
+    if not _triton_is_there():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            tensor.device.type != _DEVICE
+            or tensor.dtype not in _DTYPES
+            or type(tensor) not in _PLAIN_TYPES
+            or is_transformed(tensor)
+            or is_legacy_batched(tensor)
+        ):
+            return False
+    return True
 
 
 @functools.cache

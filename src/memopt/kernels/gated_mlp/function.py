@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.base.autograd import autocast_as, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.linear.function import offer
 from memopt.recompute_rules import PRODUCT, Node, recomputable
+from memopt.recompute_specs import Recomputed, attach_spec
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -62,10 +62,20 @@ def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Te
     if torch.compiler.is_compiling():
         h: Tensor = product_op(gate, up, kind, gate_first)
     else:
-        h = GatedProductFunction.apply(gate, up, kind, gate_first)  # type: ignore[no-untyped-call]
-        inputs = (gate,) if up is None else (gate, up)
-        offer(h, inputs, functools.partial(_differentiate, kind=kind, gate_first=gate_first))
+        recomputed = Recomputed()
+        h = GatedProductFunction.apply(gate, up, kind, gate_first, recomputed)
+        saved: tuple[Tensor, ...]
+        if up is None:
+            saved, recompute = (gate,), functools.partial(_value_of_halves, kind=kind, gate_first=gate_first)
+        else:
+            saved, recompute = (gate, up), functools.partial(_value, kind=kind, gate_first=gate_first)
+        differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
+        attach_spec(h, saved, recompute, recomputed, differentiate=differentiate)
     return h
+
+
+def _value_of_halves(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
+    return _value(gate_up, None, kind, gate_first)
 
 
 def _differentiate(
@@ -76,22 +86,25 @@ def _differentiate(
     return ((dgate,) if dup is None else (dgate, dup)), h
 
 
-class GatedProductFunction(torch.autograd.Function):
+class GatedProductFunction(DirectFunction):
     """Keeps gate and up (or both in one)."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
-        ctx.kind, ctx.gate_first, ctx.remakes_output = kind, gate_first, True
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recomputed: Recomputed
+    ) -> Tensor:
+        ctx.kind, ctx.gate_first, ctx.remakes_output, ctx.recomputed = kind, gate_first, True, recomputed
         ctx.save_for_backward(gate, up)
         return _value(gate, up, kind, gate_first)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         gate, up = ctx.saved_tensors
         dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, remake=False)
         needs = ctx.needs_input_grad
-        return dgate if needs[0] else None, dup if needs[1] else None, None, None
+        return dgate if needs[0] else None, dup if needs[1] else None, None, None, None
 
 
 @recomputable("GatedProductFunctionBackward", PRODUCT, lambda node: getattr(node, "remakes_output", False))

@@ -13,12 +13,13 @@ the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import (
@@ -29,6 +30,7 @@ from memopt.kernels.norm.reference import (
     normalize,
 )
 from memopt.recompute_rules import NORMALISED, Node, recomputable
+from memopt.recompute_specs import Recomputed, attach_spec
 
 __all__ = [
     "NormArguments",
@@ -103,15 +105,22 @@ def _norm(
             options = (spec.kind, spec.eps, spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     elif bare:
-        arguments = NormArguments(spec, x.dtype, dtype, kept_dtype=dtype)
-        y = NormalizeFunction.apply(x, arguments, residual)  # type: ignore[no-untyped-call]
+        arguments = _arguments(spec, x.dtype, dtype, dtype)
+        y = NormalizeFunction.apply(x, arguments, residual)
     else:
-        arguments = NormArguments(spec, x.dtype, dtype, kept_dtype)
-        y = NormFunction.apply(x, weight, bias, arguments, residual)  # type: ignore[no-untyped-call]
+        arguments = _arguments(spec, x.dtype, dtype, kept_dtype)
+        saved: list[Any] = []
+        y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
+        x_hat, scale, shift, recomputed = saved
+        recompute = functools.partial(norm_ops.remade_output, arguments=arguments)
+        attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
     return y
 
 
-class NormalizeFunction(torch.autograd.Function):
+_arguments = functools.lru_cache(maxsize=256)(NormArguments)
+
+
+class NormalizeFunction(DirectFunction):
     """Norm without an affine: the output is the kept x_hat."""
 
     @staticmethod
@@ -130,7 +139,7 @@ class NormalizeFunction(torch.autograd.Function):
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None,))
 
 
-class NormFunction(torch.autograd.Function):
+class NormFunction(DirectFunction):
     """Norm with an affine: x_hat is kept, the output can be made again."""
 
     @staticmethod
@@ -140,28 +149,32 @@ class NormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         arguments: NormArguments,
+        saved: list[Any],
         residual: Tensor | None,
     ) -> Tensor | None:
+        """`saved` is given x_hat, the copies of the affine and the node's `Recomputed`."""
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual)
-        ctx.arguments, ctx.remakes_output = arguments, True
+        ctx.arguments, ctx.remakes_output, ctx.recomputed = arguments, True, Recomputed()
         # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
         # output, in another shard unit, runs its backward first.
-        copies = [None if parameter is None else parameter.detach().clone() for parameter in (weight, bias)]
+        copies = [None if parameter is None else parameter.clone() for parameter in (weight, bias)]
         ctx.save_for_backward(x_hat, rstd, *copies)
+        saved += (x_hat, *copies, ctx.recomputed)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         x_hat, rstd, weight, bias = ctx.saved_tensors
-        x_needs, weight_needs, bias_needs, *_, residual_needs = ctx.needs_input_grad
+        x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
         dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs)
         of_parameters = (
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
         )
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None))
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None, None))
 
 
 @recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "remakes_output", False))

@@ -22,10 +22,10 @@ from memopt.kernels.derivative_codes.function import (
     encode_anew,
 )
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.kernels.linear.function import withdraw
 from memopt.patches.activation.patch import ActivationRules
 from memopt.patches.activation.slot import save_as_code
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
+from memopt.recompute_specs import keep_producer
 from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
@@ -86,7 +86,7 @@ def _forward(
         return with_witness(function(z))
     h = with_witness(recomputed_activation(z, function, rewrite.kind))
     if is_watched(module):
-        withdraw(h)
+        keep_producer(h)
     return h
 
 

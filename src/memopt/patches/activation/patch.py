@@ -95,6 +95,9 @@ class ActivationPatch(Patch):
             and not (site.keeps_its_output and plan.recipe.selects(site.name))
         }
 
+    def settles(self, plan: PlanView) -> bool:
+        return bool(plan.chosen("activation", "code"))
+
     def apply(self, live: Live) -> None:
         from memopt.patches.activation.module import patch_activation
         from memopt.patches.replay.module import patch_replay

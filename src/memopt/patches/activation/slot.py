@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from memopt.recompute_specs import Recomputed
 from memopt.saved.compressible import Compressible
-from memopt.saved.handles import Remade, remade_of
+from memopt.saved.handles import recomputed_of
 from memopt.saved.scope import in_a_scope, new_slot, saving_into
 from memopt.saved.slots import Packing, Slot, tensor_of
 
@@ -39,19 +40,19 @@ def save_as_code(
     with saving_into(slot):
         output = apply(slot)
     if output.grad_fn is not None:
-        slot.read_through(remade_of(output.grad_fn))
+        slot.read_through(recomputed_of(output.grad_fn))
     return output
 
 
 class Codable(Slot):
     """The slot of one activation's input or output. `pack` is a saved-tensor hook for the call that saves it."""
 
-    __slots__ = ("_encode", "_of_output", "_packing", "_remade", "is_coded")
+    __slots__ = ("_encode", "_of_output", "_packing", "_recomputed", "is_coded")
 
     def __init__(self, encode: Callable[[Tensor], Tensor], packing: Packing, *, of_output: bool = False) -> None:
         super().__init__()
         self._encode, self._packing, self._of_output = encode, packing, of_output
-        self._remade: Remade | None = None
+        self._recomputed: Recomputed | None = None
         self.is_coded = False
         """Whether `unpack` gives the code."""
 
@@ -62,12 +63,12 @@ class Codable(Slot):
             self.held = Compressible(self.packed, holder, tensor)
         return self
 
-    def read_through(self, remade: Remade) -> None:
-        """`remade` counts the handles of what is recomputed from the tensor."""
-        self._remade = remade
+    def read_through(self, recomputed: Recomputed) -> None:
+        """`recomputed` counts the readers of what is recomputed from the tensor."""
+        self._recomputed = recomputed
 
     def gives_way(self) -> bool:
-        return self._remade is not None and not self._remade.holders
+        return self._recomputed is not None and not self._recomputed.readers
 
     def exchange(self, together: Sequence[Slot]) -> None:
         self.packed = self._packing.keep(self._encode(tensor_of(self)))

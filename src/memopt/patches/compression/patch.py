@@ -43,6 +43,9 @@ class CompressionPatch(Patch):
 
         return Compression(8 if rules.method == "int8" else 4, rules.rounding == "stochastic")
 
+    def settles(self, plan: PlanView) -> bool:
+        return self.compression(plan.recipe) is not None
+
     def compressed(self, plan: PlanView) -> Iterable[str]:
         """Blocks, or the MLPs in them."""
         rules, sites = plan.recipe.rules(KeptRules), plan.sites

@@ -37,6 +37,11 @@ class GatedMLPRewrite:
     scope: ScopeRewrite
     """What the module is beside."""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Children whose parameters are read where nobody watches them, instead of calling them."""
+        return (self.down,)
+
 
 def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) -> None:
     """Make `module` run its activation and product as one operator.
@@ -62,7 +67,7 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     children = module._modules
     down = children[rewrite.down]
     assert down is not None
-    with rewrite.scope.around(*args, **kwargs):
+    with rewrite.scope.around(module, *args, **kwargs):
         if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
             return stock(module, *args, **kwargs)
         # In a frame of its own: when the scope ends, nobody but autograd refers to what is kept.

@@ -1,6 +1,7 @@
-"""Linears behind an activation, which make its output again and differentiate it in one pass where that is faster.
+"""Linears that save what their input is recomputed from, where it carries a recompute spec, instead of their input.
 
-A module qualifies by what it computes of its weight and bias, not by its class.
+A module qualifies by what it computes of its weight and bias, not by its class. The linear behind an activation may
+take the place of the activation's backward too, which recomputes its output on the way.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.linear.function import linear, takes_offer
-from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward
+from memopt.kernels.linear.function import reads_spec, recomputed_linear
+from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -26,10 +27,12 @@ class LinearRewrite:
     transposed: bool
     """Its weight is (in, out) instead of (out, in)."""
     has_bias: bool
+    fuses: bool = True
+    """It is the reader of its input, so it may take the place of the producer's backward."""
 
 
 def patch_linear(module: nn.Module) -> None:
-    """Let `module`, where its input can be recomputed, keep what it is computed from.
+    """Let `module` save what its input is recomputed from, where it can be.
 
     Raises:
         ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
@@ -41,7 +44,7 @@ def patch_linear(module: nn.Module) -> None:
 
 
 def trains_as_linear(module: nn.Module) -> bool:
-    """Whether :func:`patch_linear` takes `module` and has something to do: a frozen weight asks for no input."""
+    """Whether :func:`patch_linear` takes `module` and has something to do: a frozen weight needs no input."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or is_swapped(module):
         return False
@@ -77,16 +80,30 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
 
 
+def adopt_linears(root: nn.Module) -> None:
+    """Let the plain linears inside `root` read recompute specs: those that no other patch has, adapters' included.
+
+    One whose input has no spec runs its stock forward, so nothing has to be known of its place in the model. The child
+    that a patched module reads instead of calling it (its rewrite names it in `reads`) stays.
+    """
+    for parent in list(root.modules()):
+        read = getattr(swap_state(parent), "reads", ()) if is_swapped(parent) else ()
+        for name, child in parent._modules.items():
+            # The forward of this class is known; others would have to be proved, outside of a forward.
+            if type(child) is nn.Linear and "forward" not in vars(child) and name not in read:
+                swap_forward(child, _forward, LinearRewrite(False, child.bias is not None, fuses=False))
+
+
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
     given, parameters = (*args, *kwargs.values()), module._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
     # A tool that computes weight or bias from something else takes them out of the parameters.
-    as_patched = weight is not None and (bias is not None) == rewrite.has_bias and not is_watched(module)
-    if steps_aside() or len(given) != 1 or not as_patched:
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or (bias is not None) != rewrite.has_bias or len(given) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
-    assert weight is not None
-    if not takes_offer(given[0], weight):
+    spec = reads_spec(given[0], weight)
+    if spec is None:
         return stock(module, *args, **kwargs)
-    return linear(given[0], weight.t() if rewrite.transposed else weight, bias)
+    fuses = rewrite.fuses and not is_watched(module)
+    return recomputed_linear(given[0], weight.t() if rewrite.transposed else weight, bias, spec, fuses=fuses)

@@ -1,13 +1,20 @@
-"""Linears that recompute the output of the activation before them, where Triton runs."""
+"""Linears that recompute their input: the output of a norm, or of the activation before them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from memopt.patches.activation.patch import gains_alone
 from memopt.patches.base import Live, Patch
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class LinearPatch(Patch):
-    """A known activation and the linear behind it, which recomputes and differentiates it in one pass.
+    """A known activation and the linear behind it, which recomputes and differentiates it in one pass where Triton
+    runs; and inside scopes every plain linear, adapters' included, which reads the recompute spec of its input.
 
     They have no rows of their own: the activation's row says that its output is recomputed.
     """
@@ -30,6 +37,11 @@ class LinearPatch(Patch):
             if not gains_alone(site):
                 live.attempt("activation", site.name, patch_activation, site)
             live.attempt(self.name, linear, patch_linear)
+
+    def prepares(self) -> Callable[[nn.Module], None]:
+        from memopt.patches.linear.module import adopt_linears
+
+        return adopt_linears
 
 
 PATCH = LinearPatch()

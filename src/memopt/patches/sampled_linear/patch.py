@@ -108,6 +108,9 @@ class SampledLinearPatch(Patch):
                 "accumulation."
             )
 
+    def settles(self, plan: PlanView) -> bool:
+        return bool(plan.chosen("linear", "sample"))
+
     def apply(self, live: Live) -> None:
         from memopt.patches.sampled_linear.module import patch_sampled_linear, sampling_of
         from memopt.patches.sampled_linear.visits import Visits

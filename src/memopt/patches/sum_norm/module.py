@@ -42,7 +42,7 @@ def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | N
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
-    with nullcontext() if rewrite.scope is None else rewrite.scope.around(*args, **kwargs):
+    with nullcontext() if rewrite.scope is None else rewrite.scope.around(module, *args, **kwargs):
         given = _bound(rewrite.site, args, kwargs)
         if given is None or not runs_triton(*given):
             return stock(module, *args, **kwargs)

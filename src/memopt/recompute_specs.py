@@ -1,0 +1,218 @@
+"""Recompute specs: what an output is recomputed from, carried by the output itself to the linears that read it.
+
+A producer that saves less than its output (a norm, act(z), act(gate) * up) attaches a spec to that output. A linear
+that finds one saves the spec's tensors, which the producer saves anyway, instead of its input, and recomputes the input
+in backward, once for all its readers. Everything is saved by ``save_for_backward`` of the function that needs it, so
+activation checkpointing, offloading and sharding see it like any other saved tensor; no saved-tensor hook is needed.
+
+The spec is an attribute of one tensor object: a view, a cast, a copy or a dropout of the output has none, and its
+readers save it as usual. Readers that cannot use a spec are served by a `memopt.saved.RecomputeScope`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.torch_compat import top_saved_tensors_hooks
+
+#: The output from the saved tensors of its spec (None where the producer has none in that place).
+Recompute = Callable[..., Tensor]
+#: (dh, inputs) -> (gradient of each input, h): the backward of the producer that recomputes its output on the way.
+Differentiate = Callable[[Tensor, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
+
+_ATTRIBUTE = "_memopt_recompute_spec"
+_AS_PRODUCED: tuple[tuple[Any, ...], None, None] = ((), None, None)
+
+
+class Recomputed:
+    """The recomputed output of one node while its readers need it. Refers to no node."""
+
+    __slots__ = ("_spec", "readers", "served", "values")
+
+    def __init__(self) -> None:
+        self.readers = 0
+        """Linears and handles that will need the output in backward."""
+        self.served = 0
+        self.values: dict[Any, Tensor] = {}
+        """(what was done to the output, strides, device) -> the result."""
+        self._spec: weakref.ref[RecomputeSpec] | None = None
+
+    def as_produced(self) -> Tensor | None:
+        """The output as its node produced it, if it is there."""
+        value = self.values.get(_AS_PRODUCED)
+        if value is not None or not self.values:
+            return value
+        return next((value for (steps, *_), value in self.values.items() if not steps), None)
+
+    def output(self, recompute: Recompute, saved: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
+        """The output in `dtype`, for one of its readers; the last one lets it go."""
+        value = self.as_produced()
+        if value is None:
+            value = self.values[_AS_PRODUCED] = recompute(*saved)
+        if value.dtype != dtype:
+            steps = (("cast", dtype),)
+            cast = next((each for (done, *_), each in self.values.items() if done == steps), None)
+            value = self.values[steps, None, None] = value.to(dtype) if cast is None else cast
+        self.count()
+        return value
+
+    def count(self) -> None:
+        """One reader more has been served."""
+        self.served += 1
+        if self.served >= self.readers:
+            self.release()
+
+    def release(self, *_: object) -> None:
+        """Let the output go: every reader comes before the node in backward."""
+        self.served = 0
+        self.values.clear()
+
+    def finish(self) -> None:
+        """The node's own backward runs: let the output go, and what an output that outlives the graph would hold."""
+        self.release()
+        spec = None if self._spec is None else self._spec()
+        if spec is not None:
+            spec.saved = None
+
+
+class RecomputeSpec:
+    """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
+
+    __slots__ = ("__weakref__", "differentiate", "hooks", "recompute", "recomputed", "saved", "versions")
+
+    def __init__(
+        self,
+        saved: tuple[Tensor | None, ...],
+        recompute: Recompute,
+        recomputed: Recomputed,
+        differentiate: Differentiate | None,
+        versions: tuple[int, ...] | None,
+    ) -> None:
+        self.saved: tuple[Tensor | None, ...] | None = saved
+        self.recompute, self.recomputed = recompute, recomputed
+        self.differentiate, self.versions = differentiate, versions
+        self.hooks = _foreign_pack_hook()
+        recomputed._spec = weakref.ref(self)
+
+    def is_current(self) -> bool:
+        """Whether the tensors are there, as they were, and would be saved under the hooks of the producer.
+
+        Checkpointing of the reader alone would find no spec in its second run.
+        """
+        if self.saved is None or self.hooks is not _foreign_pack_hook():
+            return False
+        return self.versions is None or self.versions == _versions(self.saved)
+
+    def take(self) -> tuple[Tensor | None, ...]:
+        """The tensors for a reader to save, which needs the output once in backward."""
+        self.recomputed.readers += 1
+        assert self.saved is not None
+        if self.versions is None:
+            return self.saved
+        # Not the tensors in the graph: they would own it.
+        return tuple(None if tensor is None else tensor.detach() for tensor in self.saved)
+
+
+def attach_spec(
+    output: Tensor,
+    saved: tuple[Tensor | None, ...],
+    recompute: Recompute,
+    recomputed: Recomputed,
+    *,
+    are_private: bool = False,
+    differentiate: Differentiate | None = None,
+) -> None:
+    """Say that ``recompute(*saved)`` is `output`.
+
+    Args:
+        saved: tensors that the producer saves anyway, in the order that `recompute` takes them.
+        recomputed: that of the producer's node, whose backward calls its `finish`.
+        are_private: nobody else can change `saved` in place.
+        differentiate: the producer's backward, for a reader that takes its place; `saved` are then its inputs.
+    """
+    hook = _foreign_pack_hook()
+    # What leaves a region that is run twice must not hold what was saved inside. What an activation feeds stays inside.
+    stays = hook is None or hook is _region.hook or differentiate is not None or getattr(hook, "memopt_observer", False)
+    if output.requires_grad and stays:
+        versions = None if are_private else _versions(saved)
+        setattr(output, _ATTRIBUTE, RecomputeSpec(saved, recompute, recomputed, differentiate, versions))
+
+
+def spec_of(x: object) -> RecomputeSpec | None:
+    """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place."""
+    spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
+    if spec is None or x._version or not spec.is_current():  # type: ignore[attr-defined]
+        return None
+    return spec
+
+
+def keep_producer(output: Tensor) -> None:
+    """No reader takes the place of the producer's backward: somebody wants `output` with its place in the graph."""
+    spec: RecomputeSpec | None = getattr(output, _ATTRIBUTE, None)
+    if spec is not None:
+        spec.differentiate = None
+
+
+class Region:
+    """Context manager around one call of a block.
+
+    Under foreign hooks (activation checkpointing, offloading), outputs carry specs inside such a region only, and lose
+    them where they leave it: an output holds the tensors of its spec.
+    """
+
+    __slots__ = ("_before", "_hook")
+
+    def __enter__(self) -> Region:
+        hook = _foreign_pack_hook()
+        self._hook = None if getattr(hook, "memopt_observer", False) else hook
+        self._before, _region.hook = _region.hook, self._hook
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _region.hook = self._before
+
+    def leaves(self, output: object) -> None:
+        """`output` is what the block returns."""
+        if self._hook is not None:
+            _drop_specs(output)
+
+
+class _Innermost(threading.local):
+    hook: object = None
+    """The foreign pack hook of the innermost region; None where there is none."""
+
+
+_region = _Innermost()
+
+
+def _drop_specs(output: object) -> None:
+    if isinstance(output, Tensor):
+        output.__dict__.pop(_ATTRIBUTE, None)
+    elif isinstance(output, (tuple, list)):
+        for each in output:
+            _drop_specs(each)
+    elif isinstance(output, dict):
+        for each in output.values():
+            _drop_specs(each)
+
+
+def is_under_foreign_hooks() -> bool:
+    """Whether saved tensors go through a hook that is neither a scope's nor an observer's."""
+    hook = _foreign_pack_hook()
+    return hook is not None and not getattr(hook, "memopt_observer", False)
+
+
+def _foreign_pack_hook() -> object:
+    """The innermost saved-tensor pack hook that is no scope's; None where there is none."""
+    top = top_saved_tensors_hooks(False)
+    return None if top is None else getattr(top[0], "memopt_outer_pack", top[0])
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors if tensor is not None)
