@@ -84,7 +84,7 @@ class Recomputed:
 class RecomputeSpec:
     """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
 
-    __slots__ = ("__weakref__", "differentiate", "hooks", "recompute", "recomputed", "saved", "versions")
+    __slots__ = ("__weakref__", "differentiate", "function", "hooks", "recomputed", "saved", "versions")
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RecomputeSpec:
         versions: tuple[int, ...] | None,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
-        self.recompute, self.recomputed = recompute, recomputed
+        self.function, self.recomputed = recompute, recomputed
         self.differentiate, self.versions = differentiate, versions
         self.hooks = _foreign_pack_hook()
         recomputed._spec = weakref.ref(self)

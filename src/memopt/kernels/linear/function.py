@@ -90,7 +90,7 @@ class RecomputedInputFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
-        ctx.recompute, ctx.recomputed, ctx.shape, ctx.dtype = spec.recompute, spec.recomputed, x.shape, x.dtype
+        ctx.recompute, ctx.recomputed, ctx.shape, ctx.dtype = spec.function, spec.recomputed, x.shape, x.dtype
         ctx.save_for_backward(weight, *spec.take())
         return not_a_view(F.linear(x if x.dtype == weight.dtype else x.to(weight.dtype), weight, bias))
 
