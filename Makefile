@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test test-all test-kernels coverage zoo-latest zoo-oldest gpu-check \
+.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test quick mutations test-all test-kernels coverage zoo-latest zoo-oldest gpu-check \
   gpu-bench lint format clean distclean
 
 help: ## list the targets
@@ -85,6 +85,17 @@ INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
 test: $(STAMP) ## run the tests that need no GPU, without the slow ones
 	@$(COMPILED) -m "not slow and not gpu"
 	@$(INTERPRETED) -m "not slow"
+
+# Nothing here walks a model, compiles a kernel or starts a process, but for single tests of these rooms.
+QUICK = tests/kernels tests/saved tests/checkpoint tests/test_plan.py tests/test_activations.py tests/test_mutations.py
+QUICK_LEAVES_OUT = tests/kernels/test_sampling.py tests/checkpoint/test_atomic.py tests/checkpoint/test_memory.py
+
+quick: $(STAMP) ## run the tests of the inner loop: operators, saved tensors, checkpoints (under a minute)
+	@echo "==> Left out: every other folder of tests, $(QUICK_LEAVES_OUT), and what is marked slow or gpu"
+	@$(PYTEST) $(QUICK) $(QUICK_LEAVES_OUT:%=--ignore=%) -m "not slow and not gpu"
+
+mutations: $(STAMP) ## plant faults in a copy of the sources and show that the tests notice each (over ten minutes)
+	@$(BIN)/python -m tests.mutations
 
 test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"

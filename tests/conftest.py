@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read when transformers and tokenizers are first imported, so they are set before any test module is.
@@ -20,6 +21,12 @@ import pytest
 import torch
 
 from examples.demo.fetch_models import FetchError, fetch
+from tests.support.uninitialized import poisoned
+from tests.support.walks import Walks, install
+from tests.zoo.share import SHARES, VARIABLE, share
+
+# Workers of one run must collect the same types, also where a week ends between their starts.
+os.environ[VARIABLE], _SHARE_FROM = map(str, share())
 
 # Tiny tensors lose more in waking threads than they win; OMP_NUM_THREADS chooses another number.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -44,13 +51,50 @@ def _pretrained(name: str) -> Path:
         pytest.skip(str(error))
 
 
-def pytest_collection_finish() -> None:
-    """Take what imports have made out of the garbage collector's sight: a collection costs a tenth of it.
+def pytest_report_header() -> str:
+    """Which model types run: one line of the header."""
+    return f"zoo: share {os.environ[VARIABLE]} of 0 to {SHARES - 1} ({_SHARE_FROM}); {VARIABLE}=k chooses another"
 
-    Tests that count bytes collect before and after. What a test makes itself is looked through as ever.
+
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """See `tests.support.uninitialized`."""
+    with poisoned():
+        yield
+
+
+#: Folders whose tests are about the walk, so that each of them walks for itself.
+_WALKING = {"walk", "zoo"}
+_WALKS = pytest.StashKey[Walks]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Share walks between tests, and make counting bytes cheap: both once all test modules are imported.
+
+    A count of bytes collects garbage first. What the imports have made takes most of that time, and is never garbage.
     """
+    walks = Walks(_folder_of_run(session.config) / "walks")
+    walks.folder.mkdir(exist_ok=True)
+    install(walks)
+    session.config.stash[_WALKS] = walks
     gc.collect()
     gc.freeze()
+
+
+def _folder_of_run(config: pytest.Config) -> Path:
+    """A folder that the workers of one run share, and no other run."""
+    folder: Path = config._tmp_path_factory.getbasetemp()
+    return folder.parent if hasattr(config, "workerinput") else folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    walks = item.config.stash[_WALKS]
+    walks.enabled = not _WALKING & {*item.path.parts}
+    try:
+        return (yield)
+    finally:
+        walks.enabled = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

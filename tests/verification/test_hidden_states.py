@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,12 +56,23 @@ def patch(folder: Path, out: Path, *settings: str) -> None:
     patch_checkpoint(folder, out, overrides=settings)
 
 
+@pytest.fixture(scope="module")
+def changed_folders(originals) -> Callable[[str], Path]:
+    """The folder of a family, patched once with hidden states that may change; not to be written to."""
+
+    @functools.cache
+    def changed(name: str) -> Path:
+        patch(originals / name, originals / f"{name}-changed", "norms.hidden_states=change")
+        return originals / f"{name}-changed"
+
+    return changed
+
+
 @pytest.mark.parametrize("name", CAUTIONED)
-def test_a_norm_with_a_caution_is_folded_on_demand_only(originals, name, tmp_path):
+def test_a_norm_with_a_caution_is_folded_on_demand_only(originals, changed_folders, name, tmp_path):
     norm, changed = CAUTIONED[name]
     patch(originals / name, tmp_path / "kept")
-    patch(originals / name, tmp_path / "changed", "norms.hidden_states=change")
-    kept, folded = read_manifest(tmp_path / "kept"), read_manifest(tmp_path / "changed")
+    kept, folded = read_manifest(tmp_path / "kept"), read_manifest(changed_folders(name))
     assert folded.folded_norms() - kept.folded_norms() == {norm}
     assert (kept.changed_outputs, folded.changed_outputs) == ((), changed)
     (reason,) = (entry.reason for entry in kept.entries if entry.site == norm)
@@ -67,21 +81,20 @@ def test_a_norm_with_a_caution_is_folded_on_demand_only(originals, name, tmp_pat
 
 
 @pytest.mark.parametrize("name", CAUTIONED)
-def test_what_it_changes_is_listed_and_everything_else_is_verified(originals, name, tmp_path):
+def test_what_it_changes_is_listed_and_everything_else_is_verified(changed_folders, name):
     norm, changed = CAUTIONED[name]
-    patch(originals / name, tmp_path / "out", "norms.hidden_states=change")
-    verdict = verify(tmp_path / "out")
+    verdict = verify(changed_folders(name))
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
     listed = [check for check in verdict.checks if check.id == "forward.changed_output"]
     assert tuple(check.subject.partition(",")[0] for check in listed) == changed
     assert all(check.value is not None and check.value > 1e-3 for check in listed)
     assert any(check.id == "forward.error_ratio" and check.subject.startswith("logits") for check in verdict.checks)
-    weights = load_file(tmp_path / "out" / "model.safetensors")
+    weights = load_file(changed_folders(name) / "model.safetensors")
     assert (weights[f"{norm}.weight"] == 1).all()
 
 
-def test_an_output_that_changes_without_leave_fails(originals, tmp_path):
-    patch(originals / "t5", tmp_path / "out", "norms.hidden_states=change")
+def test_an_output_that_changes_without_leave_fails(changed_folders, tmp_path):
+    shutil.copytree(changed_folders("t5"), tmp_path / "out")
     path = tmp_path / "out" / "memopt.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"changed_outputs": []}))
     failed = [check.subject for check in verify(tmp_path / "out", level="forward").checks if check.status == "fail"]

@@ -1,6 +1,7 @@
 """Every model type of the installed transformers: what is patched is right, and what was recorded still holds.
 
-A tenth of the types runs in `make test`, all of them in `make test-all`. Bytes are measured by `make coverage` only.
+A tenth of the types runs in `make test`, another one each week (`tests.zoo.share`), all of them in `make test-all`.
+Bytes are measured by `make coverage` only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from memopt.kernels.norm import ops as norm_ops
 from memopt.saved import handles
 from tests.zoo.coverage_sums import COVERAGE, lost
 from tests.zoo.examine import examine, model_types
+from tests.zoo.share import share, types_of_share
 
 TYPES = model_types()
 _DOCUMENT = json.loads(COVERAGE.read_text())
@@ -28,8 +30,8 @@ def is_quick(model_type: str) -> bool:
     return row is None or (row["seconds"] < QUICK_SECONDS and row["status"] != "not run")
 
 
-#: Every tenth, but for the slow ones: neighbours in the alphabet are often parts of one model, so a stride spreads.
-SAMPLE = [name for name in TYPES[4::10] if is_quick(name)]
+#: The share of this run, but for the slow ones.
+SAMPLE = [name for name in types_of_share(TYPES, share()[0]) if is_quick(name)]
 
 
 @pytest.mark.parametrize(

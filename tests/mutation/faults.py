@@ -1,0 +1,342 @@
+"""The faults that `tests.mutations` plants: each is one plausible mistake, and the tests that must notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of the sources that makes them wrong."""
+
+    name: str
+    old: str
+    """Text that stands once in src."""
+    new: str
+    tests: tuple[str, ...]
+    """Arguments of pytest: what has to fail."""
+
+
+_NORMS = ("tests/kernels/test_norm.py", "tests/kernels/test_norm_ops.py")
+_ACTIVATION = ("tests/kernels/test_activation.py",)
+_GATED = ("tests/kernels/test_gated.py",)
+_CODES = ("tests/kernels/test_codes.py",)
+_INT8 = ("tests/kernels/test_quantize.py",)
+_SAMPLING = ("tests/kernels/test_sampling.py", "-k", "not compiles")
+_DROPOUT = ("tests/kernels/test_dropout.py",)
+_COPIES = ("tests/saved/test_padded.py", "tests/saved/test_copies.py")
+_PINNED = ("tests/saved/test_pinned.py",)
+_FOLDS = ("tests/checkpoint",)
+_LEVELS = ("tests/verify/test_levels.py",)
+_REPORT = ("tests/report/test_account.py",)
+_FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
+_SHRINK = ("tests/walk/test_shrink.py", "tests/walk/test_shrink_rest.py")
+
+FAULTS: tuple[Fault, ...] = (
+    # Norms.
+    Fault("norm forward: eps is left out", ".mean(-1, keepdim=True) + spec.eps)", ".mean(-1, keepdim=True))", _NORMS),
+    Fault(
+        "norm forward: a layer norm is not centred",
+        "wide = wide - wide.mean(-1, keepdim=True)",
+        "wide = wide - 0",
+        _NORMS,
+    ),
+    Fault("norm forward: the bias is lost", "y = y + bias.to(y.dtype)", "y = y + 0 * bias.to(y.dtype)", _NORMS),
+    Fault(
+        "norm backward: the projection has the wrong sign",
+        "(g * x_hat).mean(-1, keepdim=True), value=-1)",
+        "(g * x_hat).mean(-1, keepdim=True), value=1)",
+        _NORMS,
+    ),
+    Fault(
+        "norm backward: the mean of a layer norm's gradient stays",
+        "dx.sub_(g.mean(-1, keepdim=True))",
+        "dx.sub_(0 * g.mean(-1, keepdim=True))",
+        _NORMS,
+    ),
+    Fault("norm backward: dweight lacks x_hat", "(dy * x_hat).sum(rows) if rows", "dy.sum(rows) if rows", _NORMS),
+    Fault(
+        "norm backward: the offset of the weight is forgotten",
+        "g = dy * (scale + 1 if spec.offset else scale)",
+        "g = dy * scale",
+        _NORMS,
+    ),
+    # Activations and products.
+    Fault(
+        "gelu: the gradient of the other approximation",
+        "lambda dh, z: _aten.gelu_backward(dh, z), (0, 1)",
+        'lambda dh, z: _aten.gelu_backward(dh, z, approximate="tanh"), (0, 1)',
+        _ACTIVATION,
+    ),
+    Fault(
+        "silu: the gradient of the sigmoid",
+        "lambda dh, z: _aten.silu_backward(dh, z)",
+        "lambda dh, z: _aten.sigmoid_backward(dh, torch.sigmoid(z))",
+        _ACTIVATION,
+    ),
+    Fault(
+        "quick_gelu: the gradient without its slope",
+        "return dh * sigmoid + through_sigmoid * 1.702",
+        "return dh * sigmoid + through_sigmoid",
+        _ACTIVATION,
+    ),
+    Fault(
+        "gated product: the gradient of up is not activated",
+        "(dh * activated).to(factor.dtype)",
+        "(dh * z).to(factor.dtype)",
+        _GATED,
+    ),
+    Fault(
+        "gated product: gradients of the halves are exchanged",
+        "torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)",
+        "torch.cat((dup, dgate) if gate_first else (dgate, dup), -1)",
+        _GATED,
+    ),
+    # Handles, versions, pinned views and copies.
+    Fault(
+        "handle: a view starts at the beginning of its base",
+        "value.storage_offset() + self._offset)",
+        "value.storage_offset())",
+        ("tests/saved/test_scope.py", "tests/saved/test_composition.py", *_COPIES),
+    ),
+    Fault(
+        "handle: what autocast is active in backward matters",
+        "with torch.no_grad(), _without_autocast(device):",
+        "with torch.no_grad():",
+        ("tests/saved", "tests/patches/test_composition.py"),
+    ),
+    Fault(
+        "kept tensor: a change in place is not noticed",
+        "if self.tensor._version != self._version:",
+        "if False:",
+        ("tests/saved/test_scope.py",),
+    ),
+    Fault(
+        "witness: a changed tensor counts as unchanged",
+        "return witness is not None and witness._version == 0",
+        "return witness is not None",
+        _COPIES,
+    ),
+    Fault(
+        "pinned views: a storage is let go that somebody reads",
+        "return storage_use_count(storage_id(storage)) <= 1 + len(aliases)",
+        "return True",
+        _PINNED,
+    ),
+    Fault(
+        "pinned views: a change before the copy is lost",
+        "if unchanged and nbytes <= LARGEST_PART",
+        "if nbytes <= LARGEST_PART",
+        _PINNED,
+    ),
+    Fault(
+        "copies: a border is filled with nothing",
+        "            whole.copy_(self.fill)\n",
+        "            whole.zero_()\n",
+        _COPIES,
+    ),
+    Fault(
+        "copies: a border on the left is not skipped",
+        "inside = inside.narrow(dim, max(before, 0), length)",
+        "inside = inside.narrow(dim, 0, length)",
+        _COPIES,
+    ),
+    # Codes and quantised tensors.
+    Fault(
+        "codes: the highest level is never chosen",
+        "number.clamp(0, len(code.levels) - 1)",
+        "number.clamp(0, len(code.levels) - 2)",
+        _CODES,
+    ),
+    Fault("codes: rounding is always down", "number = (place + 0.5).floor()", "number = place.floor()", _CODES),
+    Fault(
+        "codes: stochastic rounding is biased",
+        "number = below + (uniform(index, seed) < place - below)\n    else:\n        number = (place",
+        "number = below + (uniform(index, seed) < (place - below) ** 2)\n    else:\n        number = (place",
+        _CODES,
+    ),
+    Fault(
+        "codes: NaN is not flagged", "flagged = z.isnan()", "flagged = torch.zeros_like(z, dtype=torch.bool)", _CODES
+    ),
+    Fault(
+        "int8: the last level is not used",
+        "step = (high - low) / torch.full_like(low, levels)",
+        "step = (high - low) / torch.full_like(low, levels + 1)",
+        _INT8,
+    ),
+    Fault(
+        "int8: rounding up to the padding of the last group",
+        "counted = inside & finite",
+        "counted = finite",
+        _INT8,
+    ),
+    # Sampling and dropout.
+    Fault(
+        "sampling: no row is certain",
+        "certain = (tail / left).argmin()",
+        "certain = (tail / left).argmin() * 0",
+        _SAMPLING,
+    ),
+    Fault(
+        "sampling: unlike rows keep the weights of others",
+        "gradient = sampled_weight_gradient(dy, x, sample.rows.unpack(), sample.weights.unpack())",
+        "gradient = sampled_weight_gradient(dy, x, sample.rows.unpack(), 0 * sample.weights.unpack() + 1)",
+        ("tests/patches/test_sampled_linear.py", "tests/saved/test_sampled.py"),
+    ),
+    Fault(
+        "sampling: the bias of a sampled linear has one row's gradient",
+        "dbias = rows.sum(0).to(ctx.bias_dtype)",
+        "dbias = rows[0].to(ctx.bias_dtype)",
+        ("tests/patches/test_sampled_linear.py", "tests/saved/test_sampled.py"),
+    ),
+    Fault(
+        "dropout: backward draws another mask",
+        "return SeededDropoutFunction.apply(dy, ctx.mask), None",
+        "return SeededDropoutFunction.apply(dy, Mask(ctx.mask.seed + 1, ctx.mask.p, ctx.mask.scale)), None",
+        _DROPOUT,
+    ),
+    Fault(
+        "dropout: what is kept is not scaled",
+        "uniform(index, mask.seed) >= mask.threshold, mask.scale)",
+        "uniform(index, mask.seed) >= mask.threshold, 1.0)",
+        _DROPOUT,
+    ),
+    Fault(
+        "counter: the high word of an index does not count",
+        "_mix(low ^ first) + high * _GOLDEN + second",
+        "_mix(low ^ first) + second",
+        ("tests/kernels/test_counter.py", *_DROPOUT),
+    ),
+    # Patching a module and taking it back.
+    Fault(
+        "unpatch: the state stays behind",
+        "        module.__class__ = original_class(module)\n    del module.__dict__[_STATE]",
+        "        module.__class__ = original_class(module)",
+        ("tests/patches/test_exactness.py", "tests/patches/test_composition.py"),
+    ),
+    Fault(
+        "patch: a module whose forward was replaced is swapped all the same",
+        'if "forward" in vars(module):\n        raise',
+        "if False:\n        raise",
+        ("tests/patches", "-k", "not sixty and not compile"),
+    ),
+    # Folds and checkpoints.
+    Fault(
+        "fold: the offset of the norm is forgotten",
+        "gamma.double().reshape(-1) + offset",
+        "gamma.double().reshape(-1)",
+        _FOLDS,
+    ),
+    Fault("fold: a 16-bit weight is rounded twice", "if not torch.equal(back, values):", "if False:", _FOLDS),
+    Fault(
+        "fold: the sum of the bias loses its low part",
+        "return total, low - (total - high)",
+        "return total, 0 * low",
+        _FOLDS,
+    ),
+    Fault(
+        "fold: a folded norm keeps its weight",
+        "operations[fold.weight] = Fill(1.0 - fold.offset)",
+        "pass",
+        _FOLDS,
+    ),
+    Fault(
+        "writer: a fold that overflows is written",
+        "overflowing = {name for name, change in changes.items() if change.infinities}",
+        "overflowing: set[str] = set()",
+        _FOLDS,
+    ),
+    Fault(
+        "manifest: runs of channels are joined across gaps",
+        "if runs and channel == (-1 if runs[-1][0] < 0 else sum(runs[-1])):",
+        "if runs:",
+        _FOLDS,
+    ),
+    # Verification.
+    Fault(
+        "verify: a file of the same size counts as the same",
+        "same = path.stat().st_size == record.size and sha256(path) == record.sha256",
+        "same = path.stat().st_size == record.size",
+        ("tests/verify/test_weights.py",),
+    ),
+    Fault(
+        "verify: a large error only warns",
+        'return "warn" if value <= warns else "fail"',
+        'return "warn"',
+        _LEVELS,
+    ),
+    Fault(
+        "verify: the forward's limit is a hundred times what it was", "WARN_RATIO = 2.0", "WARN_RATIO = 200.0", _LEVELS
+    ),
+    Fault("verify: hidden bytes pass", '"pass" if hidden == 0 else "fail"', '"pass"', _LEVELS),
+    # Reports.
+    Fault(
+        "report: what a block keeps is counted for every block",
+        'if kept.part == "block" and kept.block == block)',
+        'if kept.part == "block")',
+        _REPORT,
+    ),
+    Fault(
+        "report: a view counts as memory of its own",
+        "if address in aliases or address in self._born or address in self._parameters:",
+        "if address in self._parameters:",
+        ("tests/report",),
+    ),
+    # The walk.
+    Fault(
+        "walk: two norms share the ids of their channels",
+        "self._next_id += width",
+        "self._next_id += 0",
+        _FAMILIES,
+    ),
+    Fault(
+        "walk: a norm with obstacles is folded",
+        "tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),",
+        "(),",
+        _FAMILIES,
+    ),
+    Fault(
+        "walk: cautions are forgotten",
+        "tuple(_cautions(record, readers.get(record.name, []), loss_head)),",
+        "(),",
+        _FAMILIES,
+    ),
+    Fault(
+        "walk: what inner models return is free to change",
+        'if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:',
+        "if False:",
+        ("tests/walk/test_families.py", "tests/walk/test_parts.py", "tests/walk/test_named_families.py"),
+    ),
+    Fault(
+        "holders: linears count as holders of their own input",
+        "if key is not None and not by_a_linear:",
+        "if key is not None:",
+        ("tests/walk/test_holders.py",),
+    ),
+    Fault(
+        "holders: one call that holds is enough",
+        "return tuple(dict.fromkeys((*before, *now))) if before and now else ()",
+        "return tuple(dict.fromkeys((*before, *now)))",
+        ("tests/walk/test_holders.py",),
+    ),
+    Fault("shrink: a model of one kind of layer loses all but one", "MIN_DEPTH = 2", "MIN_DEPTH = 1", _SHRINK),
+    Fault(
+        "inputs: ids beyond the small vocabulary stay",
+        "homeless = (ids >= limit) | torch.isin(ids, meanings)",
+        "homeless = torch.isin(ids, meanings)",
+        ("tests/walk/test_fit.py",),
+    ),
+    Fault(
+        "inputs: a placeholder of the batch loses its meaning",
+        "fitting = torch.where(ids == old, new, fitting)",
+        "pass",
+        ("tests/walk/test_fit.py",),
+    ),
+    # Kernels, in the interpreter.
+    Fault(
+        "Triton counter: the seed's high word does not count",
+        "first = _mix(_sum(_mix(_sum(low, _GOLDEN)), high))",
+        "first = _mix(_sum(_mix(_sum(low, _GOLDEN)), low))",
+        ("tests/triton/test_dropout.py",),
+    ),
+)

@@ -1,0 +1,55 @@
+"""Memory that nobody has written is NaN while a test runs, and a large negative number where there is no NaN.
+
+A kernel or a reference that reads an element of `torch.empty` before it writes it then gives a result that no
+comparison accepts, instead of one that is right as long as the memory happens to hold zeros. The functions are replaced
+in Python: allocations inside PyTorch's own operators are not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+_FUNCTIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """`torch.empty` and its kin are filled inside the `with`; compiled and traced code sees the stock functions."""
+    stock = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
+    for owner, name, function in stock:
+        setattr(owner, name, _filled(function))
+    try:
+        yield
+    finally:
+        for owner, name, function in stock:
+            setattr(owner, name, function)
+
+
+def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = function(*args, **kwargs)
+        if type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not _is_traced(tensor):
+            with torch.no_grad():
+                _fill(tensor)
+        return tensor
+
+    return filled
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def _fill(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.detach().fill_(torch.nan)
+    elif tensor.dtype != torch.bool:
+        tensor.detach().fill_(torch.iinfo(tensor.dtype).min // 2 or 77)

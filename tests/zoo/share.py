@@ -1,0 +1,53 @@
+"""Which tenth of the model types `make test` examines: another one every week, so that ten weeks see them all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+SHARES = 10
+#: Environment variable that chooses the share, 0 to 9.
+VARIABLE = "MEMOPT_ZOO_SHARE"
+_WEEK = 7 * 24 * 3600
+
+
+def share() -> tuple[int, str]:
+    """The number of the share, and where it comes from.
+
+    It follows from the date of the last commit, so that a commit is tested alike whenever that is done; without git,
+    from today's.
+
+    Raises:
+        ValueError: the variable holds no number from 0 to 9.
+    """
+    chosen = os.environ.get(VARIABLE)
+    if chosen is not None:
+        if chosen not in map(str, range(SHARES)):
+            raise ValueError(f"{VARIABLE} must be a number from 0 to {SHARES - 1}, and is {chosen!r}.")
+        return int(chosen), VARIABLE
+    committed = _date_of_commit()
+    if committed is None:
+        return share_of_week(time.time()), "this week"
+    return share_of_week(committed), "the week of the last commit"
+
+
+def share_of_week(seconds: float) -> int:
+    """The share of the week in which this moment lies, in seconds since 1970."""
+    return int(seconds // _WEEK) % SHARES
+
+
+def types_of_share(types: Sequence[str], number: int) -> list[str]:
+    """Every tenth of `types`, which are sorted: neighbours are often parts of one model, so a stride spreads them."""
+    return list(types[number::SHARES])
+
+
+def _date_of_commit() -> float | None:
+    command = ["git", "log", "-1", "--format=%ct"]
+    try:
+        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return float(answer.stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None

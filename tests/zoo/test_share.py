@@ -1,0 +1,50 @@
+"""Ten weeks in a row see every model type once."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.zoo import share as module
+from tests.zoo.examine import model_types
+from tests.zoo.share import SHARES, VARIABLE, share, share_of_week, types_of_share
+
+DAY = 24 * 3600.0
+
+
+def test_any_ten_weeks_in_a_row_have_every_share() -> None:
+    for start in (0.0, 1.7e9, 1.7e9 + 3 * DAY):
+        assert {share_of_week(start + 7 * DAY * week) for week in range(SHARES)} == {*range(SHARES)}
+
+
+def test_the_shares_are_all_types_and_have_none_in_common() -> None:
+    types = model_types()
+    shares = [types_of_share(types, number) for number in range(SHARES)]
+    assert sorted(name for names in shares for name in names) == types
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "7")
+    assert share() == (7, VARIABLE)
+    monkeypatch.setenv(VARIABLE, "10")
+    with pytest.raises(ValueError, match="0 to 9"):
+        share()
+
+
+def test_a_commit_is_tested_alike_on_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(module, "_date_of_commit", lambda: 1.7e9)
+    assert share() == (share_of_week(1.7e9), "the week of the last commit")
+
+
+def test_without_git_it_is_todays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+
+    def missing(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    monkeypatch.setattr(module.time, "time", lambda: 8 * DAY)
+    assert share() == (1, "this week")
