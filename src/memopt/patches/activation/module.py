@@ -22,7 +22,7 @@ from memopt.kernels.derivative_codes.function import (
     encode_anew,
 )
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.patches.activation.patch import ActivationRules
+from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.activation.slot import save_as_code
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute_specs import keep_producer

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Effect, Live, Patch, PlanView, RecipeView, Rules
+from memopt.patches.activation.rules import ActivationRules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView
 from memopt.recompute_rules import ELEMENTWISE
 from memopt.walk.sites import ActivationSite, Sites
 
 if TYPE_CHECKING:
     from torch import nn
-
-#: Codes of an activation's derivative, as in `memopt.kernels.derivative_codes.codes`.
-CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic"]
-
-
-class ActivationRules(Rules):
-    """How activations are rewritten."""
-
-    method: Literal["recompute", "none"] = "recompute"
-    """Whether their output is recomputed in backward instead of kept."""
-    code: CodeScheme = "none"
-    """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
-    where: Literal["needed", "all"] = "needed"
-    """``needed``: only where nothing keeps the output, else recomputing it costs as little and is exact."""
-    relu: Literal["none", "mask"] = "none"
-    """``mask``: a ReLU keeps one bit an element where nothing else keeps its output, which is exact."""
-
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"relu": {"output": OFF}}
-
-    @property
-    def effect(self) -> Effect:
-        return "exact" if self.code == OFF else "approximate"
 
 
 class ActivationPatch(Patch):

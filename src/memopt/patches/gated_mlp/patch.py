@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
-from memopt.patches.activation.patch import ActivationRules
+from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rules
 from memopt.recompute_rules import ELEMENTWISE, PRODUCT
 from memopt.walk.sites import GatedMLPSite, Sites

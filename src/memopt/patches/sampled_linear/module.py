@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
 from memopt.patches.linear.module import is_linear
-from memopt.patches.sampled_linear.patch import LinearRules
+from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
 from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state

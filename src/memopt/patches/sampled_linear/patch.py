@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from pydantic import BeforeValidator, Field
+from typing import TYPE_CHECKING, ClassVar
 
 from memopt.patches.base import (
     EXCLUDED,
     LEFT,
-    OFF,
-    Effect,
     Entry,
     Live,
     Patch,
     PlanView,
-    Rules,
     Section,
     Trial,
     any_matches,
     matches,
 )
+from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.walk.sites import LinearSite, Sites
 
 if TYPE_CHECKING:
@@ -29,27 +25,6 @@ if TYPE_CHECKING:
 
 #: An input of fewer channels than this part of the hidden state (an adapter's) is kept whole.
 _NARROW = 4
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) and value != "auto" else value
-
-
-class LinearRules(Rules):
-    """How the gradients of linears' weights are computed."""
-
-    method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
-    """From a sample of the rows of the input, drawn as the name says: without bias, with noise."""
-    budget: float = Field(default=0.3, gt=0.0, lt=1.0)
-    """Part of the rows that is kept."""
-    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
-    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
-
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
-
-    @property
-    def effect(self) -> Effect:
-        return "exact" if self.is_off else "sampled"
 
 
 class SampledLinearPatch(Patch):

@@ -15,7 +15,7 @@ from memopt.kernels.sampled_linear.sampling import expected_error, rows_kept
 from memopt.patches.base import RecipeView, Trial
 from memopt.patches.sampled_linear.module import sampling_of
 from memopt.patches.sampled_linear.noise import LinearError, SamplingErrors
-from memopt.patches.sampled_linear.patch import LinearRules
+from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.patches.sampled_linear.slot import Sampling
 
 #: Copies of the weights in fp32: themselves, their gradients, what is compared.

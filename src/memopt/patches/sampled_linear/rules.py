@@ -1,0 +1,31 @@
+"""What a recipe says about sampled linears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from memopt.patches.base import OFF, Effect, Rules
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value != "auto" else value
+
+
+class LinearRules(Rules):
+    """How the gradients of linears' weights are computed."""
+
+    method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
+    """From a sample of the rows of the input, drawn as the name says: without bias, with noise."""
+    budget: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Part of the rows that is kept."""
+    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
+    """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
+
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+
+    @property
+    def effect(self) -> Effect:
+        return "exact" if self.is_off else "sampled"
