@@ -17,6 +17,7 @@ from memopt.kernels.base.counter import uniform
 from memopt.kernels.dropout import function as dropout
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.saved.copies import done_again, source_of
+from tests.support.compare import same_bits
 
 COUNT = 2**16
 #: Of a binomial share, in standard errors: seen once in two million.
@@ -41,13 +42,6 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; a NaN is as good as another."""
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    bits = [torch.where(t.isnan(), torch.nan, t).contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*bits)
 
 
 @pytest.mark.parametrize("p", PROBABILITIES)
@@ -106,11 +100,11 @@ def test_values_and_strides_are_those_of_torchs_dropout_with_that_mask(
     kept = F.dropout(torch.ones_like(x), p, True).detach().flatten() != 0
     monkeypatch.setattr(dropout, "uniform", lambda index, seed: kept[index].float())
     y = seeded_dropout(x, p, 0)
-    assert same(y, expected)
+    assert same_bits(y, expected)
     assert y.stride() == expected.stride()
     dy = draw(*x.shape, dtype=dtype)
     gradients = [torch.autograd.grad(out, x, dy)[0] for out in (y, expected)]
-    assert same(*gradients)
+    assert same_bits(*gradients)
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
@@ -120,8 +114,8 @@ def test_nothing_and_everything_dropped(dtype: torch.dtype, p: float) -> None:
     x[:3] = torch.tensor([math.inf, math.nan, -math.inf])
     x.requires_grad_()
     ours, theirs = seeded_dropout(x, p, 1), F.dropout(x, p, True)
-    assert same(ours, theirs)
-    assert same(*(torch.autograd.grad(y, x, draw(100, dtype=dtype))[0] for y in (ours, theirs)))
+    assert same_bits(ours, theirs)
+    assert same_bits(*(torch.autograd.grad(y, x, draw(100, dtype=dtype))[0] for y in (ours, theirs)))
 
 
 @every_layout
@@ -150,7 +144,7 @@ def naive(x: Tensor, p: float, seed: int) -> Tensor:
 def test_the_gradient_is_that_of_the_formula_to_the_last_bit(dtype: torch.dtype) -> None:
     x, w = draw(5, 33, dtype=dtype).requires_grad_(), draw(33, 4, dtype=dtype)
     ours, theirs = (torch.autograd.grad((f(x, 0.1, 9) @ w).square().sum(), x)[0] for f in (seeded_dropout, naive))
-    assert same(ours, theirs)
+    assert same_bits(ours, theirs)
     assert ours.abs().sum() > 0
 
 

@@ -19,6 +19,7 @@ from memopt.activations import ACTIVATIONS
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused, product_backward_op, product_op
 from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
+from tests.support.compare import all_equal
 
 TOKENS, INTERMEDIATE, HIDDEN = 5, 12, 4
 
@@ -51,10 +52,6 @@ def gradients(y: Tensor, inputs: list[Tensor], dy: Tensor | None = None, **optio
     return list(torch.autograd.grad(y, inputs, dy, **options))
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(p.dtype == q.dtype and torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
 def halves(gate: Tensor, up: Tensor, gate_first: bool) -> Tensor:
     return torch.cat([gate, up] if gate_first else [up, gate], -1).detach().requires_grad_()
 
@@ -65,7 +62,7 @@ def test_the_product_and_its_gradients_are_bitwise_the_stock_ones(kind, dtype):
     gate, up, *_ = make(dtype)
     stock, ours = ACTIVATIONS[kind].value(gate) * up, gated_product(gate, up, kind)
     assert torch.equal(stock, ours)
-    assert same(gradients(stock, [gate, up]), gradients(ours, [gate, up]))
+    assert all_equal(gradients(stock, [gate, up]), gradients(ours, [gate, up]))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -77,7 +74,7 @@ def test_the_linear_and_its_gradients_are_bitwise_the_stock_ones(dtype, leading,
     bias = bias if has_bias else None
     stock, ours = F.linear(F.silu(gate) * up, weight, bias), gated_linear(gate, up, weight, bias, "silu")
     assert torch.equal(stock, ours)
-    assert same(gradients(stock, inputs), gradients(ours, inputs))
+    assert all_equal(gradients(stock, inputs), gradients(ours, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,7 +91,7 @@ def test_halves_of_one_tensor_give_what_the_stock_module_makes_of_them(gate_firs
         assert torch.equal(stock, ours)
         results = gradients(ours, inputs)
         assert results[0].is_contiguous()
-        assert same(gradients(stock, inputs, retain_graph=True), results)
+        assert all_equal(gradients(stock, inputs, retain_graph=True), results)
 
 
 @pytest.mark.parametrize("kind", sorted(ACTIVATIONS))
@@ -113,7 +110,7 @@ def test_different_dtypes_of_gate_and_up_promote_as_in_the_stock_product():
     for a, b in ((gate, up), (up, gate)):
         stock, ours = F.silu(a) * b, gated_product(a, b, "silu")
         assert torch.equal(stock, ours)
-        assert same(gradients(stock, [a, b]), gradients(ours, [a, b]))
+        assert all_equal(gradients(stock, [a, b]), gradients(ours, [a, b]))
 
 
 def kept_shapes(function) -> list[tuple[int, ...]]:
@@ -153,7 +150,7 @@ def test_only_what_needs_a_gradient_gets_one(needed):
     gate, up, weight, bias = inputs
     stock = F.linear(F.silu(gate) * up, weight, bias)
     ours = gated_linear(gate, up, weight, bias, "silu")
-    assert same(gradients(stock, leaves), gradients(ours, leaves))
+    assert all_equal(gradients(stock, leaves), gradients(ours, leaves))
 
 
 def test_a_frozen_weight_costs_neither_its_gradient_nor_the_product():
@@ -173,7 +170,7 @@ def test_a_second_backward_gives_the_same_and_no_gradient_is_written_to():
         dy = torch.randn(result.shape)
         before = dy.clone()
         first = gradients(result, leaves, dy, retain_graph=True)
-        assert same(first, gradients(result, leaves, dy, retain_graph=True))
+        assert all_equal(first, gradients(result, leaves, dy, retain_graph=True))
         assert torch.equal(dy, before)
 
 
@@ -200,9 +197,9 @@ def test_under_autocast_everything_is_as_in_the_stock_module(rows, parameters, k
     assert torch.equal(stock, ours)
     assert torch.equal(stock, both)
     expected = gradients(stock, [gate, up, weight, bias])
-    assert same(expected, gradients(ours, [gate, up, weight, bias], retain_graph=True))
+    assert all_equal(expected, gradients(ours, [gate, up, weight, bias], retain_graph=True))
     with torch.autocast("cpu", torch.bfloat16):
-        assert same(expected, gradients(ours, [gate, up, weight, bias]))
+        assert all_equal(expected, gradients(ours, [gate, up, weight, bias]))
 
 
 def test_a_backward_that_is_run_under_autocast_computes_in_the_dtypes_of_the_forward():
@@ -210,7 +207,7 @@ def test_a_backward_that_is_run_under_autocast_computes_in_the_dtypes_of_the_for
     y = gated_linear(*inputs, "silu")
     expected = gradients(y, inputs, retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert same(expected, gradients(y, inputs))
+        assert all_equal(expected, gradients(y, inputs))
 
 
 def test_under_autocast_fp64_stays_as_it_is():
@@ -219,7 +216,7 @@ def test_under_autocast_fp64_stays_as_it_is():
         stock = F.linear(F.silu(inputs[0]) * inputs[1], *inputs[2:])
         ours = gated_linear(*inputs, "silu")
     assert torch.equal(stock, ours)
-    assert same(gradients(stock, inputs), gradients(ours, inputs))
+    assert all_equal(gradients(stock, inputs), gradients(ours, inputs))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -239,7 +236,7 @@ def test_under_checkpointing_the_gradients_are_the_same(scoped, reentrant):
         return [t.grad for t in inputs]
 
     expected = leaf_gradients(function(*inputs))
-    assert same(expected, leaf_gradients(checkpoint(function, *inputs, use_reentrant=reentrant)))
+    assert all_equal(expected, leaf_gradients(checkpoint(function, *inputs, use_reentrant=reentrant)))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -262,7 +259,7 @@ def test_inside_a_scope_a_reader_keeps_a_handle_of_the_product(fused):
         product_kept = shapes.count((2 * TOKENS, INTERMEDIATE))
         results.append((product_kept, gradients(y, [both, weight] if fused else [gate, up, weight])))
     assert [kept for kept, _ in results] == [1, 0]
-    assert same(results[0][1], results[1][1])
+    assert all_equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])
@@ -337,7 +334,7 @@ def test_the_product_of_halves_compiles_into_one_graph(gate_first):
     compiled = torch.compile(gated_product_fused, fullgraph=True, backend="aot_eager")
     stock, ours = gated_product_fused(both, "silu", gate_first), compiled(both, "silu", gate_first)
     assert torch.equal(stock, ours)
-    assert same(gradients(stock, [both]), gradients(ours, [both]))
+    assert all_equal(gradients(stock, [both]), gradients(ours, [both]))
 
 
 LAYOUTS = {

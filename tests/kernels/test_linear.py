@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.linear.function import linear, reads_spec
 from memopt.recompute_specs import Recomputed, attach_spec, keep_producer
+from tests.support.compare import gradients_of_squares
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -33,10 +34,6 @@ def offered(z: Tensor, calls: list[int]) -> Tensor:
     return h
 
 
-def gradients(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y.square().sum(), inputs)
-
-
 def assert_same(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...]) -> None:
     for a, b in zip(ours, stock, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -54,7 +51,7 @@ def test_values_and_gradients_are_those_of_the_stock_linear(leading, has_bias, t
     ours = linear(offered(z, calls), weight, bias)
     stock = F.linear(torch.sin(z), weight, bias)
     assert torch.equal(ours, stock)
-    assert_same(gradients(ours, inputs), gradients(stock, inputs))
+    assert_same(gradients_of_squares(ours, inputs), gradients_of_squares(stock, inputs))
     assert calls
 
 
@@ -63,7 +60,7 @@ def test_the_output_may_be_changed_in_place():
     ours, stock = linear(offered(z, []), weight, bias), F.linear(torch.sin(z), weight, bias)
     for y in (ours, stock):
         y[:, 0].mul_(2)
-    assert_same(gradients(ours, [z, weight, bias]), gradients(stock, [z, weight, bias]))
+    assert_same(gradients_of_squares(ours, [z, weight, bias]), gradients_of_squares(stock, [z, weight, bias]))
 
 
 def test_the_gradient_of_a_transposed_weight_has_the_layout_of_its_parameter():
@@ -96,7 +93,7 @@ def test_without_a_spec_on_this_very_tensor_the_stock_linear_runs(change):
     changed = CHANGES[change](offered(z, calls))
     assert not reads_spec(changed, weight)
     ours, stock = linear(changed, weight, None), F.linear(CHANGES[change](torch.sin(z).clone()), weight)
-    assert_same(gradients(ours, [z, weight]), gradients(stock, [z, weight]))
+    assert_same(gradients_of_squares(ours, [z, weight]), gradients_of_squares(stock, [z, weight]))
     assert not calls
 
 
@@ -133,7 +130,7 @@ def test_one_reader_at_most_takes_the_place_of_the_producers_backward(fuses):
     h = offered(z, calls)
     ours = sum(linear(h, weight, None, fuses=fuses) for weight in weights)
     stock = sum(F.linear(torch.sin(z), weight) for weight in weights)
-    assert_same(gradients(ours, [z, *weights]), gradients(stock, [z, *weights]))
+    assert_same(gradients_of_squares(ours, [z, *weights]), gradients_of_squares(stock, [z, *weights]))
     assert len(calls) == int(fuses)
 
 
@@ -150,7 +147,7 @@ def test_where_somebody_wants_the_tensor_itself_its_producer_stays_in_the_graph(
     results = []
     for made in (offered(z, []), torch.sin(z)):
         WANTED_ITSELF[wish](made)
-        results.append((*gradients(linear(made, weight, None), [z, weight]), made.grad_fn is None))
+        results.append((*gradients_of_squares(linear(made, weight, None), [z, weight]), made.grad_fn is None))
     assert_same(results[0][:2], results[1][:2])
 
 
@@ -173,8 +170,8 @@ def test_a_weight_of_another_type_keeps_its_own_linear():
 
 def test_a_checkpoint_around_the_linear_alone_works():
     z, weight = draw(5, 6), draw(4, 6, seed=1)
-    stock = gradients(F.linear(torch.sin(z), weight), [z, weight])
-    ours = gradients(checkpoint(linear, offered(z, []), weight, None, use_reentrant=False), [z, weight])
+    stock = gradients_of_squares(F.linear(torch.sin(z), weight), [z, weight])
+    ours = gradients_of_squares(checkpoint(linear, offered(z, []), weight, None, use_reentrant=False), [z, weight])
     assert_same(ours, stock)
 
 
@@ -185,6 +182,6 @@ def test_under_autocast_everything_is_as_in_the_stock_linear(parameters):
         ours, stock = linear(offered(z, []), weight, bias), F.linear(torch.sin(z), weight, bias)
     assert torch.equal(ours, stock)
     inputs = [z, weight, bias]
-    for a, b in zip(gradients(ours, inputs)[1:], gradients(stock, inputs)[1:], strict=True):
+    for a, b in zip(gradients_of_squares(ours, inputs)[1:], gradients_of_squares(stock, inputs)[1:], strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)

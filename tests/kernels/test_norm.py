@@ -65,6 +65,21 @@ def test_the_families_mean_what_torch_computes(family):
     torch.testing.assert_close(ms_norm(x, weight, bias, spec, x.dtype), expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_16_bit_norms_are_rounded_once_from_what_torch_computes_in_fp64(family, dtype):
+    x, weight, bias, spec = make(family, (64, 48), dtype)
+    scale = None if weight is None else weight.double() + spec.offset
+    if spec.kind == "layer":
+        shift = None if bias is None else bias.double()
+        exact = torch.nn.functional.layer_norm(x.double(), (48,), scale, shift, spec.eps)
+    else:
+        exact = torch.nn.functional.rms_norm(x.double(), (48,), scale, spec.eps)
+    # One rounding of y, and those of sums of 48 numbers of size 1 in fp32, which are far smaller.
+    bound = torch.finfo(dtype).eps / 2 * exact.abs() + 48 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert ((ms_norm(x, weight, bias, spec, dtype).double() - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize(
     ("family", "cast", "dtype"),
     list(itertools.product(FAMILIES[:3], ["before", "after"], [torch.float32, torch.bfloat16, torch.float16])),

@@ -17,6 +17,7 @@ from memopt.patches.swap import unswap
 from memopt.reporting.account import account, live_bytes
 from memopt.walk.probes.probe import probe_activation
 from memopt.walk.sites import ActivationSite
+from tests.support.compare import all_equal
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -96,8 +97,7 @@ def _gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _same(stock: nn.Module, patched: nn.Module, x: Tensor) -> bool:
-    pairs = zip(_gradients(stock, x), _gradients(patched, x), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all_equal(_gradients(stock, x), _gradients(patched, x))
 
 
 @pytest.fixture

@@ -62,7 +62,3 @@ def gradients(model: nn.Module, loss: Tensor, x: Tensor, **backward: bool) -> li
     x.grad = None
     loss.backward(**backward)
     return [p.grad.clone() for p in model.parameters()] + [x.grad.clone()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
-from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp, same
+from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp
+from tests.support.compare import all_equal
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -23,7 +24,7 @@ def test_it_works_inside_activation_checkpointing(use_reentrant):
     stock = gradients(model, model(x * 1).square().sum(), x)
     scoped = Scoped(model)
     loss = checkpoint(scoped, x * 1, use_reentrant=use_reentrant).square().sum()
-    assert same(stock, gradients(model, loss, x))
+    assert all_equal(stock, gradients(model, loss, x))
 
 
 def test_a_checkpointed_region_keeps_nothing_but_its_input():
@@ -45,8 +46,8 @@ def test_checkpointing_survives_a_retained_graph():
     model, x = make_mlp()
     stock = gradients(model, model(x * 1).square().sum(), x)
     loss = checkpoint(Scoped(model), x * 1, use_reentrant=False).square().sum()
-    assert same(stock, gradients(model, loss, x, retain_graph=True))
-    assert same(stock, gradients(model, loss, x))
+    assert all_equal(stock, gradients(model, loss, x, retain_graph=True))
+    assert all_equal(stock, gradients(model, loss, x))
 
 
 def test_a_chain_of_checkpointed_scopes_recomputes_the_same_tensors():
@@ -65,7 +66,7 @@ def test_a_chain_of_checkpointed_scopes_recomputes_the_same_tensors():
 
     stock = gradients(blocks, forward(lambda block, y: block.inner(y)), x)
     wrapped = forward(lambda block, y: checkpoint(block, y, use_reentrant=False))
-    assert same(stock, gradients(blocks, wrapped, x))
+    assert all_equal(stock, gradients(blocks, wrapped, x))
 
 
 def test_it_hands_what_it_keeps_to_an_outer_offloading_hook():
@@ -73,7 +74,7 @@ def test_it_hands_what_it_keeps_to_an_outer_offloading_hook():
     stock = gradients(model, model(x).square().sum(), x)
     with torch.autograd.graph.save_on_cpu():
         loss = Scoped(model)(x).square().sum()
-    assert same(stock, gradients(model, loss, x))
+    assert all_equal(stock, gradients(model, loss, x))
 
 
 def test_nothing_happens_without_gradients_or_inside_another_scope():
@@ -133,7 +134,7 @@ def test_the_freed_storage_of_a_parameter_is_not_read():
         loss = reader(ms_norm(x, weight, bias, spec, x.dtype)).sum()
     weight.untyped_storage().resize_(0)
     bias.untyped_storage().resize_(0)
-    assert same(list(stock), list(torch.autograd.grad(loss, [reader.weight, x])))
+    assert all_equal(list(stock), list(torch.autograd.grad(loss, [reader.weight, x])))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -152,7 +153,7 @@ def test_a_checkpoint_around_the_producer_alone_works(producer, use_reentrant):
     stock = gradients(modules, forward().square().sum(), x)
     with RecomputeScope():
         loss = forward().square().sum()
-    assert same(stock, gradients(modules, loss, x))
+    assert all_equal(stock, gradients(modules, loss, x))
 
 
 def test_one_scope_that_is_entered_twice_is_left_twice():

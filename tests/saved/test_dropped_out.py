@@ -15,6 +15,7 @@ from memopt.kernels.dropout.function import seeded_dropout
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
+from tests.support.compare import all_equal, gradients_of_squares
 
 ROWS, WIDTH = 12, 40
 P, SEED = 0.3, 5
@@ -63,19 +64,11 @@ def run_in(scope: bool, run: Callable[[], Tensor]) -> Tensor:
         return run()
 
 
-def gradients(y: Tensor, inputs: list[Tensor], **options: bool) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y.square().sum(), inputs, **options)
-
-
-def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_gradients_are_those_of_what_is_kept(read: Callable[[Tensor], Tensor]) -> None:
     run, inputs = program(read)
-    kept, remade = (gradients(run_in(scope, run), inputs) for scope in (False, True))
-    assert same(kept, remade)
+    kept, remade = (gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True))
+    assert all_equal(kept, remade)
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
@@ -94,7 +87,7 @@ def test_readers_with_masks_of_their_own_get_them() -> None:
         reads = (h, drop(h, 1), drop(h, 2), drop(h, 1))
         return sum((read @ w).sin() for read, w in zip(reads, ws, strict=True))
 
-    assert same(*(gradients(run_in(scope, run), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True)))
 
 
 @pytest.mark.parametrize("change", [lambda h: h.mul_(2), lambda h: h[:3].zero_(), lambda h: h.detach().neg_()])
@@ -110,7 +103,7 @@ def test_what_was_changed_behind_autograds_back_before_it_was_dropped_out_is_kep
             change(h)
         return drop(h) @ w
 
-    assert same(*(gradients(run_in(scope, run), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True)))
 
 
 def test_a_copy_of_a_copy_is_kept_since_nothing_tells_whether_the_first_was_changed() -> None:
@@ -121,7 +114,7 @@ def test_a_copy_of_a_copy_is_kept_since_nothing_tells_whether_the_first_was_chan
         return drop(first.clone())
 
     run, inputs = program(read)
-    assert same(*(gradients(run_in(scope, run), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True)))
 
 
 def test_what_is_changed_after_it_was_dropped_out_does_not_matter() -> None:
@@ -133,7 +126,7 @@ def test_what_is_changed_after_it_was_dropped_out_does_not_matter() -> None:
         return y
 
     run, inputs = program(read)
-    assert same(*(gradients(run_in(scope, run), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True)))
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -146,15 +139,15 @@ def test_a_dropped_out_copy_that_is_changed_is_kept(copied: Callable[[Tensor], T
         return copied(y)
 
     run, inputs = program(read)
-    assert same(*(gradients(run_in(scope, run), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True)))
 
 
 def test_a_retained_graph_can_be_walked_twice() -> None:
     run, inputs = program(READS["norm"])
     y = run_in(True, run)
-    first, second = (gradients(y, inputs, retain_graph=True) for _ in range(2))
-    assert same(first, second)
-    assert same(first, gradients(run_in(False, run), inputs))
+    first, second = (gradients_of_squares(y, inputs, retain_graph=True) for _ in range(2))
+    assert all_equal(first, second)
+    assert all_equal(first, gradients_of_squares(run_in(False, run), inputs))
 
 
 class Adapted(nn.Module):
@@ -181,7 +174,7 @@ def test_checkpointing_around_a_scope_gives_the_same_gradients(use_reentrant: bo
         y = checkpoint(module, x, use_reentrant=use_reentrant) if wrapped else module(x)
         y.square().sum().backward()
         collected.append((x.grad, *(parameter.grad for parameter in module.parameters())))
-    assert same(*collected)
+    assert all_equal(*collected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -192,7 +185,7 @@ def test_under_autocast_the_cast_of_a_dropped_out_copy_is_made_again(dtype: torc
         with torch.autocast("cpu", dtype):
             return drop(F.gelu(x * 1)) @ w
 
-    assert same(*(gradients(run_in(scope, run).float(), inputs) for scope in (False, True)))
+    assert all_equal(*(gradients_of_squares(run_in(scope, run).float(), inputs) for scope in (False, True)))
     without = live_bytes(lambda: run_in(True, lambda: drop(F.gelu(x * 1)).sum()))
     weights = w.numel() * 2
     assert live_bytes(lambda: run_in(True, run)) <= without + weights + ROWS * 7 * 2

@@ -14,6 +14,7 @@ from memopt.kernels.base.launch import launch_config
 from memopt.kernels.dropout import function_triton as dropout_triton
 from memopt.kernels.dropout.function import Mask, _dropped_out, _scale, seeded_dropout
 from memopt.kernels.dropout.function_triton import launch_dropout
+from tests.support.compare import same_bits
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
 
@@ -40,13 +41,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(DEVICE, dtype)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; a NaN is as good as another."""
-    assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-    bits = [torch.where(t.isnan(), torch.nan, t).contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*bits)
-
-
 def mask(p: float, seed: int, dtype: torch.dtype, device: str = "cuda") -> Mask:
     return Mask(seed, p, _scale(p, dtype, device))
 
@@ -61,7 +55,7 @@ def launched(x: Tensor, m: Mask) -> Tensor:
 @pytest.mark.parametrize("rounded_as_on", ["cpu", "cuda"])
 def test_bits_are_those_of_the_reference(rounded_as_on: str, p: float, seed: int, dtype: torch.dtype) -> None:
     x, m = draw(5000, dtype=dtype), mask(p, seed, dtype, rounded_as_on)
-    assert same(launched(x, m), _dropped_out(x, m))
+    assert same_bits(launched(x, m), _dropped_out(x, m), strides=True)
 
 
 def test_an_element_whose_random_number_is_p_is_kept() -> None:
@@ -77,7 +71,7 @@ def test_the_mask_goes_by_the_logical_index_wherever_elements_lie(
 ) -> None:
     x, m = red_zones.guard(layout(draw(6, 7, 8, dtype=dtype))), mask(0.4, 3, dtype)
     y = launched(x, m)
-    assert same(y, _dropped_out(x, m))
+    assert same_bits(y, _dropped_out(x, m), strides=True)
     kept = (uniform(torch.arange(x.numel(), device=DEVICE), 3).double() >= 0.4).view(x.shape)
     assert torch.equal(y != 0, kept)
 
@@ -90,14 +84,14 @@ def test_every_size_is_covered_to_its_last_element_and_not_further(
     tile = launch_config("activation_backward", 4096, dtype).block
     for count in (0, 1, 2, 127) if distance is None else (tile + distance, 2 * tile + distance):
         x, m = red_zones.guard(draw(count, dtype=dtype)), mask(0.1, 3, dtype)
-        assert same(launched(x, m), _dropped_out(x, m))
+        assert same_bits(launched(x, m), _dropped_out(x, m), strides=True)
 
 
 @every_dtype
 def test_rows_with_gaps_are_covered_to_their_last_element(dtype: torch.dtype, red_zones: RedZones) -> None:
     for count, hidden in ((3, 1), (5, 100), (2, 2048), (3, 2049), (70, 33)):
         x, m = red_zones.guard(draw(count, 2 * hidden, dtype=dtype)[:, hidden:]), mask(0.4, 3, dtype)
-        assert same(launched(x, m), _dropped_out(x, m))
+        assert same_bits(launched(x, m), _dropped_out(x, m), strides=True)
 
 
 @every_dtype
@@ -110,7 +104,7 @@ def test_special_values_are_those_of_the_reference(p: float, dtype: torch.dtype)
     )  # fmt: skip
     m = mask(p, 1, dtype)
     y = launched(x, m)
-    assert same(y, _dropped_out(x, m))
+    assert same_bits(y, _dropped_out(x, m), strides=True)
     assert bool(y[1::9].isnan().any()), "an infinity that is dropped is NaN, as in PyTorch"
 
 
@@ -128,7 +122,7 @@ def test_forward_and_backward_run_the_kernel(monkeypatch: pytest.MonkeyPatch, dt
     (dx,) = torch.autograd.grad(y, x, dy)
     assert len(launches) == 2
     m = mask(0.3, 5, dtype, DEVICE)
-    assert same(y.detach(), _dropped_out(x.detach().transpose(0, 1), m))
+    assert same_bits(y.detach(), _dropped_out(x.detach().transpose(0, 1), m), strides=True)
     assert torch.equal(dx, _dropped_out(dy, m).transpose(0, 1))
 
 
@@ -141,4 +135,4 @@ def test_rows_that_lie_more_than_two_to_the_31_elements_apart_are_read_right() -
     x = lazily_huge((2, 4), (2**31 + 64, 1), torch.bfloat16, DEVICE)
     x.copy_(draw(2, 4))
     m = mask(0.5, 3, torch.bfloat16)
-    assert same(launched(x, m), _dropped_out(x, m))
+    assert same_bits(launched(x, m), _dropped_out(x, m), strides=True)
