@@ -20,7 +20,9 @@ def uninitialized(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_numbers_are_nan(dtype: torch.dtype) -> None:
-    assert all(tensor.isnan().all() for tensor in uninitialized(dtype))
+    tensors = uninitialized(dtype)
+    assert all(tensor.isnan().all() for tensor in tensors)
+    assert not any(tensor._version for tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)

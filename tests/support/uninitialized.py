@@ -37,8 +37,7 @@ def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(*args: Any, **kwargs: Any) -> Tensor:
         tensor = function(*args, **kwargs)
         if type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not _is_traced(tensor):
-            with torch.no_grad():
-                _fill(tensor)
+            _fill(tensor)
         return tensor
 
     return filled
@@ -49,7 +48,8 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def _fill(tensor: Tensor) -> None:
+    # `data` has a version counter of its own: the tensor is as fresh as an allocation.
     if tensor.is_floating_point() or tensor.is_complex():
-        tensor.detach().fill_(torch.nan)
+        tensor.data.fill_(torch.nan)
     elif tensor.dtype != torch.bool:
-        tensor.detach().fill_(torch.iinfo(tensor.dtype).min // 2 or 77)
+        tensor.data.fill_(torch.iinfo(tensor.dtype).min // 2 or 77)
