@@ -18,6 +18,9 @@ from torch._subclasses import FakeTensor
 
 _FUNCTIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
+#: Elements of the largest tensor that is filled: models of real size are allocated for their structure alone.
+_LARGEST = 2**22
+
 
 @contextmanager
 def poisoned() -> Iterator[None]:
@@ -36,7 +39,13 @@ def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def filled(*args: Any, **kwargs: Any) -> Tensor:
         tensor = function(*args, **kwargs)
-        if type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not _is_traced(tensor):
+        if (
+            type(tensor) is Tensor
+            and tensor.numel() <= _LARGEST
+            and tensor.layout == torch.strided
+            and not tensor.is_meta
+            and not _is_traced(tensor)
+        ):
             _fill(tensor)
         return tensor
 
