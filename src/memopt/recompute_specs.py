@@ -84,7 +84,7 @@ class Recomputed:
 class RecomputeSpec:
     """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
 
-    __slots__ = ("__weakref__", "differentiate", "function", "hooks", "recomputed", "saved", "versions")
+    __slots__ = ("__weakref__", "differentiate", "function", "hook", "recomputed", "saved", "versions")
 
     def __init__(
         self,
@@ -93,11 +93,12 @@ class RecomputeSpec:
         recomputed: Recomputed,
         differentiate: Differentiate | None,
         versions: tuple[int, ...] | None,
+        hook: object,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
         self.function, self.recomputed = recompute, recomputed
         self.differentiate, self.versions = differentiate, versions
-        self.hooks = _foreign_pack_hook()
+        self.hook = hook
         recomputed._spec = weakref.ref(self)
 
     def is_current(self) -> bool:
@@ -105,7 +106,7 @@ class RecomputeSpec:
 
         Checkpointing of the reader alone would find no spec in its second run.
         """
-        if self.saved is None or self.hooks is not _foreign_pack_hook():
+        if self.saved is None or self.hook is not _foreign_pack_hook():
             return False
         return self.versions is None or self.versions == _versions(self.saved)
 
@@ -136,12 +137,19 @@ def attach_spec(
         are_private: nobody else can change `saved` in place.
         differentiate: the producer's backward, for a reader that takes its place; `saved` are then its inputs.
     """
-    hook = _foreign_pack_hook()
-    # What leaves a region that is run twice must not hold what was saved inside. What an activation feeds stays inside.
-    stays = hook is None or hook is _region.hook or differentiate is not None or getattr(hook, "memopt_observer", False)
-    if output.requires_grad and stays:
-        versions = None if are_private else _versions(saved)
-        setattr(output, _ATTRIBUTE, RecomputeSpec(saved, recompute, recomputed, differentiate, versions))
+    if not output.requires_grad:
+        return
+    top = top_saved_tensors_hooks(False)
+    hook = None
+    if top is not None:
+        hook = getattr(top[0], "memopt_outer_pack", top[0])
+        # A spec of an output that outlives its block would keep a scope from compressing its tensors. And what leaves a
+        # region that is run twice must not hold what was saved inside; what an activation feeds stays inside.
+        is_inside = hook is None or hook is _region.hook or getattr(hook, "memopt_observer", False)
+        if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
+            return
+    versions = None if are_private else _versions(saved)
+    setattr(output, _ATTRIBUTE, RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook))
 
 
 def spec_of(x: object) -> RecomputeSpec | None:

@@ -23,6 +23,9 @@ from memopt.saved.scope import RecomputeScope
 #: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
 LOOK_AGAIN = 64
 _CLOSED: AbstractContextManager[None] = nullcontext()
+_Child = tuple[dict[str, nn.Module | None], str, nn.Module]
+"""The children of a module, the name of one, and that one."""
+_UNKNOWN: list[_Child] = []
 
 
 class ScopeHistory:
@@ -33,7 +36,7 @@ class ScopeHistory:
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
         """Form of a call -> calls since the scope was open, None where it has to be."""
-        self._linears: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._linears = _UNKNOWN
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
@@ -57,8 +60,12 @@ class ScopeHistory:
 
     def sees_new_linears(self, module: nn.Module) -> bool:
         """Whether linears inside `module` were exchanged since the last call, by adapters for example."""
-        if self._linears and all(children.get(name) is linear for children, name, linear in self._linears):
-            return False
+        for children, name, linear in self._linears:
+            if children.get(name) is not linear:
+                break
+        else:
+            if self._linears is not _UNKNOWN:
+                return False
         self._calls_closed.clear()
         self._linears = [
             (parent._modules, name, child)
@@ -84,8 +91,10 @@ class ScopeRewrite:
 
     def around(self, module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """The scope for one call of `module` with these arguments."""
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
+        hidden = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+        if hidden is None:
+            given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
             return RecomputeScope(self.families, self.compression, hidden)
         # Checkpointing runs the call twice and has to see the same tensors, so there the first finding stays.
@@ -127,8 +136,11 @@ def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module
         return stock(module, *args, **kwargs)
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
+    scope = rewrite.around(module, *args, **kwargs)
+    if scope is _CLOSED and not is_under_foreign_hooks():
+        return stock(module, *args, **kwargs)
     with Region() as region:
-        with rewrite.around(module, *args, **kwargs):
+        with scope:
             output = stock(module, *args, **kwargs)
         region.leaves(output)
     return output

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,7 +52,23 @@ class TableEntry:
 Table = Mapping[str, Mapping[str, tuple[TableEntry, ...]]]
 
 
-@functools.lru_cache(maxsize=4096)
+_caches: list[functools._lru_cache_wrapper[Any]] = []
+R = TypeVar("R")
+
+
+def planned(function: Callable[..., R]) -> Callable[..., R]:
+    """`function`, whose results depend on its arguments and the table alone, with a cache that is cleared with it."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+    _caches.append(cached)
+    return cached
+
+
+def _forget_plans() -> None:
+    for cache in _caches:
+        cache.cache_clear()
+
+
+@planned
 def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
     """The configuration of `kernel` for rows of `hidden` elements of `dtype` (0 < hidden).
 
@@ -108,12 +124,12 @@ def warps_of(threads: int) -> Iterator[None]:
     """Inside the `with`, configurations are for a GPU whose warps have 32 or 64 threads."""
     global _threads_of_a_warp
     before, _threads_of_a_warp = _threads_of_a_warp, threads
-    launch_config.cache_clear()
+    _forget_plans()
     try:
         yield
     finally:
         _threads_of_a_warp = before
-        launch_config.cache_clear()
+        _forget_plans()
 
 
 #: ROCm's data-centre GPUs have wavefronts of 64.
@@ -141,12 +157,12 @@ _table: Callable[[], Table] = functools.cache(_read_tables)
 def _in_place_of_the_table(table: Table) -> Iterator[None]:
     global _table
     before, _table = _table, lambda: table
-    launch_config.cache_clear()
+    _forget_plans()
     try:
         yield
     finally:
         _table = before
-        launch_config.cache_clear()
+        _forget_plans()
 
 
 def _parse_kernel(kernel: str, by_bits: Any, source: str) -> dict[str, tuple[TableEntry, ...]]:

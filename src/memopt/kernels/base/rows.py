@@ -5,6 +5,7 @@ A row is the last dimension. Plain integers; nothing here imports Triton.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,18 +36,24 @@ def rows_of(tensor: Tensor) -> Rows | None:
     Returns:
         None where the elements of a row are not adjacent, or the leading dimensions do not merge into three at most.
     """
-    if tensor.dim() and tensor.size(-1) > 1 and tensor.stride(-1) != 1:
+    return rows_in(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_in(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
+    """:func:`rows_of` a tensor of this shape and stride."""
+    if shape and shape[-1] > 1 and stride[-1] != 1:
         return None
     merged: list[tuple[int, int]] = []
     count = 1
-    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+    for size, step in zip(shape[:-1], stride[:-1], strict=True):
         count *= size
         if size == 1:
             continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = (merged[-1][0] * size, stride)
+        if merged and merged[-1][1] == step * size:
+            merged[-1] = (merged[-1][0] * size, step)
         else:
-            merged.append((size, stride))
+            merged.append((size, step))
     if len(merged) > 3:
         return None
     # Sizes of 1 stand last: they merge with anything, and evenly spaced rows keep their spacing in the first place.

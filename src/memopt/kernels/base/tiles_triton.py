@@ -6,6 +6,7 @@ they do not. In both each thread reads one vector of 128 bits per tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.kernels.base.launch import launch_config
-from memopt.kernels.base.rows import rows_of
+from memopt.kernels.base.launch import launch_config, planned
+from memopt.kernels.base.rows import rows_in, rows_of
 
 
 @triton.jit
@@ -82,13 +83,20 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
         None where a tensor has elements that neither lie like those of the others nor in rows (see `rows_of`).
     """
     first = tensors[0]
-    flat = _lie_alike(tensors)
-    rows = [] if flat else [rows_of(tensor) for tensor in tensors]
+    return _tiling(kernel, first.dtype, tuple(first.shape), tuple([tensor.stride() for tensor in tensors]))
+
+
+@planned
+def _tiling(
+    kernel: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
+) -> Tiling | None:
+    flat = _lie_alike(shape, strides)
+    rows = [] if flat else [rows_in(shape, stride) for stride in strides]
     described = [r for r in rows if r is not None]
     if len(described) != len(rows):
         return None
-    count, hidden = (1, first.numel()) if flat else (described[0].count, first.size(-1))
-    config = launch_config(kernel, hidden, first.dtype)
+    count, hidden = (1, math.prod(shape)) if flat else (described[0].count, shape[-1])
+    config = launch_config(kernel, hidden, dtype)
     tile_size = config.rows * config.block
     cols = tile_size if flat else min(config.block, triton.next_power_of_2(hidden))
     tile_rows = 1 if flat else tile_size // cols
@@ -96,7 +104,7 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
         grid=(triton.cdiv(hidden, cols),) if flat else (triton.cdiv(count, tile_rows), triton.cdiv(hidden, cols)),
         count=count,
         hidden=hidden,
-        rows=tuple(r.arguments for r in described) or (_FLAT_ROWS,) * len(tensors),
+        rows=tuple(r.arguments for r in described) or (_FLAT_ROWS,) * len(strides),
         meta={
             "FLAT": flat,
             "EVEN": hidden % cols == 0 and count % tile_rows == 0,
@@ -115,22 +123,36 @@ def in_rows(tensor: Tensor) -> Tensor:
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device_of(tensor) if torch.cuda.is_available() else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _ON_DEVICE
+    return torch.cuda.device_of(tensor)
 
 
-def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+_ON_DEVICE: AbstractContextManager[object] = nullcontext()
+
+
+def _lie_alike(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> bool:
     """Whether element i of memory is the same element of every tensor, and there are no gaps."""
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if all(_is_contiguous(shape, stride) for stride in strides):
         return True
-    stride = tensors[0].stride()
-    return _is_dense(tensors[0]) and all(tensor.stride() == stride for tensor in tensors)
+    return _is_dense(shape, strides[0]) and all(stride == strides[0] for stride in strides)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size != 1:
-            if stride != expected:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if step != expected:
                 return False
             expected *= size
     return True

@@ -97,13 +97,14 @@ def adopt_linears(root: nn.Module) -> None:
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
-    given, parameters = (*args, *kwargs.values()), module._parameters
+    parameters = module._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or (bias is not None) != rewrite.has_bias or len(given) != 1 or steps_aside():
+    if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
         return stock(module, *args, **kwargs)
-    spec = reads_spec(given[0], weight)
-    if spec is None:
+    x = args[0] if args else next(iter(kwargs.values()))
+    spec = reads_spec(x, weight)
+    if spec is None or steps_aside():
         return stock(module, *args, **kwargs)
     fuses = rewrite.fuses and not is_watched(module)
-    return recomputed_linear(given[0], weight.t() if rewrite.transposed else weight, bias, spec, fuses=fuses)
+    return recomputed_linear(x, weight.t() if rewrite.transposed else weight, bias, spec, fuses=fuses)

@@ -90,9 +90,10 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype]
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
     """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
     x = terms[0]
-    weight = getattr(module, rewrite.weight) if rewrite.weight is not None else None
-    bias = getattr(module, rewrite.bias) if rewrite.bias is not None else None
-    if not any(tensor is not None and tensor.requires_grad for tensor in (*terms, weight, bias)):
+    weight, bias = _parameter(module, rewrite.weight), _parameter(module, rewrite.bias)
+    if not x.requires_grad and not any(
+        tensor is not None and tensor.requires_grad for tensor in (*terms[1:], weight, bias)
+    ):
         return None
     autocast = _autocast_dtype(x)
     # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
@@ -106,6 +107,16 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
     if rewrite.frozen:
         return None, None, rewrite.spec, dtype, dtype
     return weight, bias, rewrite.spec, dtype, autocast or dtype
+
+
+def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
+    if name is None:
+        return None
+    parameter = module._parameters.get(name)
+    if parameter is None:  # a buffer, or computed from something else
+        computed: Tensor = getattr(module, name)
+        return computed
+    return parameter
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
