@@ -266,13 +266,13 @@ def _affine(x_hat: Tensor, weight: Any, bias: Any, arguments: Any) -> Tensor:
     return torch.empty_like(x_hat, dtype=arguments.dtype)
 
 
-def _gated(dh: Any, gate: Tensor, up: Tensor, kind: str, remake: bool, out: Any = None) -> Any:
+def _gated(dh: Any, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: Any = None) -> Any:
     dgate, dup = out or (torch.empty_like(gate), torch.empty_like(up))
-    return dgate, dup, torch.empty_like(gate) if remake else None
+    return dgate, dup, torch.empty_like(gate) if recompute else None
 
 
-def _activation(dh: Any, z: Tensor, kind: str, remake: bool = False) -> Any:
-    return torch.empty_like(z), torch.empty_like(z) if remake else None
+def _activation(dh: Any, z: Tensor, kind: str, recompute: bool = False) -> Any:
+    return torch.empty_like(z), torch.empty_like(z) if recompute else None
 
 
 def table(rows: Sequence[Row]) -> Table:

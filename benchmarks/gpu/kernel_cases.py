@@ -21,7 +21,7 @@ from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.norm.function import NormSpec, ms_norm
 
 EPS = 1e-6
-FORWARD, REMAKE, BACKWARD, BACKWARD_REMAKE = "forward", "remake", "backward", "backward + remake"
+FORWARD, RECOMPUTE, BACKWARD, BACKWARD_RECOMPUTE = "forward", "recompute", "backward", "backward + recompute"
 
 #: direction -> a call that launches one kernel and returns the tensors of `Op.truth`.
 Launchers = dict[str, Callable[[], tuple[Tensor | None, ...]]]
@@ -53,10 +53,10 @@ class Op:
 
     def floor(self, direction: str, tokens: int, hidden: int, itemsize: int) -> int:
         """The fewest bytes through device memory."""
-        backward = direction in (BACKWARD, BACKWARD_REMAKE)
+        backward = direction in (BACKWARD, BACKWARD_RECOMPUTE)
         # Backward reads the weight and writes a gradient for each vector.
         vectors = self.vectors + min(self.vectors, 1) * backward
-        scalars = 0 if direction == REMAKE else self.row_scalars
+        scalars = 0 if direction == RECOMPUTE else self.row_scalars
         codes = tokens * hidden * self.bits // 8
         return (self.passes[direction] * tokens + vectors) * hidden * itemsize + 4 * scalars * tokens + codes
 
@@ -77,7 +77,7 @@ class Op:
         y = (self.definition if ours and self.definition is not None else self.stock)(*leaves)
         gradients = torch.autograd.grad(y, leaves[: len(self.widths)], dy[:rows].double())
         out = (y.detach(),)
-        return {FORWARD: out, REMAKE: out, BACKWARD: gradients, BACKWARD_REMAKE: (*gradients, *out)}
+        return {FORWARD: out, RECOMPUTE: out, BACKWARD: gradients, BACKWARD_RECOMPUTE: (*gradients, *out)}
 
 
 # --- norms ---------------------------------------------------------------------------------------------------------
@@ -133,11 +133,11 @@ def _norm(name: str, spec: NormSpec, *, affine: bool) -> Op:
             BACKWARD: lambda: kernels.launch_backward(dy, x_hat, rstd, weight, spec.in_dtype(dtype), needs)[:1],
         }
         if affine:
-            calls[REMAKE] = lambda: (kernels.launch_affine(x_hat, weight, bias, spec.in_dtype(dtype)),)
+            calls[RECOMPUTE] = lambda: (kernels.launch_affine(x_hat, weight, bias, spec.in_dtype(dtype)),)
         return calls
 
     rms = spec.kind == "rms"
-    passes = {FORWARD: 3, REMAKE: 2, BACKWARD: 3} if affine else {FORWARD: 2, BACKWARD: 3}
+    passes = {FORWARD: 3, RECOMPUTE: 2, BACKWARD: 3} if affine else {FORWARD: 2, BACKWARD: 3}
     liger = _liger_rms if rms else (_liger_layer if affine else None)
     return Op(
         name, passes, _rms if rms else _layer, memopt, launchers, liger, (1,), vectors, row_scalars=1, rowwise=True
@@ -183,12 +183,12 @@ def _gated(name: str, kind: str) -> Op:
         return {
             FORWARD: lambda: (kernels.launch_forward(gate, up, kind),),
             BACKWARD: lambda: kernels.launch_backward(dh, gate, up, kind, False, None)[:2],
-            BACKWARD_REMAKE: lambda: kernels.launch_backward(dh, gate, up, kind, True, None),
+            BACKWARD_RECOMPUTE: lambda: kernels.launch_backward(dh, gate, up, kind, True, None),
         }
 
     return Op(
         name,
-        {FORWARD: 3, BACKWARD: 5, BACKWARD_REMAKE: 6},
+        {FORWARD: 3, BACKWARD: 5, BACKWARD_RECOMPUTE: 6},
         lambda gate, up: _ACTIVATIONS[kind](gate) * up,
         lambda gate, up: gated_product(gate, up, kind),
         launchers,
@@ -207,16 +207,16 @@ def _gated_fused(name: str, kind: str) -> Op:
         gate_up = inputs[0].detach()
         gate, up = gate_up.chunk(2, -1)
 
-        def backward(remake: bool) -> tuple[Tensor | None, ...]:
+        def backward(recompute: bool) -> tuple[Tensor | None, ...]:
             gradient = torch.empty_like(gate_up)
             first, second = gradient.chunk(2, -1)
-            h = kernels.launch_backward(dh, gate, up, kind, remake, (first, second))[2]
-            return (gradient, h) if remake else (gradient,)
+            h = kernels.launch_backward(dh, gate, up, kind, recompute, (first, second))[2]
+            return (gradient, h) if recompute else (gradient,)
 
         return {
             FORWARD: lambda: (kernels.launch_forward(gate, up, kind),),
-            BACKWARD: lambda: backward(remake=False),
-            BACKWARD_REMAKE: lambda: backward(remake=True),
+            BACKWARD: lambda: backward(recompute=False),
+            BACKWARD_RECOMPUTE: lambda: backward(recompute=True),
         }
 
     def stock(gate_up: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def _gated_fused(name: str, kind: str) -> Op:
 
     return Op(
         name,
-        {FORWARD: 3, BACKWARD: 5, BACKWARD_REMAKE: 6},
+        {FORWARD: 3, BACKWARD: 5, BACKWARD_RECOMPUTE: 6},
         stock,
         lambda gate_up: gated_product_fused(gate_up, kind, True),
         launchers,
@@ -246,7 +246,7 @@ def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: 
         return {
             FORWARD: lambda: (kernels.launch_forward(z, kind),),
             BACKWARD: lambda: kernels.launch_backward(dh, z, kind)[:1],
-            BACKWARD_REMAKE: lambda: kernels.launch_backward(dh, z, kind, remake=True),
+            BACKWARD_RECOMPUTE: lambda: kernels.launch_backward(dh, z, kind, recompute=True),
         }
 
     def run_liger(z: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _activation(name: str, kind: str, stock: Callable[[Tensor], Tensor], liger: 
 
     return Op(
         name,
-        {FORWARD: 2, BACKWARD: 3, BACKWARD_REMAKE: 4},
+        {FORWARD: 2, BACKWARD: 3, BACKWARD_RECOMPUTE: 4},
         stock,
         lambda z: recomputed_activation(z, stock, kind),
         launchers,

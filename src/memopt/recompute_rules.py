@@ -26,10 +26,10 @@ Node = Any
 class Rule:
     """How to make the output of one kind of node again."""
 
-    remake: Callable[[Node], Tensor]
+    recompute: Callable[[Node], Tensor]
     """The node's output from the tensors that the node saved."""
     keeps_enough: Callable[[Node], bool]
-    """Whether this very node saved all that `remake` reads."""
+    """Whether this very node saved all that `recompute` reads."""
     family: str
     """The group that patches switch: one of `FAMILIES`."""
     of_copies_only: bool = False
@@ -46,10 +46,10 @@ def recomputable(
 ) -> Callable[[Callable[[Node], Tensor]], Callable[[Node], Tensor]]:
     """Register the decorated function as the rule of the nodes called `node_name` (``grad_fn.name()``)."""
 
-    def register(remake: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
-        RULES[node_name] = Rule(remake, keeps_enough, family)
+    def register(recompute: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
+        RULES[node_name] = Rule(recompute, keeps_enough, family)
         _rule_of_type.clear()
-        return remake
+        return recompute
 
     return register
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import block, kernel_tables, kernels
-from benchmarks.kernel_cases import BACKWARD, BACKWARD_REMAKE, EPS, FORWARD, OPS, REMAKE
+from benchmarks.kernel_cases import BACKWARD, BACKWARD_RECOMPUTE, EPS, FORWARD, OPS, RECOMPUTE
 from benchmarks.measure import NO_GPU, Timing, Worker, sentence
 from benchmarks.plot import Bar, chart
 
@@ -62,10 +62,10 @@ def test_ratios_are_taken_within_a_round():
     ("name", "expected"),
     [
         # bytes a row of 1000 bf16 elements, from the formulas; statistics of 4 bytes a row, vectors once
-        ("RMSNorm", {FORWARD: 6000, REMAKE: 4000, BACKWARD: 6000}),
+        ("RMSNorm", {FORWARD: 6000, RECOMPUTE: 4000, BACKWARD: 6000}),
         ("LayerNorm, no affine", {FORWARD: 4000, BACKWARD: 6000}),
-        ("SwiGLU", {FORWARD: 6000, BACKWARD: 10000, BACKWARD_REMAKE: 12000}),
-        ("gelu_new", {FORWARD: 4000, BACKWARD: 6000, BACKWARD_REMAKE: 8000}),
+        ("SwiGLU", {FORWARD: 6000, BACKWARD: 10000, BACKWARD_RECOMPUTE: 12000}),
+        ("gelu_new", {FORWARD: 4000, BACKWARD: 6000, BACKWARD_RECOMPUTE: 8000}),
     ],
 )
 def test_floors_count_every_tensor_once(name, expected):

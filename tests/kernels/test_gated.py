@@ -353,8 +353,8 @@ def test_the_operators_keep_the_promises_of_their_fake_kernels(layout):
     gate, up = LAYOUTS[layout]()
     dh = torch.randn(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     opcheck(product_op, (gate.detach().requires_grad_(), up.detach().requires_grad_(), "silu"), test_utils=CHECKS)
-    for remake in (True, False):
-        opcheck(product_backward_op, (dh, gate.detach(), up.detach(), "silu", True, remake), test_utils=CHECKS)
+    for recompute in (True, False):
+        opcheck(product_backward_op, (dh, gate.detach(), up.detach(), "silu", True, recompute), test_utils=CHECKS)
 
 
 def test_the_fused_operators_keep_the_promises_of_their_fake_kernels():

@@ -67,8 +67,8 @@ def run_in(scope: bool, run: Callable[[], Tensor]) -> Tensor:
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_gradients_are_those_of_what_is_kept(read: Callable[[Tensor], Tensor]) -> None:
     run, inputs = program(read)
-    kept, remade = (gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True))
-    assert all_equal(kept, remade)
+    kept, recomputed = (gradients_of_squares(run_in(scope, run), inputs) for scope in (False, True))
+    assert all_equal(kept, recomputed)
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)

@@ -65,7 +65,7 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_gradients():
     assert all_equal(stock, gradients(model, loss, x))
 
 
-def test_the_remade_tensor_is_made_once_and_let_go_after_its_last_holder(monkeypatch):
+def test_the_recomputed_tensor_is_made_once_and_let_go_after_its_last_holder(monkeypatch):
     made: list[weakref.ref[Tensor]] = []
     silu = F.silu
 
@@ -90,7 +90,7 @@ def test_the_remade_tensor_is_made_once_and_let_go_after_its_last_holder(monkeyp
     assert len(made) == 2
 
 
-def test_a_partial_backward_does_not_leave_a_remade_tensor_behind(monkeypatch):
+def test_a_partial_backward_does_not_leave_a_recomputed_tensor_behind(monkeypatch):
     made: list[weakref.ref[Tensor]] = []
     silu = F.silu
 

@@ -39,9 +39,9 @@ def check_layout(z: Tensor, dh: Tensor) -> None:
     padding = z.new_zeros(2048 - z.numel() % 1024)
     long_z, long_dh = (torch.cat([t.reshape(-1), padding]) for t in (z, dh))
     h = launch_forward(z, SMOOTH)
-    dz, remade = launch_backward(dh, z, SMOOTH, remake=True)
-    assert remade is not None
-    assert torch.equal(remade, h)
+    dz, recomputed = launch_backward(dh, z, SMOOTH, recompute=True)
+    assert recomputed is not None
+    assert torch.equal(recomputed, h)
     assert torch.equal(h.reshape(-1), launch_forward(long_z, SMOOTH)[: z.numel()])
     assert torch.equal(dz.reshape(-1), launch_backward(long_dh, long_z, SMOOTH)[0][: z.numel()])
 

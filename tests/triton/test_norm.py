@@ -132,8 +132,8 @@ def check(family, cast, dtype, rows: int, hidden: int, shift: float = 0.5) -> No
     x = draw(rows, hidden, dtype=dtype, scale=2, shift=shift)
     x_hat, rstd = check_forward(x, weight, bias, spec, dtype, dtype)
     if weight is not None:
-        remade = launch_affine(x_hat, weight, bias, spec.in_dtype(dtype))
-        check_affine(remade, affine(x_hat, weight, bias, spec, dtype, dtype), x_hat, weight, bias, spec)
+        recomputed = launch_affine(x_hat, weight, bias, spec.in_dtype(dtype))
+        check_affine(recomputed, affine(x_hat, weight, bias, spec, dtype, dtype), x_hat, weight, bias, spec)
     needs = (True, weight is not None, bias is not None)
     check_backward(draw(rows, hidden, dtype=dtype, seed=3), x_hat, rstd, weight, spec, needs, dtype)
 
@@ -272,9 +272,9 @@ def test_strided_inputs_give_what_contiguous_ones_give(family, layout, red_zones
     for ours, theirs in zip(strided, packed, strict=True):
         assert torch.equal(ours, theirs)
     assert strided[0].stride() == strided[1].stride() == expected
-    remade = launch_affine(strided[1], weight, bias, spec.in_dtype(x.dtype))
-    assert torch.equal(remade, launch_affine(packed[1], weight, bias, spec.in_dtype(x.dtype)))
-    assert remade.stride() == expected
+    recomputed = launch_affine(strided[1], weight, bias, spec.in_dtype(x.dtype))
+    assert torch.equal(recomputed, launch_affine(packed[1], weight, bias, spec.in_dtype(x.dtype)))
+    assert recomputed.stride() == expected
     dy = draw(*x.shape, dtype=torch.float16, seed=3)
     gradients = launch_backward(dy, strided[1], strided[2], weight, spec.in_dtype(x.dtype), ALL)
     for ours, theirs in zip(

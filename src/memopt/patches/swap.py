@@ -137,7 +137,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             return forward(stock, state, self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-            # The class has no importable name of its own: pickles say how to make it again.
+            # The class has no importable name of its own: pickles say how to build it.
             own: Any = getattr(cls, "__getstate__", None)
             plain = own is None or own is getattr(object, "__getstate__", None)
             return _rebuild, (cls, forward), dict(vars(self)) if plain else own(self)

@@ -88,7 +88,7 @@ class Handle:
             try:
                 # Whether backward is run inside an autocast region must not matter.
                 with torch.no_grad(), _without_autocast(device):
-                    value = self._rule.remake(self._node)
+                    value = self._rule.recompute(self._node)
             finally:
                 remaking.depth -= 1
         for step in steps:

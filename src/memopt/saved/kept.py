@@ -1,4 +1,4 @@
-"""What is kept as it is: by autograd's own slot, or by the hook that was active outside."""
+"""Tensors that are saved as they are: by autograd, or by the hook that was active outside."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def alias_of(tensor: Tensor) -> Tensor:
 class Forwarded:
     """A tensor that the outer hook keeps.
 
-    Checkpointing's hook gives each tensor back only once per backward. A handle that reads its node's saved tensors
-    takes that one turn, so the tensor stays here until the node itself asks.
+    Checkpointing's hook unpacks each tensor only once per backward. A handle that reads its node's saved tensors uses
+    that one time up, so the tensor is held here until the node itself unpacks it.
     """
 
     __slots__ = ("_early", "_packed", "_unpack")

@@ -1,8 +1,8 @@
 """Views that hold on to a much larger storage: the values alone of a fused query-key-value projection, say.
 
-Autograd keeps a view together with the whole storage behind it. Where rotary embeddings make new queries and keys of a
-fused projection, the view that attention keeps, the values, pins all three. Once nobody but autograd refers to such a
-storage, the views that are kept are copied and the storage is let go: same values, same order of strides, less memory.
+A saved view keeps the whole storage behind it alive. Where rotary embeddings compute new queries and keys of a fused
+projection, the view that attention saves, the values, pins all three. Once only autograd refers to such a storage, the
+saved views are copied and the storage is freed: same values, same order of strides, less memory.
 
 Operations of PyTorch itself take any strides. A `torch.autograd.Function` (a compiled region, somebody's kernel) may
 count on those that it saved, so what such a function keeps is left as it is.
@@ -90,7 +90,7 @@ class PinnedStorages:
         watched.holders.append((weakref.ref(holder), tensor._version))
 
     def settle(self, but: int = 0) -> None:
-        """Copy the views of every watched storage that nobody else refers to any more, but of the one at `but`."""
+        """Copy the views of every watched storage that nothing else refers to any more, except the one at `but`."""
         for address in [address for address in self._watched if address != but]:
             if self._is_settled(address, self._watched[address]):
                 del self._watched[address]

@@ -1,4 +1,4 @@
-"""Who is saving a tensor: an operation of PyTorch itself, or a `torch.autograd.Function`."""
+"""Whether a tensor is saved by an operation of PyTorch itself or by a `torch.autograd.Function`."""
 
 from __future__ import annotations
 

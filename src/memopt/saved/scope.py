@@ -1,9 +1,9 @@
-"""Keep a handle instead of a tensor that can be made again, wherever autograd saves one.
+"""Save a handle instead of a tensor that can be recomputed, in every operation inside a scope.
 
 Inside a :class:`RecomputeScope` every tensor that any operation saves for backward passes through a saved-tensor
 hook. If the tensor (or the base of which it is a view) was made by a node with a rule (`memopt.saved.rules`), a
-:class:`Handle` to that node is kept; backward makes the tensor again once for all its holders and lets it go with the
-last of them. Everything else is kept as autograd would keep it, or handed to the hook that was active outside
+:class:`Handle` to that node is saved; backward recomputes the tensor once for all its handles and frees it with the
+last of them. Everything else is saved as autograd would save it, or handed to the hook that was active outside
 (activation checkpointing, offloading, a memory report), so scopes compose with those in both orders.
 
 Identity comes from the graph, not from addresses: the handle owns the producing node, and the node owns what it
@@ -54,14 +54,14 @@ class SavedInSlot(Protocol):
 
 
 class RecomputeScope:
-    """Context manager: inside it, outputs that can be made again are kept as handles.
+    """Context manager: inside it, outputs that can be recomputed are saved as handles.
 
     Entering is free where it has nothing to do: gradients are off, such a scope is already active, saved-tensor
     hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
 
     Args:
         families: which rules apply (`memopt.recompute_rules.FAMILIES`).
-        compression: keep what stays in fewer bits; needs `hidden`.
+        compression: how saved tensors are stored that are not recomputed; needs `hidden`.
         hidden: hidden states that the code inside is given; their size tells what is worth compressing.
     """
 
@@ -203,7 +203,7 @@ class _Pack:
         follows = _is_followed(rule, source) and self._applies(rule, source.node)
         return Handle(source, rule, tensor, base) if follows else None
 
-    def _held_unless_remade(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
+    def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
         handle = self._handle(tensor)
         return self._held(tensor) if handle is None else (handle, None)
 
@@ -220,7 +220,7 @@ class _Pack:
         """A slot whose tensor may be exchanged; None where a foreign hook keeps what is saved."""
         if self._pinned is None:
             return None
-        return self._gathered(make(Packing(self._held, self._held_unless_remade, self._followed, self._keep)))
+        return self._gathered(make(Packing(self._held, self._held_unless_recomputed, self._followed, self._keep)))
 
     def _gathered(self, slot: S) -> S:
         # Whoever reads an output may stand outside of an inner scope.

@@ -1,8 +1,8 @@
-"""Tensors that a scope may exchange for something smaller when its module is done, each in a slot of its own.
+"""Saved tensors that a scope may replace by something smaller when its module is done, each in a slot.
 
-What an operation saves is in use until the scope's module returns, and only then is it known who else holds it. So a
-scope gathers slots and settles them at its end: where nobody but slots refers to a storage, and each of them can do
-without it, all of them give way. One that cannot keeps the storage for all, and then all stay exact.
+A saved tensor is in use until the scope's module returns, and only then can it be told what else refers to its
+storage. So a scope gathers slots and settles them at its end: where only slots refer to a storage, and each can do
+without it, all are replaced. If one cannot, none is, and all gradients stay exact.
 """
 
 from __future__ import annotations

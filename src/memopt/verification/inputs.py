@@ -183,7 +183,7 @@ def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | No
 
 
 def _with_tokens(batch: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """`batch` with every per-token argument remade for `rows`."""
+    """`batch` with every per-token argument recomputed for `rows`."""
     length = batch["input_ids"].shape[1]
     changed: dict[str, Any] = {}
     for name, value in batch.items():

@@ -3,14 +3,12 @@
     forward   h = f(z)          backward   dz = f'(z) * dh
 
 An activation composed of several operations makes autograd keep an intermediate for each (gelu_new keeps five
-tensors). This operator keeps z alone, and h can be made again from it, so the next linear keeps a handle inside a
+tensors). This operator saves z alone, and h can be recomputed from it: its readers save z, or a handle inside a
 `memopt.saved.RecomputeScope`.
 
 Where Triton runs and f is a known activation, one kernel computes h and another dz, in fp32 with one rounding; a linear
-behind it gets h again from the same pass as dz (`memopt.kernels.linear.function`). Everywhere else h is computed
-with the very
-same function, and backward differentiates that function again at z, so value and gradient are those of the stock module
-to the last bit.
+behind it gets h from the same pass as dz (`memopt.kernels.linear.function`). Everywhere else h is computed with the
+very same function, which backward differentiates again at z, so value and gradient are the stock module's to the bit.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = N
     else:
         recomputed = Recomputed()
         h = ActivationFunction.apply(z, function, recomputed)
-        recompute = functools.partial(remade, function, autocast=autocast_dtype(z))
+        recompute = functools.partial(recompute_activation, function, autocast=autocast_dtype(z))
         attach_spec(h, (z,), recompute, recomputed)
     return h
 
@@ -63,7 +61,7 @@ def _by_kernel(z: Tensor, kind: str) -> Tensor:
 
 def _differentiate(dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str) -> tuple[tuple[Tensor, ...], Tensor]:
     (z,) = inputs
-    dz, h = _gradient(dh, z, kind, remake=True)
+    dz, h = _gradient(dh, z, kind, recompute=True)
     assert h is not None
     return (dz,), h
 
@@ -82,7 +80,7 @@ class ActivationFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, recomputed: Recomputed) -> Tensor:
-        ctx.function, ctx.remakes_output, ctx.recomputed = function, True, recomputed
+        ctx.function, ctx.recomputes_output, ctx.recomputed = function, True, recomputed
         ctx.autocast = autocast_dtype(z)
         ctx.save_for_backward(z)
         return function(z)
@@ -95,10 +93,10 @@ class ActivationFunction(DirectFunction):
         return differentiate(ctx.function, z, dh, ctx.autocast), None, None
 
 
-@recomputable("ActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))
+@recomputable("ActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
 def _replayed_output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
-    return remade(node.function, z, node.autocast)
+    return recompute_activation(node.function, z, node.autocast)
 
 
 def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -111,7 +109,7 @@ def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.
     return dz
 
 
-def remade(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Tensor:
+def recompute_activation(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Tensor:
     """function(z) again, under the same autocast."""
     with autocast_as(autocast, z):
         return function(z)
@@ -122,7 +120,7 @@ class KernelActivationFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, kind: str, recomputed: Recomputed) -> Tensor:
-        ctx.kind, ctx.remakes_output, ctx.recomputed = kind, True, recomputed
+        ctx.kind, ctx.recomputes_output, ctx.recomputed = kind, True, recomputed
         ctx.save_for_backward(z)
         return _value(z, kind)
 
@@ -131,10 +129,10 @@ class KernelActivationFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         (z,) = ctx.saved_tensors
-        return _gradient(dh, z, ctx.kind, remake=False)[0], None, None
+        return _gradient(dh, z, ctx.kind, recompute=False)[0], None, None
 
 
-@recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "remakes_output", False))
+@recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
     return _value(z, node.kind)
@@ -149,14 +147,14 @@ def _value(z: Tensor, kind: str) -> Tensor:
         return ACTIVATIONS[kind].value(z)
 
 
-def _gradient(dh: Tensor, z: Tensor, kind: str, *, remake: bool) -> tuple[Tensor, Tensor | None]:
-    """dz and, with `remake`, h"""
+def _gradient(dh: Tensor, z: Tensor, kind: str, *, recompute: bool) -> tuple[Tensor, Tensor | None]:
+    """dz and, with `recompute`, h"""
     if runs_triton(dh, z):
         from memopt.kernels.activation.function_triton import launch_backward
 
-        return launch_backward(dh, z, kind, remake)
+        return launch_backward(dh, z, kind, recompute)
     with autocast_as(None, z):
-        return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if remake else None
+        return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
 
 
 @torch.library.custom_op("memopt::activation", mutates_args=())
@@ -168,7 +166,7 @@ def activation(z: Tensor, kind: str) -> Tensor:
 @torch.library.custom_op("memopt::activation_backward", mutates_args=())
 def activation_backward(dh: Tensor, z: Tensor, kind: str) -> Tensor:
     """f'(z) * dh with the strides of ``torch.empty_like(z)``."""
-    return _laid_out_like(z, _gradient(dh, z, kind, remake=False)[0])
+    return _laid_out_like(z, _gradient(dh, z, kind, recompute=False)[0])
 
 
 @activation.register_fake

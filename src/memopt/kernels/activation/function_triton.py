@@ -32,7 +32,7 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
     z_n1, z_n2, z_s0, z_s1, z_s2,
     dh_n1, dh_n2, dh_s0, dh_s1, dh_s2,
     dz_n1, dz_n2, dz_s0, dz_s1, dz_s2,
-    REMAKE: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     KIND: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """dz = f'(z) * dh,   h = f(z)"""
@@ -42,7 +42,7 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
     h, slope = value_and_slope(z, KIND)
     place = offsets(row, col, dz_n1, dz_n2, dz_s0, dz_s1, dz_s2, FLAT)
     write(dz_ptr, place, gradient(dh, z, slope, KIND), inside, EVEN)
-    if REMAKE:
+    if RECOMPUTE:
         write(h_ptr, place, h, inside, EVEN)
 
 
@@ -64,13 +64,14 @@ def launch_forward(z: Tensor, kind: str) -> Tensor:
     return h
 
 
-def launch_backward(dh: Tensor, z: Tensor, kind: str, remake: bool = False) -> tuple[Tensor, Tensor | None]:
-    """dz = f'(z) * dh and, with `remake`, h = f(z) (else None), with the dtype and, where z is dense, the strides of z.
+def launch_backward(dh: Tensor, z: Tensor, kind: str, recompute: bool = False) -> tuple[Tensor, Tensor | None]:
+    """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides
+    of z.
 
     Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded.
     """
     dz = torch.empty_like(z)
-    h = torch.empty_like(z) if remake else None
+    h = torch.empty_like(z) if recompute else None
     if not z.numel():
         return dz, h
     tiles = tiling("activation_backward", z, dh, dz)
@@ -79,11 +80,11 @@ def launch_backward(dh: Tensor, z: Tensor, kind: str, remake: bool = False) -> t
         dh = in_rows(dh)
         tiles = tiling("activation_backward", z, dh, dz)
     if tiles is None:
-        packed_dz, packed_h = launch_backward(dh.contiguous(), z.contiguous(), kind, remake)
+        packed_dz, packed_h = launch_backward(dh.contiguous(), z.contiguous(), kind, recompute)
         return dz.copy_(packed_dz), None if h is None or packed_h is None else h.copy_(packed_h)
     with on_device_of(z):
         activation_backward_kernel[tiles.grid](
             dh, z, dz, dz if h is None else h, tiles.count, tiles.hidden,
-            *tiles.rows[0], *tiles.rows[1], *tiles.rows[2], REMAKE=remake, KIND=kind, **tiles.meta,
+            *tiles.rows[0], *tiles.rows[1], *tiles.rows[2], RECOMPUTE=recompute, KIND=kind, **tiles.meta,
         )  # fmt: skip
     return dz, h

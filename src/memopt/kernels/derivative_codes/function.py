@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memopt.activations import Elementwise
-from memopt.kernels.activation.function import differentiate, remade
+from memopt.kernels.activation.function import differentiate, recompute_activation
 from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.derivative_codes.codes import apply_code, encode
@@ -96,7 +96,7 @@ def _is_coded(node: Any) -> bool:
 @recomputable("CodableFunctionBackward", ELEMENTWISE, lambda node: hasattr(node, "slot") and not _is_coded(node))
 def _output(node: Any) -> Tensor:
     (z,) = node.saved_tensors
-    return remade(node.function, z, node.autocast)
+    return recompute_activation(node.function, z, node.autocast)
 
 
 class MaskableReluFunction(torch.autograd.Function):

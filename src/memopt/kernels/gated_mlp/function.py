@@ -3,11 +3,11 @@
     forward     h = f(gate) * up
     backward    dgate = f'(gate) * up * dh,   dup = f(gate) * dh
 
-Stock modules keep gate, f(gate), up and h: four intermediates for every token. This operator keeps gate and up, and h
-can be made again from them: by itself for a reader that keeps a handle (`memopt.saved`), or in the same pass as dgate
-and dup for the linear behind it (`memopt.kernels.linear.function`). Where Triton runs, each pass is one kernel that
-computes in
-fp32 and rounds once; elsewhere it is the operations that autograd itself would run, rounding as the stock module does.
+Stock modules save gate, f(gate), up and h: four intermediates for every token. This operator saves gate and up, and h
+is recomputed from them: by itself for a reader that holds a handle (`memopt.saved`), or in the same pass as dgate and
+dup for the linear behind it (`memopt.kernels.linear.function`). Where Triton runs, each pass is one kernel that
+computes in fp32 and rounds once; elsewhere it is the operations that autograd itself would run, rounded as the stock
+module's.
 
 Gate and up may be the two halves of one tensor (`*_fused`); then their gradients are written into the two halves of one
 tensor, and nothing is split or concatenated.
@@ -81,7 +81,7 @@ def _value_of_halves(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
 def _differentiate(
     dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str, gate_first: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    dgate, dup, h = _gradients(dh, inputs[0], inputs[1] if len(inputs) == 2 else None, kind, gate_first, remake=True)
+    dgate, dup, h = _gradients(dh, inputs[0], inputs[1] if len(inputs) == 2 else None, kind, gate_first, recompute=True)
     assert h is not None
     return ((dgate,) if dup is None else (dgate, dup)), h
 
@@ -93,7 +93,7 @@ class GatedProductFunction(DirectFunction):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recomputed: Recomputed
     ) -> Tensor:
-        ctx.kind, ctx.gate_first, ctx.remakes_output, ctx.recomputed = kind, gate_first, True, recomputed
+        ctx.kind, ctx.gate_first, ctx.recomputes_output, ctx.recomputed = kind, gate_first, True, recomputed
         ctx.save_for_backward(gate, up)
         return _value(gate, up, kind, gate_first)
 
@@ -102,12 +102,12 @@ class GatedProductFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, remake=False)
+        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, recompute=False)
         needs = ctx.needs_input_grad
         return dgate if needs[0] else None, dup if needs[1] else None, None, None, None
 
 
-@recomputable("GatedProductFunctionBackward", PRODUCT, lambda node: getattr(node, "remakes_output", False))
+@recomputable("GatedProductFunctionBackward", PRODUCT, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
     gate, up = node.saved_tensors
     return _value(gate, up, node.kind, node.gate_first)
@@ -125,22 +125,22 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
 
 
 def _gradients(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, remake: bool
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recompute: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dgate, dup (None where dgate holds both) and, with `remake`, h."""
+    """dgate, dup (None where dgate holds both) and, with `recompute`, h."""
     z, factor = _halves(gate, up, gate_first)
     if z.dtype == factor.dtype and runs_triton(dh, z, factor):
         from memopt.kernels.gated_mlp.function_triton import launch_backward
 
         if up is not None:
-            return launch_backward(dh, z, factor, kind, remake)
+            return launch_backward(dh, z, factor, kind, recompute)
         both = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        *_, h = launch_backward(dh, z, factor, kind, remake, _halves(both, None, gate_first))
+        *_, h = launch_backward(dh, z, factor, kind, recompute, _halves(both, None, gate_first))
         return both, None, h
     with autocast_as(None, z):
         activated = ACTIVATIONS[kind].value(z)
         dgate, dup = ACTIVATIONS[kind].gradient((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
-        h = activated * factor if remake else None
+        h = activated * factor if recompute else None
     return (dgate, dup, h) if up is not None else (torch.cat((dgate, dup) if gate_first else (dup, dgate), -1), None, h)
 
 
@@ -171,10 +171,10 @@ def product_op(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = Tr
 
 @torch.library.custom_op("memopt::gated_product_backward", mutates_args=())
 def product_backward_op(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, remake: bool = False
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
 ) -> list[Tensor]:
-    """dgate (both halves where up is None), dup (where it is not) and h (with `remake`)."""
-    return [t.contiguous() for t in _gradients(dh, gate, up, kind, gate_first, remake) if t is not None]
+    """dgate (both halves where up is None), dup (where it is not) and h (with `recompute`)."""
+    return [t.contiguous() for t in _gradients(dh, gate, up, kind, gate_first, recompute) if t is not None]
 
 
 @product_op.register_fake
@@ -185,12 +185,12 @@ def _(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Te
 
 @product_backward_op.register_fake
 def _(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, remake: bool = False
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
 ) -> list[Tensor]:
     gradients = [t.new_empty(t.shape) for t in (gate, up) if t is not None]
     gate, up = _halves(gate, up, gate_first)
     h = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-    return [*gradients, h] if remake else gradients
+    return [*gradients, h] if recompute else gradients
 
 
 def _product_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

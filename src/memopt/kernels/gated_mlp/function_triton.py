@@ -34,7 +34,7 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     gate_n1, gate_n2, gate_s0, gate_s1, gate_s2,
     up_n1, up_n2, up_s0, up_s1, up_s2,
     dh_n1, dh_n2, dh_s0, dh_s1, dh_s2,
-    REMAKE: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     KIND: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """dgate = f'(gate) * up * dh,   dup = f(gate) * dh,   h = f(gate) * up"""
@@ -46,7 +46,7 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     dgate = gradient(dh * up, gate, slope, KIND)
     write(dgate_ptr, offsets(row, col, 1, 1, dgate_stride, 0, 0, FLAT), dgate, inside, EVEN)
     write(dup_ptr, offsets(row, col, 1, 1, dup_stride, 0, 0, FLAT), dh * activated, inside, EVEN)
-    if REMAKE:
+    if RECOMPUTE:
         write(h_ptr, offsets(row, col, 1, 1, hidden, 0, 0, FLAT), activated * up, inside, EVEN)
 
 
@@ -71,9 +71,9 @@ def launch_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def launch_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, kind: str, remake: bool, out: tuple[Tensor, Tensor] | None = None
+    dh: Tensor, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dgate, dup and, with `remake`, h (else None). `dh` may be expanded, and of another floating dtype.
+    """dgate, dup and, with `recompute`, h (else None). `dh` may be expanded, and of another floating dtype.
 
     Moves dh, gate and up in and dgate, dup and h out, once each, which is the floor.
 
@@ -85,7 +85,7 @@ def launch_backward(
         dup = torch.empty_like(dgate)
     else:
         dgate, dup = out
-    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if remake else None
+    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if recompute else None
     if not gate.numel():
         return dgate, dup, h
     tiles = tiling("gated_backward", gate, up, dh, dgate, dup)
@@ -98,6 +98,6 @@ def launch_backward(
         gated_backward_kernel[tiles.grid](
             dh, gate, up, dgate, dup, dgate if h is None else h, tiles.count, tiles.hidden,
             tiles.rows[3][2], tiles.rows[4][2], *tiles.rows[0], *tiles.rows[1], *tiles.rows[2],
-            REMAKE=remake, KIND=kind, **tiles.meta,
+            RECOMPUTE=recompute, KIND=kind, **tiles.meta,
         )  # fmt: skip
     return dgate, dup, h

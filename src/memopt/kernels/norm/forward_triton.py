@@ -1,4 +1,4 @@
-"""Triton kernels of the MS-norms: forward, and the output made again. The backward is in `norm_backward_triton`.
+"""Triton kernels of the MS-norms: forward, and the recomputed output. The backward is in `norm_backward_triton`.
 
 A program works on some rows by all their columns, held in registers. Rows that are longer than the tile of the launch
 table are walked through in a loop. Statistics are fp32 and never E[x^2] - E[x]^2, which cancels.

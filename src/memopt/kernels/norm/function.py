@@ -1,9 +1,9 @@
 """MS-LayerNorm and MS-RMSNorm: norms whose backward uses their normalised output, with or without an affine.
 
-Kept for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
+Saved for backward: x_hat in the compute dtype, rstd (fp32, one per row) and a copy of the affine (one row); never the
 input, which need not be made where it is a sum. Without an affine y is x_hat, one storage with what the next linear
-keeps. With one, y can be made again from x_hat, weight and bias, so whoever keeps y inside a
-`memopt.saved.RecomputeScope` keeps a handle.
+saves. With one, y is recomputed from x_hat, weight and bias: its readers save those, or a handle inside a
+`memopt.saved.RecomputeScope`.
 
 The formulas are in `memopt.kernels.norm.reference`, the Triton kernels in `*_triton`, the choice between them in `ops`.
 
@@ -112,7 +112,7 @@ def _norm(
         saved: list[Any] = []
         y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
         x_hat, scale, shift, recomputed = saved
-        recompute = functools.partial(norm_ops.remade_output, arguments=arguments)
+        recompute = functools.partial(norm_ops.recompute_output, arguments=arguments)
         attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
     return y
 
@@ -140,7 +140,7 @@ class NormalizeFunction(DirectFunction):
 
 
 class NormFunction(DirectFunction):
-    """Norm with an affine: x_hat is kept, the output can be made again."""
+    """Norm with an affine: x_hat is saved, the output is recomputed from it."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class NormFunction(DirectFunction):
     ) -> Tensor | None:
         """`saved` is given x_hat, the copies of the affine and the node's `Recomputed`."""
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual)
-        ctx.arguments, ctx.remakes_output, ctx.recomputed = arguments, True, Recomputed()
+        ctx.arguments, ctx.recomputes_output, ctx.recomputed = arguments, True, Recomputed()
         # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
         # output, in another shard unit, runs its backward first.
         copies = [None if parameter is None else parameter.clone() for parameter in (weight, bias)]
@@ -177,7 +177,7 @@ class NormFunction(DirectFunction):
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None, None))
 
 
-@recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "remakes_output", False))
+@recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
     x_hat, _, weight, bias = node.saved_tensors
-    return norm_ops.remade_output(x_hat, weight, bias, node.arguments)
+    return norm_ops.recompute_output(x_hat, weight, bias, node.arguments)

@@ -51,7 +51,7 @@ def forward(
     return y, exact.to(arguments.kept_dtype), rstd
 
 
-def remade_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
+def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
     if runs_triton(x_hat, weight, bias):
         from memopt.kernels.norm.forward_triton import launch_affine

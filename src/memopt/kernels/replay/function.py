@@ -1,11 +1,11 @@
 """A module that keeps its inputs only, and runs its own forward again in backward.
 
 For modules that no formula here covers, in which autograd keeps more than what goes in: a gated norm, written as a
-dozen operations in fp32, keeps most of their results. Value and gradients are the stock module's to the last bit, since
+dozen operations in fp32, saves most of their results. Value and gradients are the stock module's to the last bit, since
 the same code computes them; the price is that code's time once more, twice where a reader needs the output again.
 
-Kept for backward: the inputs, and copies of the parameters (small vectors). The output can be made again, so its
-readers keep a handle inside a `memopt.saved.RecomputeScope`.
+Saved for backward: the inputs, and copies of the parameters (small vectors). The output can be recomputed, so its
+readers save a handle inside a `memopt.saved.RecomputeScope`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
-        ctx.run, ctx.count, ctx.remakes_output = run, count, True
+        ctx.run, ctx.count, ctx.recomputes_output = run, count, True
         ctx.autocast = autocast_dtype(tensors[0])
         copies = [parameter.detach().clone() for parameter in tensors[count:]]
         ctx.save_for_backward(*tensors[:count], *copies)
@@ -60,7 +60,7 @@ class ReplayFunction(torch.autograd.Function):
         return None, None, *(next(found) if need else None for need in needs)
 
 
-@recomputable("ReplayFunctionBackward", NORMALISED, lambda node: getattr(node, "remakes_output", False))
+@recomputable("ReplayFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
     tensors = node.saved_tensors
     with autocast_as(node.autocast, tensors[0]):

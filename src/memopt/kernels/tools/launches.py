@@ -96,10 +96,10 @@ def _activation_forward(kind: str) -> Callable[[CallShape], Call]:
     return prepare
 
 
-def _activation_backward(kind: str, *, remake: bool) -> Callable[[CallShape], Call]:
+def _activation_backward(kind: str, *, recompute: bool) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
         dh, z = shape.tensor(), shape.tensor()
-        return lambda: activation_triton.launch_backward(dh, z, kind, remake)
+        return lambda: activation_triton.launch_backward(dh, z, kind, recompute)
 
     return prepare
 
@@ -112,10 +112,10 @@ def _gated_forward(kind: str) -> Callable[[CallShape], Call]:
     return prepare
 
 
-def _gated_backward(kind: str, *, remake: bool) -> Callable[[CallShape], Call]:
+def _gated_backward(kind: str, *, recompute: bool) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
         dh, gate, up = shape.tensor(), shape.tensor(), shape.tensor()
-        return lambda: gated_triton.launch_backward(dh, gate, up, kind, remake, None)
+        return lambda: gated_triton.launch_backward(dh, gate, up, kind, recompute, None)
 
     return prepare
 
@@ -140,15 +140,15 @@ VARIANTS: tuple[Variant, ...] = (
         heaviest=True,
     ),
     *(Variant("activation_forward", kind, _activation_forward(kind), heaviest=kind == "mish") for kind in ACTIVATIONS),
-    *(Variant("activation_backward", kind, _activation_backward(kind, remake=False)) for kind in ACTIVATIONS),
+    *(Variant("activation_backward", kind, _activation_backward(kind, recompute=False)) for kind in ACTIVATIONS),
     *(
-        Variant("activation_backward", f"{kind}, remake", _activation_backward(kind, remake=True), kind == "mish")
+        Variant("activation_backward", f"{kind}, recompute", _activation_backward(kind, recompute=True), kind == "mish")
         for kind in ACTIVATIONS
     ),
     *(Variant("gated_forward", kind, _gated_forward(kind), heaviest=kind == "mish") for kind in ACTIVATIONS),
-    *(Variant("gated_backward", kind, _gated_backward(kind, remake=False)) for kind in ACTIVATIONS),
+    *(Variant("gated_backward", kind, _gated_backward(kind, recompute=False)) for kind in ACTIVATIONS),
     *(
-        Variant("gated_backward", f"{kind}, remake", _gated_backward(kind, remake=True), heaviest=kind == "mish")
+        Variant("gated_backward", f"{kind}, recompute", _gated_backward(kind, recompute=True), heaviest=kind == "mish")
         for kind in ACTIVATIONS
     ),
 )

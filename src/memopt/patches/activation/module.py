@@ -1,5 +1,5 @@
-"""Activation modules made to keep their input only: those composed of several operations, and those whose linear makes
-their output again."""
+"""Activation modules that save their input only: those of several operations, and those whose linear recomputes their
+output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """What an activation keeps, as it is or as a code of the derivative: decided when the scope's module is done.
 
-Most activations keep their input, and where somebody keeps the output, it is recomputed from that: the input stays and
-the gradient is exact. Where nobody does (the linear behind it is frozen and has no adapter, or keeps a sample of rows),
-backward needs the derivative alone, and a code of it takes the input's place. A ReLU keeps its output, which the next
-linear may keep as well; where none does, one bit an element takes its place, and the gradient stays exact.
+Most activations save their input. Where a reader saves the output, that is recomputed from the input, which is then
+saved as it is: the gradient is exact. Where none does (the linear behind it is frozen and has no adapter, or saves a
+sample of rows), backward needs the derivative alone, and a code of it replaces the input. A ReLU saves its output,
+which the next linear may save as well; where it does not, one bit an element replaces it, and the gradient stays
+exact.
 """
 
 from __future__ import annotations

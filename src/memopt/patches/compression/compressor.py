@@ -1,12 +1,11 @@
 """Saved tensors that are not recomputed, quantised when their scope's module is done.
 
-A tensor that autograd keeps is in use until the module returns, so the scope waits for its end. Then each storage that
-nobody but autograd refers to is quantised once, however many operations keep a view of it, and decoded once for those
-that ask for it at the same time. Where views leave gaps in their storage, whose memory may never have been written,
-each view is quantised by itself. What can be recomputed is a handle already and is not here; it is computed from
-the decoded tensors.
+A saved tensor is in use until the module returns, so the scope waits for its end. Then each storage that only
+autograd refers to is quantised once, however many operations saved a view of it, and decoded once for those that
+unpack it at the same time. Where views leave gaps in their storage, whose memory may never have been written, each
+view is quantised by itself. A tensor that is recomputed is a handle already; it is computed from the decoded tensors.
 
-Small tensors stay as they are: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
+Small tensors are not quantised: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
 would be multiplied.
 """
 

@@ -1,8 +1,8 @@
 """Gated MLP modules whose activation and product run as one operator that keeps gate and up only.
 
 The children stay: gate, up and a wrapped down are called as the stock forward calls them, so adapters, quantised
-linears and hooks on them work. Only a plain `nn.Linear` without hooks is not called: it makes the product again and
-differentiates it in one pass. A watched or replaced activation has the stock forward run.
+linears and hooks on them work. Only a plain `nn.Linear` without hooks is not called: its function recomputes the
+product and differentiates it in one pass. With a hooked or replaced activation the stock forward runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GatedMLPRewrite:
     """The child that was there when the module was patched: the formula is its."""
     between: str | None
     scope: ScopeRewrite
-    """What the module is beside."""
+    """The scope that the module opens too, or the families that hold around it."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     with rewrite.scope.around(module, *args, **kwargs):
         if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
             return stock(module, *args, **kwargs)
-        # In a frame of its own: when the scope ends, nobody but autograd refers to what is kept.
+        # In a frame of its own: when the scope ends, only autograd refers to the saved tensors.
         return _run(rewrite, children, down, given[0])
 
 

@@ -33,7 +33,7 @@ class SampledLinearRewrite:
     visits: Visits
     """What is known of the calls of its model, and of its gradients in them."""
     number: int
-    """Its own in there."""
+    """Number of this linear in `visits`."""
 
 
 def patch_sampled_linear(

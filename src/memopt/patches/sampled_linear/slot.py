@@ -116,7 +116,7 @@ class SampledInput(Slot):
 
     def prepare(self) -> None:
         if self._handle is not None and self._handle.has_others:
-            # Others need what it is made from, so that stays, and the input itself costs nothing.
+            # Another handle exists: its sources are saved anyway, and recomputing the input costs no bytes.
             self.stay()
             self.held = None
 

@@ -27,7 +27,7 @@ class SumNormRewrite:
 
     site: SumNormSite
     scope: ScopeRewrite | None
-    """What the module is beside; None where it is no scope."""
+    """The scope that the module opens too; None where it opens none."""
 
 
 def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:
