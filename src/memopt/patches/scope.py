@@ -19,6 +19,7 @@ from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute_specs import Region, is_under_foreign_hooks
 from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
+from memopt.torch_compat import has_any_global_hook
 
 #: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
 LOOK_AGAIN = 64
@@ -97,11 +98,11 @@ class ScopeRewrite:
             hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
             return RecomputeScope(self.families, self.compression, hidden)
-        # Checkpointing runs the call twice and has to see the same tensors, so there the first finding stays.
+        # Where hooks watch every module, those that a kernel would skip run. Checkpointing runs the call twice and has to see the same tensors, so there the first finding stays.
         is_final = is_under_foreign_hooks()
         form = (
             hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
-            autocast_dtype(hidden), is_final,
+            autocast_dtype(hidden), bool(has_any_global_hook()), is_final,
         )  # fmt: skip
         if self.history.is_closed(form, is_final=is_final):
             return _CLOSED

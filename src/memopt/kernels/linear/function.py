@@ -122,8 +122,7 @@ class FusedLinearFunction(DirectFunction):
     ) -> Tensor:
         ctx.differentiate, ctx.shape = differentiate, h.shape
         ctx.save_for_backward(weight, *inputs)
-        with autocast_as(None, h):
-            return not_a_view(F.linear(h, weight, bias))
+        return not_a_view(F.linear(h, weight, bias))  # all in the dtype that autocast would cast to
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
