@@ -98,7 +98,8 @@ class ScopeRewrite:
             hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
             return RecomputeScope(self.families, self.compression, hidden)
-        # Where hooks watch every module, those that a kernel would skip run. Checkpointing runs the call twice and has to see the same tensors, so there the first finding stays.
+        # Where hooks watch every module, stock forwards run that are skipped elsewhere. Checkpointing runs a call twice
+        # and has to see the same tensors, so there the first finding stays.
         is_final = is_under_foreign_hooks()
         form = (
             hidden.dtype, hidden.dim(), 1 in hidden.shape, hidden.requires_grad, module.training,
