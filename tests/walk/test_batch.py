@@ -12,7 +12,16 @@ from safetensors.torch import save_file
 from transformers import BatchEncoding
 
 from memopt.errors import InputsError
-from memopt.walk.calls.batch import check_names, describe, in_words, placed, read_batch, remade, rows_of, tokens_of
+from memopt.walk.calls.batch import (
+    check_names,
+    describe,
+    from_description,
+    in_words,
+    placed,
+    read_batch,
+    rows_of,
+    tokens_of,
+)
 from tests.factories import tiny_model
 from tests.stations import stations_batch
 
@@ -88,7 +97,7 @@ def test_a_description_remembers_shapes_and_sizes_but_no_data() -> None:
     batch = {**stations_batch(), "input_ids": IDS, "image_grid_thw": torch.tensor([[1, 4, 6]]), "flag": True}
     described = describe(batch)
     assert "values" not in str({name: form for name, form in described.items() if name != "image_grid_thw"})
-    again = remade(described)
+    again = from_description(described)
     assert again["image_grid_thw"].tolist() == [[1, 4, 6]]
     assert again["flag"] is True
     assert (again["input_ids"].shape, again["input_ids"].dtype, again["input_ids"].is_meta) == ((2, 4), IDS.dtype, True)

@@ -97,9 +97,9 @@ class Manifest:
 
     def batch(self) -> dict[str, Any] | None:
         """The batch of `inputs` on the meta device: its shapes drive the walk again."""
-        from memopt.walk.calls.batch import remade
+        from memopt.walk.calls.batch import from_description
 
-        return None if self.inputs is None else remade(self.inputs.arguments)
+        return None if self.inputs is None else from_description(self.inputs.arguments)
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}

@@ -1,7 +1,6 @@
-"""A batch that a user gives for a model whose inputs cannot be guessed: reading, checking and describing it.
+"""A user's batch for a model whose inputs cannot be guessed: reading, checking and describing it.
 
-A batch is a mapping from arguments of the model's forward to values. Making it fit a small twin is
-`memopt.walk.calls.fit`, making one with the model's own processor is `memopt.walk.calls.processed`.
+A batch maps arguments of the model's forward to values.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from memopt.walk.models.config import one_line
 Batch = Mapping[str, Any]
 
 _SAVE = 'torch.save(dict(processor(..., return_tensors="pt")), "batch.pt")'
-#: The way out where inputs cannot be guessed.
+#: Hint where inputs cannot be guessed.
 PASS_INPUTS = f"Pass a batch with --inputs batch.pt (in Python: inputs=...), made with: {_SAVE}"
-_MAKE_AGAIN = f"Make it with: {_SAVE}"
+_MAKE_IT = f"Make it with: {_SAVE}"
 _SHOWN = 12
-#: Most numbers of a tensor that counts as sizes.
+#: Most elements of a tensor that counts as sizes.
 _FEW = 64
 
 
@@ -46,14 +45,14 @@ def read_batch(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_AGAIN)
+        raise InputsError(f"The file of inputs '{path}' does not exist.", _MAKE_IT)
     content = _load(path)
     if not isinstance(content, dict):
-        raise InputsError(f"'{path}' holds {_article(content)}, not a dict of the forward's arguments.", _MAKE_AGAIN)
+        raise InputsError(f"'{path}' holds {_article(content)}, not a dict of the forward's arguments.", _MAKE_IT)
     if wrong := [key for key in content if not isinstance(key, str)]:
-        raise InputsError(f"'{path}' has the key {wrong[0]!r}, which is no argument's name.", _MAKE_AGAIN)
+        raise InputsError(f"'{path}' has the key {wrong[0]!r}, which is no argument's name.", _MAKE_IT)
     if not content:
-        raise InputsError(f"'{path}' is an empty dict: it gives the model no inputs.", _MAKE_AGAIN)
+        raise InputsError(f"'{path}' is an empty dict: it gives the model no inputs.", _MAKE_IT)
     return {name: _value(name, value, path) for name, value in content.items()}
 
 
@@ -87,8 +86,8 @@ def does_not_run(model: nn.Module, error: str) -> InputsError:
     )
 
 
-def placed(batch: Batch, device: str | torch.device | None, dtype: torch.dtype) -> dict[str, Any]:
-    """`batch` on `device` (None: where it is), its floating tensors in `dtype`, also those in lists and dicts."""
+def placed(batch: Batch, device: str | torch.device | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """`batch` on `device`, its floating tensors in `dtype`, also those in lists and dicts; None leaves either as is."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -99,24 +98,24 @@ def placed(batch: Batch, device: str | torch.device | None, dtype: torch.dtype) 
 
 
 def describe(batch: Batch) -> dict[str, Any]:
-    """Shape and dtype of every tensor of `batch`, other values as they are: JSON-ready, see `remade`.
+    """Shape and dtype of every tensor of `batch`, other values as they are: JSON-ready, see `from_description`.
 
-    Values of tensors are left out, since they are the user's data, but for a few sizes that a forward may read.
+    Values of tensors are left out, since they are the user's data, except a few sizes that a forward may read.
     """
 
-    def told(name: str, value: Any) -> Any:
+    def form(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            form = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-            return form | ({"values": value.tolist()} if _is_size(name, value) else {})
+            shape = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            return shape | ({"values": value.tolist()} if _is_size(name, value) else {})
         if isinstance(value, Mapping):
-            return {"items": {str(key): told(str(key), item) for key, item in value.items()}}
-        return [told(name, item) for item in value] if isinstance(value, list | tuple) else value
+            return {"items": {str(key): form(str(key), item) for key, item in value.items()}}
+        return [form(name, item) for item in value] if isinstance(value, list | tuple) else value
 
-    return {name: told(name, value) for name, value in batch.items()}
+    return {name: form(name, value) for name, value in batch.items()}
 
 
-def remade(description: Batch) -> dict[str, Any]:
-    """A batch of the shapes that `describe` told, on the meta device but for the sizes in it."""
+def from_description(description: Batch) -> dict[str, Any]:
+    """A batch of the shapes in a description by `describe`, on the meta device except the sizes, which have values."""
 
     def make(value: Any) -> Any:
         if isinstance(value, Mapping) and "values" in value:
@@ -143,7 +142,7 @@ def in_words(batch: Batch) -> str:
 
 
 def rows_of(batch: Batch) -> int:
-    """Rows of the batch: of its token ids where it has some, else of its first tensor."""
+    """Rows of the token ids; where the batch has none, of its first tensor."""
     tensors = [batch.get("input_ids"), *tree_leaves(dict(batch))]
     return next((tensor.shape[0] for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 1)
 
@@ -162,11 +161,11 @@ def _load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error) or "GLOBAL" in str(error) or "weights_only" in str(error).lower():
             raise InputsError(
-                f"'{path}' holds more than tensors, lists and numbers, and memopt runs no code from it.", _MAKE_AGAIN
+                f"'{path}' holds more than tensors, lists and numbers, and memopt runs no code from it.", _MAKE_IT
             ) from None
-        raise InputsError(f"'{path}' is no file of torch.save: {one_line(error)}.", _MAKE_AGAIN) from None
+        raise InputsError(f"'{path}' is no file of torch.save: {one_line(error)}.", _MAKE_IT) from None
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
-        raise InputsError(f"'{path}' cannot be read: {one_line(error)}.", _MAKE_AGAIN) from None
+        raise InputsError(f"'{path}' cannot be read: {one_line(error)}.", _MAKE_IT) from None
 
 
 def _value(name: str, value: Any, path: Path) -> Any:
@@ -181,7 +180,7 @@ def _value(name: str, value: Any, path: Path) -> Any:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and not leaf.numel():
             shape = " x ".join(map(str, leaf.shape))
-            raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", _MAKE_AGAIN)
+            raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", _MAKE_IT)
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -190,7 +189,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_size(name: str, value: Tensor) -> bool:
-    """Grids, lengths and the like; not token ids, labels and what else says something about the data."""
+    """Grids, lengths and the like; not token ids, labels and other data."""
     return (
         not (value.is_meta or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         and value.numel() <= _FEW
@@ -199,7 +198,7 @@ def _is_size(name: str, value: Tensor) -> bool:
 
 
 def _known_names(model: nn.Module) -> Iterator[str]:
-    """Arguments of the forward and, where it hands others down, what its type hints and the models inside take."""
+    """Arguments of the forward and, where it passes on others, those of its type hints and of the models inside."""
     yield from forward_parameters(model)
     inner = inner_model(model)
     for parameter in inspect.signature(inner.forward).parameters.values():

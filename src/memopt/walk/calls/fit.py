@@ -1,6 +1,6 @@
-"""A user's batch for a small twin of the model: token ids that the twin has, everything else as it is.
+"""A user's batch for a small twin of the model: token ids are mapped into its vocabulary, the rest is unchanged.
 
-The twin keeps the sizes that inputs are measured in (`shrunken(..., sizes=False)`); its vocabulary is cut all the same.
+Such a twin has the real sizes of images and sounds (`shrunken(..., sizes=False)`) and a smaller vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from memopt.walk.models.shrink.config import TOKEN_ID
 
 _IDS = re.compile(r"(.*_)?(ids|labels|codes|tokens)")
 _NOT_IDS = re.compile(r".*(position|type|segment).*")
-
-
-#: Rows that a twin is run with where it can be: its attention grows with every one, and two show what all do.
+#: Rows of the first attempt: a twin runs many times.
 _ROWS = 2
 
 
 def fitting(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """`batch` for a model of `small`: its first rows, which is not always one, then all of it."""
+    """`batch` for a model of `small`: its first rows, which do not always run alone, then all of it."""
     whole = fitted(batch, config, small)
     rows = rows_of(whole)
     if rows > _ROWS:
@@ -39,10 +37,10 @@ def fitting(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> 
 
 
 def fitted(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> dict[str, Any]:
-    """`batch`, made for `config`, for a model of `small`, which `shrunken` made of it.
+    """`batch`, for a model of `config`, changed for a model of `small`, one of its `shrunken` configs.
 
-    An id that has a meaning (a placeholder for an image) becomes the one with that meaning; another that the small
-    vocabulary lacks, or gave a meaning to, becomes an ordinary one, the same everywhere.
+    A special token id (a placeholder for an image) becomes the corresponding one; an id that is outside of the small
+    vocabulary, or special there, becomes an ordinary one, the same wherever it occurs.
     """
     moved = dict(_moved_ids(config, small))
     limit = min(_vocabularies(config, small), default=None)
@@ -51,9 +49,9 @@ def fitted(batch: Batch, config: PreTrainedConfig, small: PreTrainedConfig) -> d
     pool = torch.tensor(ordinary_ids(small))
 
     def fit(ids: Tensor) -> Tensor:
-        meanings = torch.tensor(list(moved.values()), dtype=ids.dtype)
-        homeless = (ids >= limit) | torch.isin(ids, meanings)
-        fitting = torch.where(homeless, pool.to(ids.dtype)[ids.clamp_min(0).long() % len(pool)], ids)
+        special = torch.tensor(list(moved.values()), dtype=ids.dtype)
+        taken = (ids >= limit) | torch.isin(ids, special)
+        fitting = torch.where(taken, pool.to(ids.dtype)[ids.clamp_min(0).long() % len(pool)], ids)
         for old, new in moved.items():
             fitting = torch.where(ids == old, new, fitting)
         return fitting

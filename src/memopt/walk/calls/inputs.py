@@ -1,8 +1,8 @@
-"""Inputs to run a model with: made from its forward's signature, its `main_input_name` and its config, no model named.
+"""Inputs for a model, from the signature of its forward, its `main_input_name` and its config.
 
-`dummy_inputs` gives the likeliest call, `runnable_calls` the ones that were tried and ran, `training_targets` the
-labels that make a model return a loss. What arguments look like is `memopt.walk.calls.arguments` and, for labels,
-`memopt.walk.calls.labels`; calls of what the model's own forward leaves out are `memopt.walk.calls.parts`.
+`dummy_inputs` returns the likeliest call, `runnable_calls` those that were tried and ran, `training_targets` the
+labels with which a model returns a loss. Arguments are proposed by `memopt.walk.calls.arguments`, labels by
+`memopt.walk.calls.labels`; `memopt.walk.calls.parts` calls what the model's own forward does not reach.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from memopt.errors import ModelError
-from memopt.torch_compat import tree_map
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates, forward_parameters, has_config, inner_model
+from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
@@ -50,17 +50,17 @@ class Call:
         return getattr(module, self.method)(**self.kwargs) if self.method else module(**self.kwargs)
 
     def copied(self) -> Call:
-        """The same call with arguments of its own: a forward may write into them."""
+        """The same call with copies of the arguments, into which a forward may write."""
         own = {n: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for n, v in self.kwargs.items()}
         return replace(self, kwargs=own)
 
 
-#: How a call is run; a walk passes its own, to observe it.
+#: Runs a call; a walk passes one that observes it.
 Runner = Callable[[nn.Module, Call], Any]
 
 
 class Calls(list[Call]):
-    """The calls that ran, with what the others failed on."""
+    """The calls that ran, and the errors of the others."""
 
     def __init__(self, calls: Sequence[Call] = (), errors: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(calls)
@@ -79,14 +79,14 @@ def dummy_inputs(
     """Keyword arguments for ``model.forward``, batch 2: no labels, no cache, no special tokens.
 
     ``plain`` has no padding, ``padded`` masks the end of one row (where the forward takes a mask), ``odd`` has an odd
-    sequence length and an image side that no window divides. `dtype` is that of floating inputs; on ``meta`` there are
-    shapes only. The same seed gives the same values; torch's global generator is not used.
+    sequence length and an image side that no window divides. `dtype` is that of floating inputs. The same seed gives
+    the same values; torch's global generator is not used.
 
     Raises:
-        ModelError: the model has no transformers config, or nothing is known of what its forward takes.
+        ModelError: the model has no transformers config, or no arguments of its forward are recognised.
     """
     for _, kwargs in candidates(model, variant, seed):
-        return _moved(kwargs, torch.device(device), dtype)
+        return placed(kwargs, device, dtype)
     raise ModelError(
         f"No inputs can be made for {type(inner_model(model)).__name__} from its forward's signature.",
         "Pass a batch of your own.",
@@ -101,10 +101,10 @@ def runnable_calls(
     seed: int = 0,
     run: Runner | None = None,
 ) -> Calls:
-    """For each variant, and each modality, the first call that runs in eval and in train mode; the rest as errors.
+    """For each variant and modality, the first call that runs in eval and in train mode; the rest as errors.
 
-    Inputs are on the model's device, in its floating dtype. With `inputs` these are the only call tried. A call that
-    runs only in the mode the model is in is taken when none runs in both. The model is left as it was: mode, buffers,
+    Inputs are on the model's device, in its floating dtype. `inputs`, if given, are the only call that is tried. Where
+    no call runs in both modes, one that runs in the present mode is taken. The model is left as it was: mode, buffers,
     and torch's global CPU generator.
     """
     if inputs is not None:
@@ -119,7 +119,7 @@ def runnable_calls(
 def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runner | None = None) -> Calls:
     """For each label the first of its calls that runs in both modes, or else in the mode that the model is in.
 
-    `tried` has (name to report, call) pairs; calls of one label stand for the same thing.
+    `tried` has (name for errors, call) pairs; calls of one label are alternatives.
     """
     by_label: dict[str, list[tuple[str, Call]]] = {}
     for name, call in tried:
@@ -142,24 +142,22 @@ def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runne
     return Calls(calls, [*errors])
 
 
-def training_targets(
-    model: nn.Module, inputs: Mapping[str, Any], *, seed: int = 0, run: Runner | None = None
-) -> dict[str, Any]:
-    """What to add to `inputs` for the forward to return a loss, mostly ``labels``; ``{}`` where nothing does.
+def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner | None = None) -> dict[str, Any]:
+    """Arguments with which the forward returns a loss for `inputs`, mostly ``labels``; ``{}`` where none are found.
 
-    The shape of the logits tells what labels look like: one class a token, a row, or a pixel; a number for one column.
+    The shape of the logits decides: a class for each token, row or pixel; a number for each row of a single column.
     """
     config = getattr(inner_model(model), "config", None)
     problem_type = getattr(config, "problem_type", None)
     try:
         logits = getattr(run_once(model, Call("", dict(inputs)), run), "logits", None)
-        for targets in target_candidates(forward_parameters(model), logits, inputs, seed):
+        for targets in target_candidates(forward_parameters(model), logits, inputs):
             if _gives_loss(model, {**inputs, **targets}, run):
                 return targets
-    except Exception:  # A model that does not run has no targets; runnable_calls says why it does not run.
+    except Exception:  # the model does not run; runnable_calls says why
         return {}
     finally:
-        # Classification heads write the problem type that they guess from the labels into their config.
+        # Classification heads derive the problem type from the labels and write it into their config.
         if config is not None and hasattr(config, "problem_type"):
             config.problem_type = problem_type
     return {}
@@ -168,9 +166,9 @@ def training_targets(
 def proposed(
     model: nn.Module, variants: Sequence[Variant], seed: int, *, part: str = "", method: str = ""
 ) -> Iterator[tuple[str, Call]]:
-    """(name, call) of what to try, the likeliest first; a variant that changes nothing for this model is left out.
+    """(name, call) of what to try, the likeliest first; a variant with the inputs of ``plain`` is left out.
 
-    With `part` or `method`, `model` is still the whole model, and the calls are of that part and method.
+    With `part` or `method`, the calls are of that submodule or method of `model`.
     """
     module = model.get_submodule(part)
     device, dtype = _place(module)
@@ -191,13 +189,13 @@ def proposed(
 
 
 def _forms(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[dict[str, Any]]:
-    """`kwargs` on `device`; on meta then with whole numbers left on the CPU: some forwards read sizes, ids or masks."""
-    yield _moved(kwargs, device, dtype)
-    if device.type == "meta" and (numbers := {name: value for name, value in kwargs.items() if _counts(value)}):
-        yield {**_moved(kwargs, device, dtype), **numbers}
+    """`kwargs` on `device`; for meta also with integers left on the CPU: some forwards read sizes, ids or masks."""
+    yield placed(kwargs, device, dtype)
+    if device.type == "meta" and (integers := {name: value for name, value in kwargs.items() if _is_integral(value)}):
+        yield {**placed(kwargs, device, dtype), **integers}
 
 
-def _counts(value: Any) -> bool:
+def _is_integral(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not (value.is_meta or value.is_floating_point() or value.is_complex())
 
 
@@ -216,17 +214,8 @@ def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return device, next(floating, torch.float32)
 
 
-def _moved(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-    def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-
-    return {name: tree_map(move, value) for name, value in kwargs.items()}
-
-
 def _attempt(model: nn.Module, call: Call, run: Runner | None) -> tuple[str | None, str | None]:
-    """Error in the mode the model is in, and in the other one; None for none."""
+    """Errors in the present mode and in the other one; None for a run without error."""
     here = _error_of(model, call, run, model.training)
     return (here, None) if here is not None else (None, _error_of(model, call, run, not model.training))
 
@@ -234,7 +223,7 @@ def _attempt(model: nn.Module, call: Call, run: Runner | None) -> tuple[str | No
 def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) -> str | None:
     try:
         run_once(model, call, run, training)
-    except Exception as error:  # Any failure means that these inputs do not fit.
+    except Exception as error:  # any failure means that these inputs do not fit
         return f"{type(error).__name__}: {one_line(error)}"
     return None
 
@@ -242,7 +231,7 @@ def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) 
 def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: bool | None = None) -> Any:
     """Output of `call` without gradients, in the given mode; the model is left as it was.
 
-    A model of doubles is run in doubles throughout, as every comparison does (`memopt.walk.aten.precision.precise`).
+    `run` executes the call, by default `unobserved`.
     """
     own = call.copied()
     with preserved(model), torch.no_grad(), MetaReads():
@@ -252,7 +241,7 @@ def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: 
 
 
 def unobserved(model: nn.Module, call: Call) -> Any:
-    """The runner of whoever does not watch: a model of doubles computes in doubles throughout."""
+    """Run `call`, an fp64 model in fp64 throughout (`memopt.walk.aten.precision.precise`)."""
     with precise(_place(model)[1]):
         return call.run(model)
 

@@ -1,4 +1,4 @@
-"""What labels could look like, judged by a forward's signature and the shape of its logits. Trying them: `inputs`."""
+"""Labels for a forward, proposed by its signature and the shape of its logits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 IGNORED = -100
 
 
-def target_candidates(
-    names: Collection[str], logits: Any, inputs: Mapping[str, Any], seed: int
-) -> Iterator[dict[str, Any]]:
-    """Arguments that may make a forward with parameters `names` return a loss, the likeliest first."""
-    generator = torch.Generator().manual_seed(seed)
+def target_candidates(names: Collection[str], logits: Any, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments with which a forward with parameters `names` may return a loss, the likeliest first."""
+    generator = torch.Generator().manual_seed(0)
     if "labels" in names:
         for labels in _labels(logits, inputs, generator):
             yield {"labels": labels}
@@ -35,7 +33,7 @@ def _labels(logits: Any, inputs: Mapping[str, Any], generator: torch.Generator) 
         return
 
     def classes(shape: Sequence[int], count: int) -> torch.Tensor:
-        # Among many classes the first few are padding, blank and the like.
+        # Of many classes the first few are often padding or blank.
         first = 4 if count > 8 else 0
         return torch.randint(first, max(1, count), tuple(shape), generator=generator).to(logits.device)
 
@@ -43,7 +41,7 @@ def _labels(logits: Any, inputs: Mapping[str, Any], generator: torch.Generator) 
     if logits.dim() == 2:
         yield torch.randn(batch, generator=generator).to(logits) if count == 1 else classes((batch,), count)
     elif logits.dim() == 3:
-        # One a row of the logits, else one an id, else a short transcript.
+        # A label for each position of the logits, else for each id, else a short transcript.
         yield _unpadded(classes(logits.shape[:2], count), inputs)
         if isinstance(ids := inputs.get("input_ids"), torch.Tensor):
             yield classes(ids.shape, count)
@@ -53,7 +51,7 @@ def _labels(logits: Any, inputs: Mapping[str, Any], generator: torch.Generator) 
 
 
 def _unpadded(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Labels that do not count padding, as a collator makes them."""
+    """Labels with padding ignored, as a collator returns them."""
     name = "decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask"
     mask = inputs.get(name)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:

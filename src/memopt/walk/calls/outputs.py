@@ -1,4 +1,4 @@
-"""What leaves a forward: the tensors of a model's output, and values read by Python behind the dispatcher's back."""
+"""The tensors of a model's output, and the reads of values in Python, which the dispatcher does not see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Containers in containers (a cache of layers of states); deeper ones are an object's own business.
+#: Depth to which nested containers are searched (a cache of layers of states).
 _DEPTH = 6
 
 
@@ -31,10 +31,10 @@ def output_tensors(output: Any, key: str = "output", depth: int = _DEPTH) -> Ite
 
 
 def auxiliary_fields(output: Any) -> frozenset[str]:
-    """Fields of a model's output that come beside what the model is for, by the names that all models share.
+    """Secondary fields of a model's output, by the names that all models of transformers use.
 
-    Hidden states and the outputs of inner models beside logits, and an encoder's beside the decoder's. What a base
-    model returns is what it is for.
+    Hidden states and outputs of inner models next to logits, and an encoder's outputs next to a decoder's. The hidden
+    states that a base model returns are not secondary.
     """
     if not isinstance(output, Mapping):
         return frozenset()
@@ -49,7 +49,7 @@ def auxiliary_fields(output: Any) -> frozenset[str]:
 
 @contextlib.contextmanager
 def watched_reads(report: Callable[[Tensor, str], None]) -> Iterator[None]:
-    """`numpy()`, `tolist()` and `__array__` read values without the dispatcher; report them while inside."""
+    """Reports calls of `numpy()`, `tolist()` and `__array__`, which read values without the dispatcher."""
     originals = {name: getattr(Tensor, name) for name in ("numpy", "tolist", "__array__")}
     own = {name for name in originals if name in vars(Tensor)}
 

@@ -1,8 +1,8 @@
-"""Calls of what a model's own forward leaves out: a vision or audio tower beside a text call, a half of a pair.
+"""Calls of the parts that a model's own forward does not reach: a vision or audio tower, one of two encoders.
 
-`every_call` is `memopt.walk.calls.inputs.runnable_calls` and, where modules have not run after that, calls of the
-`get_*_features` methods that reach them and of the nested models that hold them. What such a call returns counts as an
-output of the model, since what the model makes of it is not seen.
+After `memopt.walk.calls.inputs.runnable_calls`, modules that have not run are reached by `get_*_features` methods or by
+calls of the nested models that contain them. The result of such a call counts as an output of the model, since its
+consumers are not observed.
 """
 
 from __future__ import annotations
@@ -33,32 +33,25 @@ from memopt.walk.models.config import one_line
 _MOST_TRIES = 8
 
 
-def every_call(
-    model: nn.Module,
-    inputs: Mapping[str, Any] | None = None,
-    *,
-    variants: Sequence[Variant] = VARIANTS,
-    seed: int = 0,
-    run: Runner | None = None,
-) -> Calls:
-    """`runnable_calls`, then calls of the parts that none of these reached; as many as needed, none where all ran.
+def every_call(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, run: Runner | None = None) -> Calls:
+    """`runnable_calls`, then calls of the parts that none of these reached.
 
-    With `inputs`, these say how the model is used, and no part is called. An error is kept for a part that does not
-    run at all.
+    With `inputs`, these say how the model is used, and no part is called. The errors include one for each part that
+    does not run at all.
     """
     visits = _Visits(model)
     with RunningModules(model, entered=visits.enter):
-        calls = runnable_calls(model, inputs, variants=variants, seed=seed, run=visits.during(run))
+        calls = runnable_calls(model, inputs, run=visits.during(run))
         if inputs is not None or not calls:
             return calls
         errors = list(calls.errors)
         for part, method in _targets(model, visits):
-            tried = _Trial(model, part, method, seed)
+            tried = _Trial(model, part, method)
             reached = tried.reaches(visits)
             if reached is None:
                 errors += tried.errors[:1]
             elif reached:
-                found = first_to_run(model, tried.calls(variants), visits.during(run))
+                found = first_to_run(model, tried.calls(VARIANTS), visits.during(run))
                 calls += found
                 errors += found.errors
     return Calls(calls, errors)
@@ -85,9 +78,9 @@ class _Visits:
         return watched
 
     def idle(self) -> set[str]:
-        """Modules with parameters of which nothing has run.
+        """Modules with children and parameters of which nothing has run.
 
-        Leaves do not count: a parent may use their parameters without a call, as attention does with its output
+        A leaf does not count: its parent may use the parameters without a call, as attention does with its output
         projection.
         """
         ran = {above for name in self.seen for above in _ancestors(name)}
@@ -127,10 +120,10 @@ def _feature_methods(cls: type) -> list[str]:
 
 
 class _Trial:
-    """The calls of one part that may run, tried unobserved first: what brings nothing new is not observed at all."""
+    """The possible calls of one part, tried unobserved first, since many reach nothing new."""
 
-    def __init__(self, model: nn.Module, part: str, method: str, seed: int) -> None:
-        self.model, self.part, self.method, self.seed = model, part, method, seed
+    def __init__(self, model: nn.Module, part: str, method: str) -> None:
+        self.model, self.part, self.method = model, part, method
         self.errors: list[tuple[str, str]] = []
 
     def reaches(self, visits: _Visits) -> bool | None:
@@ -150,7 +143,7 @@ class _Trial:
         """(name, call) of what to try, a few of each variant."""
         tries: Counter[str] = Counter()
         try:
-            for name, call in proposed(self.model, variants, self.seed, part=self.part, method=self.method):
+            for name, call in proposed(self.model, variants, 0, part=self.part, method=self.method):
                 tries[call.label] += 1
                 if tries[call.label] <= _MOST_TRIES:
                     yield name, call

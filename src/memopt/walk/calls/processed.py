@@ -1,7 +1,7 @@
-"""Batches that a model's own processor makes of synthetic data: an image, a second of noise, a short text.
+"""Batches by a model's own processor from synthetic data: an image, a second of noise, a short text.
 
-For models whose inputs the config does not tell, where the folder carries a processor. What a processor is missing here
-(a library, a file, a template) is no error: then there is one batch less to try.
+For models whose inputs cannot be derived from the config, where the folder has a processor. A processor that fails
+(it lacks a library, a file, a template) is no error: there is one batch less to try.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLING_RATE = 16_000
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether `folder` carries a processor, or a part of one."""
+    """Whether `folder` has a processor, or a part of one."""
     return any((folder / name).is_file() for name in _FILES)
 
 
@@ -39,7 +39,7 @@ def processed_batches(model: nn.Module, folder: Path, *, trust_remote_code: bool
     processor = _processor(folder, trust_remote_code)
     for arguments in _synthetic(processor) if callable(processor) else ():
         given: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # It may lack anything, in its own way.
+        with contextlib.suppress(Exception):  # a processor may raise anything
             encoded = dict(processor(**arguments, return_tensors="pt"))
             given = {name: value for name, value in encoded.items() if name in names}
         if given:
@@ -47,7 +47,7 @@ def processed_batches(model: nn.Module, folder: Path, *, trust_remote_code: bool
 
 
 def _processor(folder: Path, trust_remote_code: bool) -> Any:
-    """The whole processor, or else the part of it that is there: a folder may lack a tokenizer. None without either."""
+    """The processor, or the part of it that loads (a folder may lack a tokenizer), or None."""
     loaders: tuple[Any, ...] = (AutoProcessor, AutoFeatureExtractor, AutoImageProcessor)
     for auto in loaders:
         with contextlib.suppress(Exception):
@@ -76,7 +76,7 @@ def _synthetic(processor: Any) -> Iterator[dict[str, Any]]:
 
 
 def _reads(processor: Any, name: str) -> bool:
-    """Every processor of transformers has arguments for all kinds of data; its parts tell which ones it reads."""
+    """Every processor of transformers takes all kinds of data; which ones it reads depends on its parts."""
     if not hasattr(processor, "tokenizer"):
         return True
     parts = ("image_processor",) if name.startswith("image") else ("feature_extractor", "audio_processor")
@@ -90,10 +90,10 @@ def _sampling_rate(processor: Any) -> int:
 
 
 def _texts(processor: Any, image: str | None, sound: str | None) -> Iterator[str]:
-    """The text with the processor's own placeholders: by its chat template, by its tokens, without any."""
+    """The text with the processor's placeholders by its chat template, then by its tokens, then without any."""
     kinds = [kind for kind, given in (("image", image), ("audio", sound)) if given]
     content = [*({"type": kind} for kind in kinds), {"type": "text", "text": _TEXT}]
-    with contextlib.suppress(Exception):  # It has no template, or one of its own kind.
+    with contextlib.suppress(Exception):  # it has no template, or one that takes other messages
         yield str(processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
     holders = (processor, getattr(processor, "tokenizer", None))
     tokens = [next(filter(None, (getattr(h, f"{kind}_token", None) for h in holders)), "") for kind in kinds]

@@ -1,9 +1,8 @@
-"""What the arguments of a model's forward look like: token ids, masks, images, sounds, time series, features.
+"""Proposals for the arguments of a model's forward: token ids, masks, images, sounds, time series, features.
 
-Everything is derived from the signature and the docstring of the forward, `main_input_name` and the config. For one
-more kind of input, add a builder to `singles.py` (one argument), or a family (arguments that come together, or have
-several possible shapes) in a file of its own and to `_FAMILIES` here. Trying what is proposed is
-`memopt.walk.calls.inputs`.
+They are derived from the signature and the docstring of the forward, `main_input_name` and the config. For one more
+kind of input, add a builder to `singles.py` (one argument), or a family (arguments that come together, or have several
+possible shapes) in a file of its own and to `_FAMILIES` here. `memopt.walk.calls.inputs` tries the proposals.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
 def candidates(model: nn.Module, variant: str, seed: int, method: str = "") -> Iterator[tuple[str, Kwargs]]:
     """(``modality:detail``, kwargs) of every way to call the model worth trying, the likeliest first.
 
-    The modality is ``main`` for what `main_input_name` asks for; tensors are on CPU, floating ones in fp32. With
-    `method`, of every way to call that method of the model: what the forward takes and the method does too, then more.
+    The modality is ``main`` for the argument `main_input_name`; tensors are on CPU, floating ones in fp32. With
+    `method`, of every way to call that method: first with the arguments that it shares with the forward.
     """
     if method:
         request = Request.of(model, variant, seed, method)
@@ -63,6 +62,6 @@ def candidates(model: nn.Module, variant: str, seed: int, method: str = "") -> I
     else:
         request = Request.of(model, variant, seed)
     for family in _FAMILIES:
-        # A config may hold anything (a window of 0); a family that stumbles over it has nothing more to propose.
+        # A config may have any value (a window of 0); a family that raises has no more proposals.
         with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             yield from family(request)

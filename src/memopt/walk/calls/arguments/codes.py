@@ -27,7 +27,7 @@ def codes(request: Request) -> Iterator[tuple[str, Kwargs]]:
         "main:codes in batch rows",
         complete(request, {**beside, name: _codes(request, BATCH * count, request.length)}),
     )
-    # A model that makes the codes of one frame one after the other knows as many positions as there are codebooks.
+    # A model that generates the codes of one frame one by one has as many positions as codebooks.
     frame: Kwargs = {"input_ids": _codes(request, BATCH, count)}
     if "last_hidden_state" in request.names:
         frame["last_hidden_state"] = request.normal(BATCH, count, request.whole("input_size", default=request.hidden))
@@ -35,8 +35,8 @@ def codes(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def codebooks(request: Request) -> int:
-    """Number of codebooks; 0 or 1 for a model that has none."""
-    # Without images, channels are those of the codes.
+    """Number of codebooks; 0 or 1 for a model without codebooks."""
+    # In a model without images, channels are codebooks.
     channels = () if "pixel_values" in request.names else ("num_channels",)
     return request.whole("num_codebooks", "n_codebooks", "num_code_groups", "num_vq", "n_vq", *channels, default=0)
 

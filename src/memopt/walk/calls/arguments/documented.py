@@ -1,7 +1,7 @@
 """Arguments as a docstring describes them: ``actions (`torch.Tensor` of shape `(batch_size, length, act_dim)`)``.
 
-transformers documents the arguments of every forward in this form, with sizes named like the fields of the config. So
-this tells what nobody has a builder for; it does not tell which values are legal, so ids are small.
+transformers documents the arguments of every forward in this form, with sizes named like the fields of the config.
+Which values are legal is not documented, so ids are 0 or 1.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _FEW = re.compile(r"(bs|b|(.*_)?batch(_size)?|(num|n)_(audios|images|samples|vid
 
 @dataclass(frozen=True)
 class Description:
-    """What the docstring says of one argument."""
+    """One argument in the docstring."""
 
     shape: tuple[int, ...]
     type: str
     optional: bool
     of_one_row: bool
-    """The shape has no batch in it."""
+    """The shape has no batch dimension."""
 
     def value(self, request: Request, name: str) -> torch.Tensor:
-        """A tensor of this shape: ones for masks and counts, small whole numbers for ids, else normal numbers."""
+        """A tensor of this shape: ones for masks and counts, 0 or 1 for ids, else normally distributed numbers."""
         if "padding" in name and not name.endswith("mask"):
             return torch.zeros(self.shape, dtype=torch.long)
         if name.endswith("mask") or name.startswith("num_"):
@@ -42,7 +42,7 @@ class Description:
 
 
 def described(request: Request) -> dict[str, Description]:
-    """Description of every argument whose shape the docstring gives in terms that the config knows."""
+    """Description of every argument whose documented shape is in terms of the config."""
     found: dict[str, Description] = {}
     for name, kind, shape, rest in _SHAPE.findall(request.documentation):
         if name in request.names and name not in found:
@@ -64,7 +64,7 @@ def _sizes(request: Request, shape: str) -> Iterator[int]:
 
 
 def _size(request: Request, node: ast.expr) -> int:
-    """Number that a size stands for, 0 for an unknown one."""
+    """Value of a documented size; 0 if it is unknown."""
     match node:
         case ast.Constant(value=int(number)):
             return number

@@ -10,9 +10,9 @@ from memopt.walk.calls.arguments.singles import complete, features, value_of
 from memopt.walk.calls.arguments.sounds import samples_of
 
 _KNOWN = ("input_ids", "pixel_values", "input_features", "input_values", "audio_values")
-#: Settings for the width of what a model reads, where that is not what it works with.
+#: Settings for the width of a model's input, where it differs from the hidden size.
 _WIDTHS = ("input_size", "input_dim", "feature_size", "mel_dim", "num_mel_bins")
-#: Arguments that stand for others or are answers, also with a prefix.
+#: Labels, and arguments that replace others; also with a prefix.
 _NOT_GIVEN = ("labels", "inputs_embeds", "position_ids", "encoder_hidden_states", "encoder_attention_mask")
 
 
@@ -30,7 +30,7 @@ def anything(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def embedded(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """Hidden vectors in the place of token ids, and beside others to attend to."""
+    """Hidden vectors instead of token ids, and with others to attend to."""
     if "inputs_embeds" in request.names and "input_ids" not in request.required:
         yield "main:embedded", complete(request, {"inputs_embeds": features(request)})
     main = next((name for name in ("inputs_embeds", *request.required) if name in request.names), None)
@@ -41,7 +41,7 @@ def embedded(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def as_documented(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """What the docstring does not call optional; the same with a batch around what is described for one row; all."""
+    """Arguments that the docstring does not call optional; the same with a batch dimension where it has none; all."""
     descriptions = described(request)
     wanted = {n: d for n, d in descriptions.items() if not d.optional and not n.endswith(_NOT_GIVEN)}
     more = {n: d for n, d in descriptions.items() if not n.endswith(_NOT_GIVEN)}
@@ -62,7 +62,7 @@ def as_documented(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def as_named(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """What else the forward takes that its name tells something about: counts, ids, hidden vectors."""
+    """Other arguments, by what such names mean: counts, ids, hidden vectors."""
     told = ("ids", "embeds", "features", "states")
     names = [name for name in request.names if name.startswith("num_") or name.endswith(told)]
     more = {name: value_of(request, name) for name in names if not name.endswith((*_NOT_GIVEN, "input_ids", *_KNOWN))}

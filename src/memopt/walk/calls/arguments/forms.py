@@ -1,4 +1,4 @@
-"""The shapes that images and videos come in: whole, in several frames or tiles, or cut into patches."""
+"""The shapes of images and videos: whole, in several frames or tiles, or cut into patches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def image_forms(request: Request, *, odd_size: bool = False) -> Iterator[tuple[s
     several = _several(request, side, request.whole(*_FRAMES, default=2))
     yield "several", {values: several, **extra}
     if "pixel_attention_mask" in request.names:
-        # Tiles, or a robot's cameras, come with a mask of those that are there.
+        # Tiles, or a robot's cameras, come with a mask of those that are present.
         there = request.ones("pixel_attention_mask", *several.shape[:2])
         yield "several, all of them there", {values: several, "pixel_attention_mask": there}
     yield "patches", {values: flat_patches(request, side)}
@@ -79,7 +79,7 @@ def _other_towers(request: Request, values: str) -> Kwargs:
 
 
 def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
-    """Frames, a pair, or tiles of each image; one sample if they are many."""
+    """Frames, a pair, or tiles of each image; a batch of one if they are many."""
     if not states_side(request):
         side = side[0] // 2, side[1] // 2
     channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
@@ -87,7 +87,7 @@ def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tenso
 
 
 def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
-    """One image of as many tiles as there may be."""
+    """One image of the largest number of tiles."""
     tiles = request.whole("max_num_tiles", default=4)
     channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
     return {

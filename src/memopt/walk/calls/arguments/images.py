@@ -19,9 +19,9 @@ from memopt.walk.calls.arguments.singles import complete
 from memopt.walk.calls.arguments.text import IMAGE_TOKENS, VIDEO_TOKENS
 from memopt.walk.calls.preserve import preserved
 
-#: Forms of images that are tried with guessed numbers of features, where no tower tells the number.
+#: Forms of images that are tried with guessed numbers of features, where the model has no method that computes them.
 _GUESSED_FORMS = 2
-#: Forms that are tried with the number that a model inside tells.
+#: Forms that are tried with the number of features of an inner model.
 _FORMS_OF_A_WRAPPER = 4
 
 _Forms = Callable[[Request], Iterator[tuple[str, Kwargs]]]
@@ -57,13 +57,13 @@ def image_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
 def in_text(
     request: Request, modality: str, forms: _Forms, method: str, tokens: tuple[str, ...]
 ) -> Iterator[tuple[str, Kwargs]]:
-    """Text that has as many of one of `tokens` as the model's own `method` makes features of one of `forms`."""
+    """Text with a placeholder, one of `tokens`, for each feature that `method` of the model computes of a form."""
     token = request.setting(*tokens)
     if not isinstance(token, int):
         return
     tower = _with_method(request, method)
     for detail, pixels, features in _measured(request, tower, forms, method):
-        # A wrapper's own forward may want its images in another form than the method of the model inside.
+        # A wrapper's forward may take images in another form than the method of the inner model.
         others = [] if tower is request.model else list(islice(forms(request), _FORMS_OF_A_WRAPPER))
         for form, given in {detail: pixels, **{form: given for form, given in others if form != detail}}.items():
             given = {name: value for name, value in given.items() if name in request.names}
@@ -72,7 +72,7 @@ def in_text(
         return
     if modality != "image":
         return
-    # Where a tower tells no number although there is one, the first guess is tried, for the error that it gives.
+    # Where the method of a tower fails, only the first guess is tried, for its error.
     few = 1 if tower is not None else None
     for detail, pixels in islice(forms(request), few or _GUESSED_FORMS):
         for count in _guesses(request, pixels)[:few]:
@@ -81,7 +81,7 @@ def in_text(
 
 
 def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: str, features: int) -> Kwargs:
-    """Text with `features` placeholders a row, between the tokens that open and close an image, if there are any."""
+    """Text with `features` placeholders a row, between the start and end tokens of an image, if there are any."""
     ids = request.ids()
     opening, closing = (
         [value for value in [request.setting(*names)] if isinstance(value, int)]
@@ -92,7 +92,7 @@ def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: s
     )
     middle = torch.tensor([*opening, *[token] * features, *closing]).expand(BATCH, -1)
     ids = torch.cat([ids[:, :4], middle, ids[:, 4:]], 1)
-    # Token types tell text, images and videos apart.
+    # Token types distinguish text, images and videos.
     types = (ids == token).long() * (2 if modality == "video" and "mm_token_type_ids" in request.names else 1)
     typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in request.names}
     return complete(request, {"input_ids": ids, **pixels, **typed})
@@ -101,18 +101,18 @@ def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: s
 def _measured(
     request: Request, tower: nn.Module | None, forms: _Forms, method: str
 ) -> Iterator[tuple[str, Kwargs, int]]:
-    """(detail, arguments, features a row) of the first form that `method` of `tower` makes features of."""
+    """(detail, arguments, features a row) of the first form with which `method` of `tower` runs."""
     if tower is None:
         return
     accepted = parameters_of(tower, method)
     for detail, pixels in forms(replace(request, names={**accepted, **request.names})):
-        # The first argument is the images, under one name or another.
+        # The method's first argument is the images, under any name.
         (name, values), *others = pixels.items()
         wanted = dict(list(accepted.items())[1:])
         given = complete(replace(request, names=wanted), {n: v for n, v in others if n in wanted or not accepted})
         try:
             features = _rows(_run(tower, method, values, given))
-        except Exception:  # Any failure means that this form does not fit.
+        except Exception:  # any failure means that this form does not fit
             continue
         if features and features % BATCH == 0:
             yield detail, {name: values, **given}, features // BATCH
@@ -132,7 +132,7 @@ def _run(tower: nn.Module, method: str, values: torch.Tensor, kwargs: Kwargs) ->
             return value
         if value.is_floating_point():
             return value.to(weight)
-        # A grid is read as numbers, which meta tensors do not have.
+        # The values of a grid are read, so it must not be on meta.
         return value if weight.is_meta else value.to(weight.device)
 
     with preserved(tower), torch.no_grad(), MetaReads():
@@ -140,7 +140,7 @@ def _run(tower: nn.Module, method: str, values: torch.Tensor, kwargs: Kwargs) ->
 
 
 def _rows(output: Any) -> int:
-    """Number of feature vectors in what a feature method returns: one tensor, or one an image."""
+    """Number of feature vectors in the output of a feature method: one tensor, or one for each image."""
     for name in ("pooler_output", "last_hidden_state"):
         if (value := getattr(output, name, None)) is not None:
             output = value

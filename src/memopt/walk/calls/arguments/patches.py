@@ -1,4 +1,4 @@
-"""Images and videos as patches in one long sequence, beside an argument that says where the patches belong."""
+"""Images and videos as patches in one long sequence, with an argument for their positions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 
 
 def packed(request: Request, values: str, video: bool) -> Iterator[tuple[str, Kwargs]]:
-    """(detail, kwargs) for images, or videos, in argument `values`; nothing for a forward that takes no places.
+    """(detail, kwargs) for images, or videos, in argument `values`; nothing for a forward without such positions.
 
-    An image has as many patches a side as two merged tokens have; in the odd variant it is not square.
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3.
     """
     rows, columns = _sides(request)
     yield from _by_grid(request, values, video, rows, columns)
@@ -28,7 +28,7 @@ def packed(request: Request, values: str, video: bool) -> Iterator[tuple[str, Kw
 
 
 def merge_of(request: Request) -> int:
-    """Patches a side that become one feature."""
+    """Patches a side that are merged into one feature."""
     return request.whole(*_MERGES, default=2)
 
 
@@ -50,7 +50,7 @@ def _patch(request: Request) -> tuple[int, int]:
 
 
 def _companion(request: Request, video: bool, *ends: str) -> str | None:
-    """Argument with one of these endings that goes with images, or with videos."""
+    """Argument with one of these endings for images, or for videos."""
     found = [name for name in request.names if name.endswith(ends)]
     return next((name for name in found if ("video" in name) is video), None)
 
@@ -80,7 +80,7 @@ def _by_grid(request: Request, values: str, video: bool, rows: int, columns: int
 
 
 def _by_shape(request: Request, values: str, rows: int, columns: int) -> Iterator[tuple[str, Kwargs]]:
-    """Patches of each image, padded to the longest, its height and width in patches, and a mask of what is none."""
+    """Patches of each image, padded to the longest, its height and width in patches, and a mask of the padding."""
     if not {"spatial_shapes", "pixel_attention_mask"} <= set(request.names):
         return
     channels, side = _patch(request)

@@ -8,7 +8,7 @@ from memopt.walk.calls.arguments.request import BATCH, Request
 
 _SIDES = ("image_size", "img_size", "max_img_size", "input_size")
 _MERGES = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
-#: Patches a side of an image whose size is told.
+#: Patches a side of an image whose size is passed as an argument.
 _FEW_PATCHES = 8
 
 
@@ -30,7 +30,7 @@ def side_of(request: Request) -> tuple[int, int]:
     if "prompt_pixel_values" in request.names:
         # The prompt is put above the image.
         height //= 2
-    # Windows of a fixed number a side, and features that are merged before text takes them, need whole patches.
+    # Windows of a fixed number a side, and features that are merged before the text model, need whole patches.
     merged = request.whole(*_MERGES, default=1) if "input_ids" in request.names else 1
     group = request.whole("num_windows_side", "num_windows", default=merged)
     if group > 1:
@@ -40,14 +40,14 @@ def side_of(request: Request) -> tuple[int, int]:
 
 
 def small_side(request: Request) -> tuple[int, int]:
-    """(height, width) of an image for models that take every size."""
+    """(height, width) of an image for models that take any size."""
     patch = request.whole("patch_size", default=16)
     height, width = side_of(request)
     return min(height, _FEW_PATCHES * patch), min(width, _FEW_PATCHES * patch)
 
 
 def states_side(request: Request) -> bool:
-    """Whether the config says how large images are."""
+    """Whether the config has a size of images."""
     return request.setting(*_SIDES) is not None
 
 
@@ -55,7 +55,7 @@ def odd_side_of(request: Request) -> tuple[int, int]:
     """A slightly smaller image, whose sides in patches no window divides."""
     patch = request.whole("patch_size", default=16)
     window = request.whole("window_size", default=2) or 2
-    # A pyramid halves the side at each stage; this keeps its last stage as large as it was, so a window still fits.
+    # A pyramid halves the side at each stage; its last stage keeps its size, so that a window still fits.
     depths = request.setting("depths", default=())
     shrinks = 2 ** max(1, len(depths) - 1) if isinstance(depths, list | tuple) else 2
 

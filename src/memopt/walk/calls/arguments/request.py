@@ -1,4 +1,4 @@
-"""A model to make inputs for: what its forward takes, what its config says, and random values for both."""
+"""A model that needs inputs: the arguments of its forward, the settings of its config, and random values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kwargs = dict[str, Any]
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside wrappers (PEFT, DDP, torch.compile), whose forward says what it takes."""
+    """The model inside wrappers (PEFT, DDP, torch.compile), whose forward has named arguments."""
     while True:
         if callable(getter := getattr(model, "get_base_model", None)):
             wrapped = getter()
@@ -54,7 +54,7 @@ def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspec
 
 @dataclass(frozen=True)
 class Request:
-    """A model to make inputs for, and how they should vary."""
+    """A model that needs inputs, and their variant."""
 
     model: nn.Module
     config: PreTrainedConfig
@@ -66,7 +66,7 @@ class Request:
 
     @classmethod
     def of(cls, model: nn.Module, variant: str, seed: int, method: str = "") -> Request:
-        """For the forward of `model`, or for a method of it, whose first argument then is the main one."""
+        """For the forward of `model`, or for a method of it, whose first argument is then the main one."""
         inner = inner_model(model)
         config = getattr(inner, "config", None)
         if not isinstance(config, PreTrainedConfig):
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def documentation(self) -> str:
-        """Docstring of what is called."""
+        """Docstring of the forward or method."""
         return inspect.getdoc(getattr(self.model, self.method)) or ""
 
     @property
@@ -99,13 +99,13 @@ class Request:
 
     @property
     def context_width(self) -> int:
-        """Numbers in a vector that a decoder attends to."""
+        """Width of the vectors that a decoder attends to."""
         names = ("encoder_hidden_size", "cross_hidden_size", "cross_attention_hidden_size", "cross_attention_dim")
         return self.whole(*names, default=self.hidden)
 
     @property
     def first_width(self) -> int:
-        """Numbers in a vector that the model's first layer takes; 0 where that layer takes no vectors."""
+        """Width of the vectors that the model's first layer takes; 0 where it takes none."""
         first = next((module for module in self.model.modules() if module._parameters.get("weight") is not None), None)
         if isinstance(first, nn.Linear):
             return first.in_features
@@ -137,9 +137,9 @@ class Request:
         return pool[torch.randint(0, len(pool), (BATCH, length or self.length), generator=self.generator)]
 
     def ones(self, name: str, *shape: int) -> torch.Tensor:
-        """A mask that hides nothing, of the type that the annotation of argument `name` asks for."""
-        wants_booleans = name in self.names and "Bool" in str(self.names[name].annotation)
-        return torch.ones(*shape, dtype=torch.bool if wants_booleans else torch.long)
+        """A mask that masks nothing, of the dtype in the annotation of argument `name`."""
+        boolean = name in self.names and "Bool" in str(self.names[name].annotation)
+        return torch.ones(*shape, dtype=torch.bool if boolean else torch.long)
 
     def mask(self, length: int | None = None) -> torch.Tensor:
         mask = torch.ones(BATCH, length or self.length, dtype=torch.long)
@@ -149,7 +149,7 @@ class Request:
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
-    """Token ids that every vocabulary of the model has and that mean nothing special to it."""
+    """Token ids that every vocabulary of the model has, without special ones."""
     special: set[int] = {0, 1, 2, 3}
     sizes = [MAX_VOCABULARY]
     for node in config_nodes(config):

@@ -1,4 +1,4 @@
-"""Time series: past values with their features, and what is known of the future."""
+"""Time series: past values with their features, and future values and features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that a forward may require beside its main one."""
+"""Builders of single arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def features(request: Request) -> torch.Tensor:
     return request.normal(BATCH, request.length, request.hidden)
 
 
-#: Builders of arguments that a forward may require beside its main one.
 _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "input_ids": lambda request: request.ids(),
     "decoder_input_ids": lambda request: request.ids(),
@@ -45,7 +44,7 @@ _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
 
 
 def value_of(request: Request, name: str) -> Any:
-    """A value for argument `name`: its builder's, else as the docstring describes it, else what such names mean."""
+    """A value for argument `name`: its builder's, else as the docstring describes it, else by what such names mean."""
     if name in _ARGUMENTS:
         return _ARGUMENTS[name](request)
     if (description := described(request).get(name)) is not None:
@@ -75,7 +74,7 @@ def _by_convention(request: Request, name: str) -> Any:
 
 
 def complete(request: Request, given: Kwargs) -> Kwargs:
-    """`given`, and what else the forward must have, or must be told for this variant."""
+    """`given`, with the other required arguments and those of the variant."""
     kwargs = dict(given)
     names = request.names
     encodes_text = "input_ids" in kwargs
@@ -90,7 +89,7 @@ def complete(request: Request, given: Kwargs) -> Kwargs:
         if name not in kwargs and (value := value_of(request, name)) is not None:
             kwargs[name] = value
     if encodes_text and "image_attention_mask" in names and getattr(kwargs.get("pixel_values"), "ndim", 0) == 5:
-        # Which token sees which image.
+        # Every token attends to every image.
         seen = *kwargs["input_ids"].shape, kwargs["pixel_values"].shape[1]
         kwargs.setdefault("image_attention_mask", torch.ones(seen, dtype=torch.long))
     if "use_cache" in names:

@@ -17,7 +17,7 @@ from memopt.walk.calls.arguments.singles import complete
 SPECTROGRAMS = ("input_features", "audio_mel", "audio_input_features")
 _MASKS = ("input_features_mask", "feature_attention_mask", "audio_mel_mask", "audio_attention_mask")
 WAVES = ("input_values", "audio_values")
-#: Settings that hold the token which text has in the place of a sound's features.
+#: Settings for the placeholder token of a sound's features in text.
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 _BINS = (
     "num_mel_bins",
@@ -35,7 +35,7 @@ _SAMPLES = 3840
 
 
 def wave_and_spectrogram(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """The same sound twice, for a codec that hears it and knows what is said."""
+    """Wave and spectrogram together, for a codec with an acoustic and a semantic encoder."""
     spectrogram = next((name for name in SPECTROGRAMS if name in request.required), None)
     wave = next((name for name in WAVES if name in request.names), None)
     if spectrogram and wave:
@@ -71,7 +71,7 @@ def sound_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
 def _unpadded(request: Request) -> Iterator[tuple[str, Kwargs]]:
     """Sounds of one length, so that each row has as many features."""
     request = replace(request, variant="plain")
-    # A method that makes features mostly requires the mask that the forward calls optional.
+    # A feature method often requires the mask that is optional in the forward.
     yield from sorted(spectrograms(request), key=lambda form: not any(name.endswith("mask") for name in form[1]))
     yield from _framed_waves(request)
     if (coded := described(request).get("audio_input_ids")) is not None:
@@ -87,7 +87,7 @@ def spectrograms(request: Request) -> Iterator[tuple[str, Kwargs]]:
     name = next((name for name in SPECTROGRAMS if name in request.names), None)
     if name is None:
         return
-    # What is a mask of the text in a model that reads text is one of the sound in another.
+    # `attention_mask` masks the text where there is text, else the sound.
     masks = (*_MASKS, *(() if "input_ids" in request.names else ("attention_mask",)))
     mask = next((name for name in masks if name in request.names), None)
     plain, masked = [], []
@@ -112,7 +112,7 @@ def spectrograms(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def _widths(request: Request) -> list[int]:
-    """Numbers in a column: as the config says, and as the first layer takes them."""
+    """Widths of a spectrogram: by the config, and by the first layer."""
     bins, first = request.whole(*_BINS, default=80), request.first_width
     return list(dict.fromkeys((bins, first if first > 1 else bins)))
 
@@ -135,7 +135,7 @@ def _framed_waves(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 def samples_of(request: Request) -> int:
     """Length of a wave."""
-    # A model that cuts the wave into frames says how many samples a frame has, in its config or as a property of it.
+    # Models that cut the wave into frames have the samples of a frame in their config, as a field or a property.
     frame = getattr(request.config, "samples_per_token", None) or getattr(request.config, "hop_length", None)
     frame = frame if isinstance(frame, int) and frame > 0 else 1
     samples = frame * math.ceil(_SAMPLES / frame)

@@ -1,4 +1,4 @@
-"""Token ids, alone or with what some text models want beside them."""
+"""Token ids, alone or with other arguments of text models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memopt.walk.calls.arguments.forms import image_forms, video_forms
 from memopt.walk.calls.arguments.request import BATCH, PADDING, Kwargs, Request
 from memopt.walk.calls.arguments.singles import box, complete
 
-#: Settings that hold the token which text has in the place of an image's, or a video's, features.
+#: Settings for the placeholder token of an image's, or a video's, features in text.
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "image_pad_token_id", "media_placeholder_token_id")
 VIDEO_TOKENS = ("video_token_id", "video_token_index", "video_pad_token_id")
-#: Regions of an image, in models that get the features of another model.
+#: Regions of an image, in models that take another model's features of these.
 _REGIONS = 6
 #: Forms of images that are tried beside text.
 _FORMS = 4
@@ -27,7 +27,7 @@ def text(request: Request) -> Iterator[tuple[str, Kwargs]]:
         return
     ids = {"input_ids": request.ids(), **_region_features(request)}
     if "image_embeds_position_mask" in request.names:
-        # An image's features take the place of as many tokens, wherever they stand.
+        # An image's features replace as many tokens at any positions.
         taken = request.whole("latent_query_num", default=1)
         ids["input_ids"] = request.ids(taken + request.length)
         ids["image_embeds_position_mask"] = torch.zeros_like(ids["input_ids"])
@@ -36,7 +36,7 @@ def text(request: Request) -> Iterator[tuple[str, Kwargs]]:
     for detail, pixels in beside or [("", {})]:
         yield f"main:{detail}", complete(request, {**words, **pixels})
     ids = {**words, **(beside[0][1] if beside else {})}
-    # Some models want token types, or a mask, as soon as they train.
+    # Some models require token types, or a mask, in train mode.
     typed = {
         name: torch.zeros_like(ids["input_ids"])
         for name in ("token_type_ids", "mm_token_type_ids")
@@ -59,12 +59,12 @@ def text(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def _takes_text_alone(request: Request) -> bool:
-    """Models with a placeholder token mix images into the text; others (two towers) need both."""
+    """Models with a placeholder token take text without images; others (two towers) need both."""
     return request.setting(*IMAGE_TOKENS, *VIDEO_TOKENS) is not None
 
 
 def _region_features(request: Request) -> Kwargs:
-    """Features and places of regions that another model found in an image."""
+    """Features and positions of the regions of an image, from another model."""
     found: Kwargs = {}
     for name in ("visual_feats", "visual_embeds"):
         if name in request.names:
