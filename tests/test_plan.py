@@ -105,7 +105,7 @@ def test_what_nobody_else_holds_is_sampled() -> None:
 
 
 def test_an_input_that_an_operation_keeps_is_not() -> None:
-    held = replace(FC2, held_by=("scaled_dot_product_attention in layers.0.attn",))
+    held = replace(FC2, saved_by=("scaled_dot_product_attention in layers.0.attn",))
     assert reasons(held) == {"fc2": "0 bytes: also held by scaled_dot_product_attention in layers.0.attn"}
 
 
@@ -117,7 +117,7 @@ def test_an_input_that_is_made_again_is_not_unless_a_code_takes_the_place_of_wha
 
 
 def test_a_relu_holds_it_unless_it_keeps_a_mask() -> None:
-    held = replace(FC2, fed_by=RELU.name, held_by=(f"relu in {RELU.name}",))
+    held = replace(FC2, fed_by=RELU.name, saved_by=(f"relu in {RELU.name}",))
     assert reasons(held, activations=(RELU,)) == {"fc2": "sample"}
     whole = reasons(held, activations=(RELU,), settings=("activations.relu=none",))
     assert whole == {"fc2": f"0 bytes: also held by relu in {RELU.name}"}

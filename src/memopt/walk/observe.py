@@ -1,7 +1,7 @@
 """The walk: from a config, or a live model, to `Sites`.
 
-`walk_config` reads the structure off the real model on the meta device and proves folds on a small twin of the same
-config; `walk_model` reads the structure of a model in memory. Both run no weights and change nothing.
+`walk_config` observes the real model on the meta device and proves folds on a small twin of the same config;
+`walk_model` observes a meta copy of a model in memory. Both read no weights and change nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from memopt.walk.calls.batch import Batch, check_names, does_not_run, placed
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.calls.twin import build_driven_twin
 from memopt.walk.flow.blocks import find_blocks
-from memopt.walk.flow.holders import Held
+from memopt.walk.flow.linear_inputs import InputUse
 from memopt.walk.flow.watch import Observed, observe
 from memopt.walk.folds.twin_proofs import with_proofs
-from memopt.walk.folds.verdict import judge, norm_site
+from memopt.walk.folds.verdict import judge, norm_sites
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.probes.gated import with_form
@@ -42,7 +42,7 @@ def walk_config(
     """Sites of the model that `config` (or the folder or hub id that holds it) describes, folds proved.
 
     A norm may be folded when every forward on the real shape allows it and the same fold is proved on the twin.
-    `inputs`, a batch on the CPU, takes the place of guessed inputs on the real shape; a twin is run with either.
+    `inputs`, a batch on the CPU, replaces guessed inputs on the real shape; twins run with both.
 
     Raises:
         ModelError: the config cannot be read, or no model can be built from it.
@@ -62,7 +62,7 @@ def walk_config(
 def walk_folder(
     config: PreTrainedConfig, folder: Path, *, inputs: Batch | None = None, trust_remote_code: bool = False
 ) -> tuple[Sites, Batch | None]:
-    """`walk_config`, and the batch that drove it: `inputs`, one of the folder's processor, or None for guessed ones.
+    """`walk_config`, and the batch that it ran with: `inputs`, one of the folder's processor, or None for guessed ones.
 
     Raises:
         ModelError: no model can be built from the config.
@@ -80,26 +80,29 @@ def walk_folder(
 
 
 def _guessed(model: nn.Module, sites: Sites, config: PreTrainedConfig, inputs: Batch) -> Sites:
-    """Sites by guessed inputs, where `inputs` run only on real numbers, which the small twin has."""
+    """Sites by guessed inputs, where `inputs` run only on the small twin, which has values."""
     why = sites.traces[0][1]
     try:
         build_driven_twin(config, inputs)
     except (InputsError, ModelError) as error:
         raise does_not_run(model, why) from error
     sites = find_sites(model)
-    note = f"the inputs that were given do not run on shapes alone ({why}): they drive the small twin only"
+    note = f"the given inputs do not run on meta tensors ({why}): only the small twin runs with them"
     return replace(sites, notes=(*sites.notes, note))
 
 
 def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
     """Sites of a live model (wrapped by PEFT or not), by a structural copy on the meta device.
 
-    No fold is proved, since weights in memory are not changed. Where no forward runs, each norm and activation is
-    still probed, and a note says that nothing is known of what reads them.
+    No fold is proved, since weights in memory are not changed. Where no forward runs, norms and activations are still
+    probed, and a note says that their consumers are unknown.
+
+    Raises:
+        ModelError: the structure of the model cannot be copied.
     """
     try:
         clone = clone_to_meta(model)
-    except Exception as error:  # sharded, scripted and otherwise wrapped modules refuse a copy in their own ways
+    except Exception as error:  # a copy of sharded, scripted and otherwise wrapped modules may raise anything
         raise ModelError(
             f"{type(model).__name__} cannot be looked into: copying its structure fails "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}).",
@@ -116,7 +119,7 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: waking threads costs more than they do, much more on a busy machine."""
+    """For thousands of tiny operations, waking threads costs more than the operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,43 +129,38 @@ def _one_thread() -> Iterator[None]:
 
 
 def _drop_hooks(module: nn.Module) -> None:
-    """Hooks are the user's (or a sharding tool's): they may count calls, read values or gather shards."""
+    """Hooks of the user, or of a sharding tool, may count calls, read values or gather shards."""
     for hooks in module_hooks(module):
         hooks.clear()
 
 
 def _batch_experts(module: nn.Module) -> None:
-    """Let experts run as one batched product: a loop over the experts that were hit asks for values."""
+    """Run experts as one batched product: a loop over the experts that were hit reads values, which meta lacks."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "batched_mm"
 
 
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
-    """Sites of one model by structure alone: what it is made of, what feeds what, which folds would be legal."""
+    """Sites of one model by structure alone: its modules, their producers and consumers, which folds are legal."""
     observed = observe(model, inputs, with_labels=True)
     mode, labels = observed.mode, observed.labels
     assert labels is not None
     head = labels.loss_head(mode.parameters)
     verdicts = judge(mode, head.parameter if head else None)
-    activations = labels.activation_sites()
-    held_by = observed.held_by
-    nobody = Held((), ())
     linears = tuple(
-        replace(x, held_by=held.by, given_to=held.given_to)
-        for x in labels.linear_sites()
-        for held in [held_by.get(x.parameter, nobody)]
+        replace(x, **observed.inputs.get(x.parameter, InputUse((), ()))._asdict()) for x in labels.linear_sites()
     )
     rejected = {name: record.rejected for name, record in mode.norms.items() if record.rejected}
-    norms = tuple(
-        norm_site(name, record.probe, record.width, verdicts.get(name))
-        for name, record in mode.norms.items()
-        if not record.rejected
-    )
+    norms = norm_sites(mode, verdicts)
     owners = {linear.module for linear in linears}
-    if not any(outcome == "ok" for _, outcome in observed.traces):
-        # Where no forward ran to its end, whatever holds a matrix stands for the linears that were not seen.
-        owners |= _matrix_owners(model)
+    if not observed.calls:
+        # No linear ran, so every module with a matrix counts as one.
+        owners |= {
+            name
+            for name, module in model.named_modules()
+            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        }
     functions = {
         module: f"a norm called as a function ({function}) in the forward of this module"
         for module, function in labels.function_norms.items()
@@ -176,30 +174,22 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         norms=norms,
         gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
         sum_norms=sum_norm_sites(model, norms),
-        activations=activations,
+        activations=labels.activation_sites(),
         linears=linears,
         dropouts=labels.dropout_sites(),
         loss_head=head,
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
-        notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in held_by])),
+        notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
         traces=tuple(observed.traces),
     )
-
-
-def _matrix_owners(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, module in model.named_modules()
-        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-    }
 
 
 def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
     try:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    except ValueError:  # a model of several text models has no hidden size of its own
+    except ValueError:  # there are several text models
         text_config = None
     size = getattr(text_config, "hidden_size", None)
     if isinstance(size, int):
@@ -219,5 +209,5 @@ def _notes(observed: Observed, norms: Sequence[NormSite], unknown: Sequence[str]
     if idle and len(idle) < len(norms):
         yield f"no forward of the walk ran {len(idle)} of {len(norms)} norms, for example {idle[0]}"
     if unknown and observed.calls:
-        yield f"who else keeps the inputs of {len(unknown)} linears is not known (no training forward with gradients \
+        yield f"what else saves the inputs of {len(unknown)} linears is not known (no training forward with gradients \
 reached them), for example {unknown[0]}"

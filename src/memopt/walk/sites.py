@@ -9,17 +9,17 @@ torch. Module and parameter names are the dotted names of `named_modules` and `n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-#: ``rms`` and ``layer`` have a formula of ours. ``gated`` normalises one tensor and gates it with another, ``channels``
-#: scales dimension 1, ``heads`` has a scale for every channel of every head, ``other`` does something else with one
-#: tensor: of those only the scale and shift are known.
+#: ``rms`` and ``layer`` have a formula, which the norm operator of memopt computes. ``gated`` normalises one tensor and
+#: gates it with another, ``channels`` scales dimension 1, ``heads`` has a scale for every channel of every head,
+#: ``other`` computes something else of one tensor: of these kinds only the scale and shift are known.
 NormKind = Literal["rms", "layer", "gated", "channels", "heads", "other"]
 #: Where a norm rounds to the compute dtype: ``"before"`` the scale (weight * x_hat.to(dtype)) or
 #: ``"after"`` it ((weight * x_hat).to(dtype)). The two differ by one rounding in 16-bit dtypes.
 CastOrder = Literal["before", "after"]
-#: How a gated MLP's forward is put together: two linears, or one whose output's halves are (gate, up) or (up, gate).
+#: A gated MLP has two linears, or one whose output's halves are (gate, up) or (up, gate).
 GatedForm = Literal["separate", "gate_up", "up_gate"]
 
 
@@ -43,7 +43,7 @@ class Consumer:
     accepts_bias: bool = True
     """Whether a norm bias may be folded through (no padding, mask or dropout in between)."""
     needs_bias: bool = True
-    """False where a norm bias may be left out of this product, which has no bias: no output notices (keys)."""
+    """False where a norm bias may be dropped from this product, which has no bias: no output depends on it (keys)."""
     same_storage: bool = True
     """Whether the contraction reads the norm's output itself (a view of it), not a copy."""
 
@@ -57,7 +57,7 @@ class Reach:
     operation: str
     module: str
     auxiliary: bool = False
-    """True for an output beside what the model is for: an inner model's, or a hidden state beside logits."""
+    """True for a secondary output: an inner model's, or a hidden state next to logits."""
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -88,13 +88,13 @@ class NormSite:
     executed: bool = True
     """False when no forward of the walk ran this module."""
     intermediates: bool = True
-    """Whether the stock module keeps more for backward than its input; not asked where there is a formula."""
+    """Whether the stock module saves more than its input for backward; not measured where there is a formula."""
     proof: float | None = None
     """Largest relative difference of any output after the fold, in fp64 on the twin; None if not proved."""
 
     @property
     def has_formula(self) -> bool:
-        """Whether an operator of ours computes it; others run their own forward again in backward."""
+        """Whether memopt's norm operator computes it; the forward of others is recomputed in backward."""
         return self.kind in ("rms", "layer")
 
     @property
@@ -104,12 +104,12 @@ class NormSite:
 
     @property
     def foldable_with_cautions(self) -> bool:
-        """Whether a fold leaves the function of the model as it is, whatever the cautions name."""
+        """Whether a fold leaves the function of the model as it is, cautions aside."""
         return not self.fold_obstacles and self.weight is not None
 
     @property
     def changed_outputs(self) -> tuple[str, ...]:
-        """Fields of the model's own output that a fold changes; what inner models return is not counted."""
+        """Fields of the model's own output that a fold changes; outputs of inner models are not counted."""
         fields = (r.operation for r in self.reaches if r.what == "model output" and r.auxiliary and not r.module)
         return tuple(dict.fromkeys(fields))
 
@@ -124,25 +124,25 @@ class ActivationSite:
     """``gelu_erf``, ``gelu_tanh``, ``quick_gelu``, ``silu``, ``relu``, ``relu2``, ... or ``other``."""
     is_module: bool
     operations: int = 1
-    """Number of aten operations it is made of; more than one means that autograd keeps intermediates."""
+    """Number of aten operations; with more than one, autograd saves intermediates."""
     replays: bool = True
-    """False for a module that is random, depends on train mode or writes into its input: it cannot be run twice."""
+    """False for a module that is random, depends on train mode or writes into its input: it cannot be recomputed."""
     parameters: bool = False
-    """Whether the module has parameters of its own: numbers, or a number a channel."""
+    """Whether the module has parameters: scalars, or one number for each channel."""
     linear: str | None = None
-    """Child, a linear, whose output the module is a function of; None where it is a function of what it is given."""
+    """Child, a linear, of whose output the module is a function; None where it is a function of its input."""
     source: str | None = None
-    """Weight of the linear whose output it reads, if that is what it reads."""
+    """Weight of the linear whose output it reads; None when it reads something else."""
     next_linear: str | None = None
     """Weight of the linear that reads its output directly; None when something else does."""
     copied: bool = False
-    """Whether that linear reads a copy: with a border around it, or in another layout."""
+    """Whether that linear reads a copy: padded, or in another layout."""
     gated_mlp: str | None = None
     """Name of the gated MLP that it belongs to."""
 
     @property
     def keeps_its_output(self) -> bool:
-        """Whether backward needs its output, not its input."""
+        """Whether autograd saves its output, not its input."""
         from memopt.activations import keeps_its_output  # sites are read where torch is not imported
 
         return self.operations == 1 and keeps_its_output(self.kind)
@@ -161,15 +161,15 @@ class GatedMLPSite:
     down: str | None
     """Parameter names; gate == up when they are fused in one weight."""
     form: GatedForm | None = None
-    """Set when the module's forward is down(act(gate(x)) * up(x)) and nothing else but `between`."""
+    """None unless the module's forward is down(between(act(gate(x)) * up(x))) and nothing else."""
     act: str | None = None
     """Child module that computes the activation; None when a function does."""
     between: str | None = None
-    """Child module (a dropout) that the product passes on its way to down."""
+    """Child module (a dropout) between the product and down."""
 
     @property
     def children(self) -> tuple[str, str, str] | None:
-        """Names, inside the module, of the children that hold gate, up and down; None when it holds one itself."""
+        """Names of the module's children with gate, up and down; None when one of these is its own parameter."""
         prefix = f"{self.name}." if self.name else ""
         parameters = (self.gate, self.up, self.down)
         if not all(p is not None and p.startswith(prefix) and "." in p.removeprefix(prefix) for p in parameters):
@@ -180,18 +180,18 @@ class GatedMLPSite:
 
 @dataclass(frozen=True)
 class SumNormSite:
-    """norm(between(dense(hidden)) + residual), which is all that its module's forward does."""
+    """norm(between(dense(hidden)) + residual), the whole forward of its module."""
 
     name: str
     dense: str
     between: str | None
-    """Child module (a dropout) that the output of dense passes."""
+    """Child module (a dropout) after dense."""
     norm: str
-    """Names of children, as `dense` and `between` are. The norm has a :class:`NormSite` of its own."""
+    """Name of a child, as `dense` is. The norm also has a :class:`NormSite`."""
     arguments: tuple[str, str]
     """Names of the forward's two arguments, in order."""
     residual: Literal[0, 1]
-    """Which of the arguments is added; the other one goes to dense."""
+    """Position of the argument that is added; the other one is the input of dense."""
 
 
 @dataclass(frozen=True)
@@ -202,16 +202,16 @@ class LinearSite:
     module: str
     shape: tuple[int, ...]
     width: int = 0
-    """Channels of its input; 0 where they were not seen."""
+    """Channels of its input; 0 where it did not run."""
     bias: str | None = None
     fed_by: str | None = None
-    """What made the input: a norm or activation module, a gated MLP, a weight, or None."""
+    """Producer of the input: a norm or activation module, a gated MLP, a weight, or None."""
     input_shared_with: tuple[str, ...] = ()
-    """Weights of other linears that read the very same storage."""
-    held_by: tuple[str, ...] = ()
-    """What else than linears keeps that storage for backward when the stock model trains, as ``"relu in mlp.act"``."""
+    """Weights of other linears that read the same storage."""
+    saved_by: tuple[str, ...] = ()
+    """Operations other than linears that save that storage when the stock model trains, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...] = ()
-    """The modules around it that are given its input, the outermost first: their callers hold it while they run."""
+    """Modules around it that take its input as argument, outermost first: their callers reference it meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class DropoutSite:
 
 @dataclass(frozen=True)
 class LossHead:
-    """The linear that makes the logits."""
+    """The linear that computes the logits."""
 
     parameter: str
     vocab_size: int
@@ -233,7 +233,7 @@ class LossHead:
 
 @dataclass(frozen=True)
 class Sites:
-    """Everything the walk found in one model."""
+    """All sites of one model."""
 
     model_class: str
     model_type: str
@@ -248,13 +248,13 @@ class Sites:
     """Names of the repeated blocks, in order of execution."""
     hidden_size: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
-    """(module, reason) of modules that look like a norm or activation and are not one of the families."""
+    """(module, reason) of modules that look like a norm and are none that can be rewritten."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: traces that failed, paths not run, ..."""
-    traces: tuple[tuple[str, str], ...] = field(default=())
-    """(label, "ok" or the error) of every forward that was observed."""
+    """Notes for the user: forwards that failed, modules that never ran, ..."""
+    traces: tuple[tuple[str, str], ...] = ()
+    """(label, "ok" or the error) of every forward that was tried."""
 
     @property
     def ran(self) -> bool:
-        """Whether any forward ran to its end: without one, modules were only probed one by one."""
+        """Whether any forward ran to its end; without one, modules were only probed one by one."""
         return any(outcome == "ok" for _, outcome in self.traces)

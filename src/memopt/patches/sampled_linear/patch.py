@@ -158,7 +158,7 @@ def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry
     block = next((name for name in site.given_to if name in sites.blocks), None)
     if block is not None:
         return f"0 bytes: also held by the caller of {block}, whose input it is"
-    others = [each for each in site.held_by if each.rpartition(" in ")[2] not in rewritten]
+    others = [each for each in site.saved_by if each.rpartition(" in ")[2] not in rewritten]
     return f"0 bytes: also held by {', '.join(others)}" if others else None
 
 

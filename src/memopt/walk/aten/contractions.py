@@ -50,7 +50,7 @@ _MATMULS: dict[str, tuple[int, int, int | None, int, int]] = {
 
 
 def recognise(call: OpCall) -> Contraction | None:
-    """The contraction that an op is; None if it is none."""
+    """`call` as a contraction; None if it is something else."""
     if call.name == "convolution":
         x, weight, bias, _, padding, _, transposed, _, groups = call.args[:9]
         return Contraction(x, weight, 1, 0 if transposed else 1, bias, groups, any(padding), transposed)

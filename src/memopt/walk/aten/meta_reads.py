@@ -1,4 +1,4 @@
-"""Forwards on meta tensors that read values all the same. What values they get is decided here, nothing else."""
+"""The values that a forward on meta tensors reads where it branches on some."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from memopt.walk.aten.meta_shapes import MetaShapes
 
 
 class MetaReads(TorchDispatchMode):
-    """Lets a forward on meta tensors read values and mix them with tensors that have some.
+    """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    Branches on values that meta tensors lack ("is all of the mask set?") get a plausible yes, or 1. Where numbers on
-    the CPU meet meta tensors in one operation, that operation goes on without their values.
+    A boolean ("is the whole mask set?") reads as True, a number as 1. An operation on both devices runs on meta.
     """
 
     def __init__(self) -> None:

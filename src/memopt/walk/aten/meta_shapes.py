@@ -1,7 +1,7 @@
-"""What operations on meta tensors return, computed once for each form of their arguments.
+"""A cache of the outputs of operations on meta tensors.
 
-PyTorch works out the outputs of many meta operations in Python, at about 0.1 ms each; a model repeats the same few in
-every layer. An output on meta is nothing but its shape, strides and dtype, and these follow from the arguments.
+PyTorch computes the outputs of many meta operations in Python, at about 0.1 ms each; a model repeats the same few in
+every layer. An output on meta is only a shape, strides and a dtype, and these follow from the arguments.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from memopt.torch_compat import operator_schema
 from memopt.walk.aten.parameters import storage_key
 from memopt.walk.aten.rules import tensors_in
 
-#: Types of arguments that hold nothing but what they are equal by.
+#: Types of arguments that may be part of a cache key.
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class MetaShapes:
-    """Runs operations, and answers those on meta tensors that it has seen with a new tensor like the one before.
+    """Runs operations; the output of one on meta tensors that it has seen before comes from the cache.
 
-    Only operations that return one new tensor are answered so: a view shares the storage of its input, and an
-    operation in place returns what it was given. For use under ``torch.no_grad``.
+    Only operations that return one new tensor are cached: a view shares the storage of its input, and an in-place
+    operation returns its input. For use under ``torch.no_grad``.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class MetaShapes:
 
 
 class _Incomparable(Exception):
-    """An argument is no meta tensor, and nothing plain either."""
+    """An argument is neither a meta tensor nor plain data."""
 
 
 def _form(value: Any) -> Any:
-    """What an operation on meta can know of an argument."""
+    """What the output of an operation on meta can depend on in an argument."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta or value.is_conj() or value.is_neg():
             raise _Incomparable
@@ -67,14 +67,14 @@ def _form(value: Any) -> Any:
 
 @functools.cache
 def _makes_one(function: Any) -> bool:
-    """Whether its schema says that an operation returns one tensor, which shares nothing, and changes nothing."""
+    """Whether its schema says that an operation returns one tensor, which aliases no input, and mutates nothing."""
     schema = operator_schema(function)
     output = schema.returns[0] if len(schema.returns) == 1 else None
     return output is not None and not schema.is_mutable and str(output.type) == "Tensor" and output.alias_info is None
 
 
 def _is_new(output: Any, inputs: tuple[Any, ...]) -> bool:
-    """Whether the output has a storage of its own, which schemas do not always say, and starts where it starts."""
+    """Whether the output has a storage of its own, which schemas do not always tell, and no storage offset."""
     if type(output) is not Tensor or not output.is_meta or output.storage_offset():
         return False
     return storage_key(output) not in map(storage_key, tensors_in(inputs))

@@ -1,7 +1,7 @@
 """Which parameter is this tensor, and along which of the parameter's axes does each of its dimensions run?
 
 A view of a parameter is recognised by its storage and strides, so transposes, chunks and slices need no rule. A
-copy (cast, gather, reshape of a permuted weight) is followed op by op. What is used how is `memopt.walk.flow.shadow`'s.
+copy (cast, gather, reshape of a permuted weight) is followed op by op. `memopt.walk.flow.shadow` records the uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Along:
         return torch.arange(self.size) * self.step + self.start
 
 
-#: A dimension of size one walks nothing; None is a dimension that is not understood.
+#: A dimension of size one, which walks no axis; None is a dimension that is not understood.
 SINGLE = "single"
 Dimension = Along | str | None
 
@@ -42,7 +42,7 @@ class ParameterView:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Identity of the memory, meta tensors included; None for wrappers that have none. Valid while the tensor lives."""
+    """Identity of the storage, on meta too; None for wrapper tensors, which have none. Valid while the tensor lives."""
     try:
         return storage_id(tensor.untyped_storage())
     except (RuntimeError, NotImplementedError):
@@ -50,7 +50,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 class ParameterTable:
-    """The parameters of a model, by memory and by name."""
+    """The parameters of a model, by storage and by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names: dict[int, list[str]] = {}
@@ -74,7 +74,7 @@ class ParameterTable:
         return next((n for n in names if n.rpartition(".")[0] == module), names[0])
 
     def view(self, tensor: Any) -> ParameterView | None:
-        """What `tensor` shows of a parameter; None if it is no parameter's."""
+        """`tensor` as a view or a followed copy of a parameter; None if it is neither."""
         if not isinstance(tensor, Tensor):
             return None
         copied = self._copies.get(id(tensor))
@@ -138,7 +138,7 @@ def _dimensions(tensor: Tensor, parameter: nn.Parameter) -> tuple[Dimension, ...
 def _through_copy(
     name: str, args: tuple[Any, ...], source: Tensor, out: Tensor, dims: tuple[Dimension, ...]
 ) -> tuple[Dimension, ...] | None:
-    """Dimensions of a copy of `source`, None when the op is none that copies or scales it whole."""
+    """Dimensions of a copy of `source`; None when the op does something else than copying or scaling all of it."""
     if name in {"_to_copy", "clone", "contiguous", "detach", "alias"} and args[0] is source:
         return dims
     if name == "index" and args[0] is source:

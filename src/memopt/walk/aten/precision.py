@@ -1,7 +1,7 @@
-"""Float64 for code that insists on less: a dispatch mode that turns every requested 16- or 32-bit float into fp64.
+"""fp64 throughout: a dispatch mode that replaces every requested 16- or 32-bit float dtype by fp64.
 
-Norms, routers and rotary embeddings upcast "to float32" inside; in a model of doubles that is a rounding to
-1e-7, which would drown a proof to 1e-10. Nothing here knows about models.
+Norms, routers and rotary embeddings upcast "to float32" inside; in an fp64 model that rounds to 1e-7, which is too
+coarse for a proof to 1e-10.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class Float64Mode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def precise(dtype: torch.dtype) -> Iterator[None]:
-    """Inside it a model of doubles (`dtype`) really computes in doubles, upcasts "to float32" included."""
+    """Where `dtype` is fp64, everything inside is computed in fp64, upcasts "to float32" included."""
     if dtype != torch.float64:
         yield
         return
-    with default_float64(), Float64Mode():
+    with default_dtype(dtype), Float64Mode():
         yield
 
 
 @contextlib.contextmanager
-def default_float64() -> Iterator[None]:
-    """New tensors without a dtype are doubles."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """`dtype` is torch's default inside."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

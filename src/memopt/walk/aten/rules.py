@@ -1,8 +1,8 @@
 """What each aten op does to channel ids: the rules of `memopt.walk.flow.shadow`, one op at a time.
 
 A `Shadow` says, for every element of a tensor, which channel of which norm scales it. Data movement moves ids,
-a product with something else keeps them, and whatever mixes, bends or reads values ends in an obstacle, named in
-words that a user understands. Contractions with parameters are not here but in `memopt.walk.aten.contractions`.
+a product with something else keeps them, and an op that mixes values, reads them or is not linear is an obstacle,
+named in words for the user. Contractions with parameters are in `memopt.walk.aten.contractions`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compact(ids: Tensor) -> Tensor:
-    """`ids` with every broadcast dimension cut to one: the same ids, fewer copies to look at."""
+    """`ids` with every broadcast dimension cut to size one: the same ids, fewer elements."""
     for dim, stride in enumerate(ids.stride()):
         if stride == 0 and ids.size(dim) > 1:
             ids = ids.narrow(dim, 0, 1)
@@ -99,7 +99,7 @@ def propagate(call: OpCall, shadow_of: ShadowOf) -> Effect:
     """What an op with at least one shadowed input, and no contraction with a parameter, does to the shadows."""
     try:
         return _propagate(call, shadow_of)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # the op takes something that ids cannot follow
+    except (RuntimeError, TypeError, ValueError, IndexError):  # the op does not run on ids
         return NO_RULE
 
 
@@ -149,7 +149,7 @@ def _move(call: OpCall, source: Tensor, shadow_of: ShadowOf) -> Effect:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The argument as the ids, which live on the CPU, can use it; None for an index without values (meta)."""
+    """The argument on the CPU, where the ids are; None for an index without values (meta)."""
     if isinstance(value, Tensor):
         return None if value.is_meta else value.cpu()
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
@@ -159,7 +159,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _move_by_unknown_index(call: OpCall, shadow: Shadow) -> Effect:
-    """A gather whose index has no values. Right for any index when the ids do not change along the indexed dims."""
+    """A gather whose index is on meta: right for any index when the ids are constant along the indexed dims."""
     ids, out = shadow.ids, call.outputs[0]
     if call.name == "index":
         dims = [d for d, index in enumerate(call.args[1]) if index is not None]
@@ -207,7 +207,7 @@ def _join(call: OpCall, shadow_of: ShadowOf) -> Effect:
         for t, s in zip(tensors, shadows, strict=True)
     ]
     ids = call.func(parts, *call.args[1:], **call.kwargs)
-    # A scale that differs between the parts cannot be told apart any more; only a shift would have needed it.
+    # A shadow has one scale. Only a shift needs it, so a join of several scales drops the shift.
     shift = len(scales) == 1 and all(
         s.shift if s is not None else not _is_zero(t) for t, s in zip(tensors, shadows, strict=True)
     )

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what holds a layer, found by shape of the module tree and not by its name."""
+"""The repeated blocks of a model, found by the shape of the module tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 def find_blocks(
     model: nn.Module, norms: Collection[str], linears: Collection[str], visited: Iterable[str]
 ) -> tuple[str, ...]:
-    """Names of the blocks, in order of execution, those that did not run last.
+    """Names of the blocks in order of execution; those that never ran come last.
 
     A block is a child of the innermost list whose children are of one type and each hold a norm and a linear (in
     a model without norms: two linears). Where a model mixes layer types in one list, that list counts if no list of

@@ -1,7 +1,7 @@
-"""What feeds what: where each tensor comes from (a norm, a linear, an activation, a gated product), op by op.
+"""The producer of each tensor (a norm, a linear, an activation, a gated product), followed op by op.
 
-Fed by `memopt.walk.flow.shadow` while forwards run; yields activations, gated MLPs, linears, dropouts and the loss head
-as site data. Channel ids and folds are not here.
+Driven by `memopt.walk.flow.shadow` while forwards run; yields activations, gated MLPs, linears, dropouts and the loss
+head as site data.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from memopt.walk.aten.rules import OpCall
 from memopt.walk.probes.probe import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
-#: Ops that leave a tensor's origin what it is.
+#: Ops whose output has the origin of their input.
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor comes from. `part` tells the pieces of a fused linear's output apart."""
+    """The producer of a tensor. `part` distinguishes the pieces of a fused linear's output."""
 
     kind: Literal["norm", "linear", "activation", "gated"]
     name: str
@@ -48,13 +48,8 @@ class _Gated:
     modules: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Linear:
-    site: LinearSite
-
-
 class Labels:
-    """Collects sites while forwards run. `training` switches from origins to dropouts."""
+    """Collects sites while forwards run: in eval mode by origins, with `training` dropouts."""
 
     def __init__(self, model: nn.Module, activations: Mapping[str, ActivationProbe]) -> None:
         self.activations_by_module = dict(activations)
@@ -64,7 +59,7 @@ class Labels:
         self._origins: dict[int, tuple[Tensor, _Origin]] = {}
         self._activations: dict[str, _Activation] = {}
         self._gated: dict[str, _Gated] = {}
-        self._linears: dict[str, _Linear] = {}
+        self._linears: dict[str, LinearSite] = {}
         self._readers: dict[int, dict[str, None]] = {}
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
@@ -85,12 +80,12 @@ class Labels:
 
     def contraction(self, weight: str, shape: tuple[int, ...], source: Tensor, output: Any, module: str) -> None:
         """`source` was contracted with the parameter `weight`."""
-        linear = self._linears.setdefault(weight, _Linear(LinearSite(weight, module, shape, source.shape[-1])))
+        self._linears.setdefault(weight, LinearSite(weight, module, shape, source.shape[-1]))
         if self.training:
             return
         origin = self._origin(source)
         if origin is not None:
-            self._feeds(origin, linear, module)
+            self._feeds(origin, weight, module)
         key = storage_key(source)
         if key is not None:
             readers = self._readers.setdefault(key, {})
@@ -102,8 +97,7 @@ class Labels:
             self._set(output, _Origin("linear", weight, (id(output),)))
 
     def bias(self, weight: str, bias: str) -> None:
-        linear = self._linears[weight]
-        linear.site = replace(linear.site, bias=bias)
+        self._linears[weight] = replace(self._linears[weight], bias=bias)
 
     def operation(self, call: OpCall, here: str, parameters: ParameterTable) -> None:
         """Any op that is no contraction with a parameter."""
@@ -116,9 +110,9 @@ class Labels:
             self._see(name, call, here, parameters)
 
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
-        """A call returned `output`: find the linear that made the logits of every token.
+        """A call returned `output`: find the linear that computes the logits of every token.
 
-        The logits of a part that was called on its own (`of_the_model` is False) count where the model has none.
+        The logits of a part that was called alone (`of_the_model` is False) count where the model has none.
         """
         if self.training or not isinstance(output, Mapping):
             return
@@ -133,7 +127,7 @@ class Labels:
                 self._head = found if self._head is None or found[:2] > self._head[:2] else self._head
 
     def forget(self) -> None:
-        """Let go of the tensors of past forwards."""
+        """Release the tensors of past forwards."""
         self._origins.clear()
         self._readers.clear()
         self._alive.clear()
@@ -169,7 +163,7 @@ class Labels:
             self._product(tensors[0], tensors[1], out, here)
 
     def _sum(self, a: Tensor, b: Tensor, out: Tensor, parameters: ParameterTable) -> None:
-        """A bias or a low-rank update leaves the output of a linear what it is."""
+        """The output of a linear plus a bias or a low-rank update is still that linear's output."""
         first, second = self._origin(a), self._origin(b)
         if first is None or first.kind != "linear":
             a, b, first, second = b, a, second, first
@@ -206,7 +200,7 @@ class Labels:
         key = f"{here}/{gate.name}/{up.name}"
         if key not in self._gated:
             kind = self._activations[activation.name].site.kind
-            modules = [here, *(self._linears[o.name].site.module for o in (gate, up))]
+            modules = [here, *(self._linears[o.name].module for o in (gate, up))]
             site = GatedMLPSite(_common_ancestor(modules), kind, gate.name, up.name, None)
             self._gated[key] = _Gated(site, activation.name, modules)
         self._set(out, _Origin("gated", key))
@@ -219,8 +213,8 @@ class Labels:
             activation.site = replace(activation.site, source=origin.name)
         self._set(output, _Origin("activation", key))
 
-    def _feeds(self, origin: _Origin, linear: _Linear, module: str) -> None:
-        weight, fed_by = linear.site.parameter, origin.name
+    def _feeds(self, origin: _Origin, weight: str, module: str) -> None:
+        fed_by = origin.name
         if origin.kind == "activation":
             activation = self._activations[origin.name]
             fed_by = activation.site.name
@@ -232,8 +226,8 @@ class Labels:
                 gated.modules.append(module)
                 gated.site = replace(gated.site, down=weight, name=_common_ancestor(gated.modules))
             fed_by = gated.site.name
-        if linear.site.fed_by is None:
-            linear.site = replace(linear.site, fed_by=fed_by)
+        if self._linears[weight].fed_by is None:
+            self._linears[weight] = replace(self._linears[weight], fed_by=fed_by)
 
     def _see_dropout(self, call: OpCall, here: str) -> None:
         probability = _drop_probability(call)
@@ -258,7 +252,7 @@ class Labels:
         def others(weight: str) -> tuple[str, ...]:
             return tuple(w for w in self._shared.get(weight, ()) if w != weight)
 
-        return tuple(replace(x.site, input_shared_with=others(w)) for w, x in self._linears.items())
+        return tuple(replace(site, input_shared_with=others(weight)) for weight, site in self._linears.items())
 
     def dropout_sites(self) -> tuple[DropoutSite, ...]:
         """Dropouts that drew a mask in a training forward, and dropout modules that are switched off."""
@@ -281,7 +275,7 @@ def _site(name: str, probe: ActivationProbe) -> ActivationSite:
 
 
 def _drop_probability(call: OpCall) -> float | None:
-    """Chance that the op zeroes an element at random; None if it does not."""
+    """Probability with which the op zeroes an element; None if it does not."""
     if call.name == "bernoulli_" and len(call.args) > 1 and isinstance(call.args[1], float):
         return 1.0 - call.args[1]
     if call.name in {"native_dropout", "dropout"}:

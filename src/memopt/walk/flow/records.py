@@ -29,7 +29,7 @@ class Use:
     weight: str = ""
 
     def repeats(self, other: Use) -> bool:
-        """Whether `other` says the same."""
+        """Whether `other` is the same use, tensors compared by value."""
         mine, theirs = ((u.kind, u.module, u.operation, u.bias, u.same_storage, u.weight) for u in (self, other))
         if mine != theirs or (self.reading is None) != (other.reading is None):
             return False
@@ -42,7 +42,7 @@ class Use:
 
 @dataclass(eq=False)
 class NormRecord:
-    """What was seen of one norm."""
+    """What was observed of one norm."""
 
     name: str
     probe: NormProbe
@@ -50,6 +50,6 @@ class NormRecord:
     width: int = 0
     calls: int = 0
     rejected: str | None = None
-    """Why it is no plain norm after all, seen only when it runs."""
+    """Why it is not the norm that the probe found, which only a call can show."""
     reaches: dict[Reach, None] = field(default_factory=dict)
     storages: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Watches forwards and records what happens to every norm's output and to every parameter.
+"""Observes forwards and records what happens to every norm's output and to every parameter.
 
 A `ShadowMode` sees each aten op. The output of a norm is tagged with channel ids (`memopt.walk.aten.rules`), ids follow
 the data, and three things are recorded: which contractions read which channels, what else a norm's output reaches,
@@ -52,10 +52,10 @@ class ShadowMode(TorchDispatchMode):
         self._by_base: list[NormRecord] = []
         self._pending: tuple[ParameterView, Use, Tensor] | None = None
 
-    # -- what a call brings -------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------------
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """Run a call of the watched model under observation; whatever it raises passes through."""
+        """Run a call under observation; whatever it raises passes through."""
         self._stack.clear()
         self._call = call
         if self.labels is not None:
@@ -73,7 +73,7 @@ class ShadowMode(TorchDispatchMode):
         return output
 
     def forget(self) -> None:
-        """Let go of the tensors of past forwards."""
+        """Release the tensors of past forwards."""
         self._shadows.clear()
         for record in self.norms.values():
             record.storages.clear()
@@ -116,7 +116,7 @@ class ShadowMode(TorchDispatchMode):
 
     def _enter(self, name: str) -> None:
         if self._call is None:
-            return  # somebody tries a call that is not observed
+            return  # a trial call, which is not observed
         self._stack.append(name)
         self.visited.setdefault(name)
 
@@ -125,7 +125,7 @@ class ShadowMode(TorchDispatchMode):
             return
         while self._stack and self._stack.pop() != name:
             pass
-        # What an inner model returns is promised to whoever asks that model, whatever this one makes of it.
+        # The output of an inner model may be used alone, so a fold that changes it is a caution.
         if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:
             with self.unobserved():
                 self._outputs(output, name, auxiliary=output)
@@ -188,7 +188,7 @@ class ShadowMode(TorchDispatchMode):
     def unobserved(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
-            with no_dispatch():  # nor any mode below: what is done here is nobody's forward
+            with no_dispatch():  # modes below do not see it either: it is not part of the forward
                 yield
         finally:
             self._paused = before
@@ -333,7 +333,7 @@ class ShadowMode(TorchDispatchMode):
 
 
 def _disagreement(probe: NormProbe, inputs: list[Tensor], output: Any) -> str | None:
-    """Why a call is not the norm that the probe saw."""
+    """Why a call is not the norm that the probe found."""
     if len(inputs) != (2 if probe.kind == "gated" else 1):
         return f"it is called with {len(inputs)} tensors"
     if not isinstance(output, Tensor) or output.shape != inputs[0].shape:

@@ -1,7 +1,4 @@
-"""One model, probed and watched: which norms and activations it has, and what every call of it did.
-
-What the records mean for a fold is `memopt.walk.folds`; what they become for a user, `memopt.walk.observe`.
-"""
+"""One model, probed and observed: which norms and activations it has, and what every call of it did."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.walk.aten.precision import default_float64
+from memopt.walk.aten.precision import default_dtype
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.parts import every_call
-from memopt.walk.flow.holders import Held, input_holders
+from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
 from memopt.walk.probes.probe import NormProbe, probe_activation, probe_norm
@@ -29,20 +26,20 @@ class Observed:
     lookalikes: dict[str, str]
     calls: Sequence[Call]
     traces: list[tuple[str, str]]
-    held_by: Mapping[str, Held]
-    """Weight of a linear -> what else keeps its input for backward; without those of which that is not known."""
+    inputs: Mapping[str, InputUse]
+    """Weight of a linear -> what else uses its input; only for linears that ran with gradients."""
 
 
 def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_labels: bool) -> Observed:
-    """Probe the modules of `model`, then watch every call that runs, in eval and in train mode.
+    """Probe the modules of `model`, then observe every call that runs, in eval and in train mode.
 
-    With labels, one more forward asks autograd who keeps the linears' inputs.
+    With labels, one more forward records what autograd saves of the linears' inputs.
     """
     norms, lookalikes, activations = _probe_all(model)
     labels = Labels(model, activations) if with_labels else None
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     mode = ShadowMode(model, norms, labels, float64=not on_meta)
-    # A second run in a row sees a tensor that the first one left on a module. Numbers only: the twin is cheap.
+    # The second run in a row reads state that the first one left on a module; on the twin, where it is cheap.
     repeats = 1 if on_meta else 2
 
     def run(target: nn.Module, call: Call) -> Any:
@@ -53,19 +50,19 @@ def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_l
         with mode.watch():
             calls = every_call(model, inputs, run=run)
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
-        held_by = input_holders(model, calls, weights, mode.parameters)
+        uses = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces, held_by)
+    return Observed(mode, labels, lookalikes, calls, traces, uses)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:
-    """(norms, reasons of modules that only look like one, activations), by module name."""
+    """(norms, reasons why others that look like one are none, activations), by module name."""
     cache: dict[Any, Any] = {}
     norms: dict[str, NormProbe] = {}
     lookalikes: dict[str, str] = {}
     activations = {}
     for name, module in model.named_modules():
-        norm = probe_norm(module, name, cache)
+        norm = probe_norm(module, cache)
         if isinstance(norm, NormProbe):
             norms[name] = norm
         elif norm is not None:
@@ -77,17 +74,17 @@ def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], 
 
 @contextlib.contextmanager
 def plain_torch(float64: bool) -> Iterator[None]:
-    """No fused encoder fast path, which would hide a layer in one op; doubles by default where wanted."""
+    """No fused encoder fast path, which would hide a layer in one op; with `float64` that is the default dtype."""
     before, is_enabled = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_enabled
 
     def is_enabled_anywhere(*device: Any) -> bool:
-        # Older models ask this of the device of their inputs, and torch knows no autocast on meta.
+        # Older models pass the device of their inputs, and torch raises for meta.
         return device != ("meta",) and is_enabled(*device)
 
     torch.backends.mha.set_fastpath_enabled(False)
     torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
     try:
-        with default_float64() if float64 else contextlib.nullcontext():
+        with default_dtype(torch.float64) if float64 else contextlib.nullcontext():
             yield
     finally:
         torch.is_autocast_enabled = is_enabled

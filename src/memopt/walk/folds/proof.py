@@ -1,6 +1,6 @@
 """Proves folds with numbers: on a small fp64 model, all of them at once must change no output.
 
-`folded` is the arithmetic of a fold and undoes it; `prove` is the judge. Whether a fold is legal by structure
+`folded` applies folds and undoes them, `prove` compares the outputs. Whether a fold is legal by structure
 was decided in `memopt.walk.folds.verdict`; a legal fold that fails here is refused.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.aten.precision import Float64Mode, default_float64
+from memopt.walk.aten.precision import Float64Mode, default_dtype
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.outputs import output_tensors
 from memopt.walk.sites import Consumer, NormSite
 
-#: Largest relative difference of an output, in fp64, that a right fold may leave.
+#: Largest relative difference of an output, in fp64, after a correct fold.
 TOLERANCE = 1e-10
-#: A norm whose reset changes no output by this much is not seen by the outputs: a proof about it would be empty.
+#: Smallest effect on an output that counts: nothing can be proved about a norm with less.
 _VISIBLE = 1e-7
 
 _Outputs = list[tuple[str, Tensor]]
@@ -34,7 +34,7 @@ class Proof:
     refused: dict[str, str]
     """Norm -> why its fold is wrong."""
     unseen: tuple[str, ...] = ()
-    """Norms that no output depends on: nothing is proved about them."""
+    """Norms on which no output depends: nothing is proved about them."""
 
 
 def prove(
@@ -131,7 +131,7 @@ def _neutralise(parameters: dict[str, nn.Parameter], norm: NormSite) -> None:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters of `model` by name; values given to them inside are taken back."""
+    """The parameters of `model` by name; their values are restored on leaving."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = {name: parameter.data for name, parameter in parameters.items()}
     try:
@@ -148,10 +148,10 @@ def _visible(
     before: list[_Outputs],
     ignoring: Collection[str],
 ) -> list[NormSite]:
-    """Norms that some output depends on; about the others a proof would be empty.
+    """Norms on which some output depends: others cannot be proved.
 
-    By the gradient of all outputs, and where that says nothing by the negative control: the norm reset without
-    compensation must change an output.
+    Found by the gradient of all outputs, and where that is inconclusive by the negative control: the norm reset
+    without compensation must change an output.
     """
     sensitive = _sensitive(model, norms, calls, ignoring)
     return [
@@ -162,10 +162,7 @@ def _visible(
 
 
 def _without_bias(norm: NormSite) -> list[str]:
-    """Weights that take the norm's scale and not its bias, which they may do where no output notices.
-
-    That proves something only if the outputs notice the weights themselves.
-    """
+    """Weights that absorb the norm's scale and not its bias; proved only if some output depends on the weights."""
     return [consumer.parameter for consumer in norm.consumers if norm.bias and not consumer.needs_bias]
 
 
@@ -226,7 +223,7 @@ def _outputs_of(model: nn.Module, call: Call, ignoring: Collection[str]) -> _Out
 
 @contextlib.contextmanager
 def _reproducible() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), default_float64(), Float64Mode():
+    with torch.random.fork_rng(devices=[]), default_dtype(torch.float64), Float64Mode():
         torch.manual_seed(0)
         yield
 

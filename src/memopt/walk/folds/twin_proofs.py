@@ -15,12 +15,12 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.twin import build_driven_twin, build_twin
 from memopt.walk.flow.watch import observe, plain_torch
 from memopt.walk.folds.proof import folded, prove
-from memopt.walk.folds.verdict import judge, norm_site
+from memopt.walk.folds.verdict import judge, norm_sites
 from memopt.walk.sites import NormSite, Sites
 
 NOT_ON_TWIN = "not proved on the small twin"
 
-#: What makes two folds the same fold in different layers; starts with the norm's template.
+#: Equal for the same fold in different layers; starts with the norm's template.
 _Fold = tuple[Any, ...]
 
 
@@ -52,8 +52,7 @@ def _proofs(
 ) -> tuple[dict[_Fold, _Proved], dict[_Fold, str], tuple[str, ...]]:
     """What is proved, why the rest is not, notes: by guessed inputs and, if given, by `inputs`.
 
-    Each proves the folds that it can see; what one of them refuses is refused. `known` are folds that the real model
-    refuses itself.
+    A fold is proved if one of the two proves it and neither refuses it. `known` are folds that the real model refuses.
     """
     found = [_twin_proofs(build_twin(config), known=known)]
     if inputs is not None:
@@ -72,41 +71,36 @@ def _proofs(
 
 
 def _denied(fold: _Fold, refused: Collection[_Fold], known: Collection[_Fold]) -> bool:
-    """Whether `refused` folds speak against `fold`: itself, or those of its norm that the real model does not refuse.
+    """Whether `refused` contains `fold`, or a fold of its norm that the real model does not refuse.
 
-    The last norm of a stack may be folded where the others feed a residual add; but a refusal on the twin that the real
-    model does not share is about all layers.
+    The last norm of a stack may be folded where the others feed a residual add; but a refusal that only the twin shows
+    holds for all layers.
     """
     return any(other == fold or (other[0] == fold[0] and other not in known) for other in refused)
 
 
 @dataclass(frozen=True)
 class _TwinProofs:
-    """What one run of a twin says about folds."""
+    """What one run of a twin shows about folds."""
 
     proved: Mapping[_Fold, _Proved] = field(default_factory=dict)
     reasons: Mapping[_Fold, str] = field(default_factory=dict)
     """Fold, or template of the norm alone, -> why it is not proved."""
     refused: frozenset[_Fold] = frozenset()
-    """Folds that were seen to be wrong."""
+    """Folds that are wrong."""
     note: str = ""
-    """Why the twin did not run, if it did not."""
+    """Why the twin did not run."""
 
 
 def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collection[_Fold]) -> _TwinProofs:
-    """Prove what is legal on a small fp64 model, driven by guessed inputs or by `inputs`, which fit it.
+    """Prove the legal folds on a small fp64 model, run with guessed inputs or with `inputs`, which fit it.
 
     Folds with cautions are proved on top of the others, on all outputs but those that the cautions name.
     """
     observed = observe(twin, inputs, with_labels=False)
-    verdicts = judge(observed.mode, None)
-    norms = [
-        norm_site(name, record.probe, record.width, verdicts.get(name))
-        for name, record in observed.mode.norms.items()
-        if not record.rejected
-    ]
     if not observed.calls:
         return _TwinProofs(note=f"the small twin does not run ({observed.traces[-1][1]})")
+    norms = norm_sites(observed.mode, judge(observed.mode, None))
     plain = [norm for norm in norms if norm.foldable]
     cautious = [norm for norm in norms if norm.foldable_with_cautions and norm.cautions]
     changed = {output for norm in cautious for output in norm.changed_outputs}
@@ -132,7 +126,7 @@ def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collect
 
 
 def _template(name: str) -> str:
-    """`name` with its indices left open: the layers of one kind share it."""
+    """`name` with * for its indices: equal in all layers of one kind."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

@@ -1,14 +1,13 @@
-"""From recorded uses to consumers and fold obstacles, in words that a user understands.
+"""From recorded uses to consumers and fold obstacles, in words for the user.
 
 Reads the records of `memopt.walk.flow.shadow`, runs nothing. A verdict is legality by structure;
-`memopt.walk.folds.proof`
-checks the legal folds with numbers. Obstacles are hard: the function of the model would change, or the fold cannot be
-made. Cautions name what a right fold changes beside that: hidden states that somebody may read.
+`memopt.walk.folds.proof` checks the legal folds with numbers. Obstacles are final: the function of the model would
+change, or the fold cannot be made. Cautions name hidden states that a correct fold changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +33,7 @@ class FoldVerdict:
 
 
 def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, FoldVerdict]:
-    """Verdict of every norm that ran, by name. `loss_head` is the weight that makes the logits, if there is one."""
+    """Verdict of every norm that ran, by name. `loss_head` is the weight that computes the logits, if there is one."""
     weights = {
         id(parameter): _Weight(mode, parameter)
         for parameter in mode.model.parameters()
@@ -57,7 +56,7 @@ def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, FoldVerdict]:
 
 
 class _Weight:
-    """One weight that reads norms, with all that is recorded of it."""
+    """One weight that reads norms, and its recorded uses."""
 
     def __init__(self, mode: ShadowMode, parameter: nn.Parameter) -> None:
         self.mode, self.parameter = mode, parameter
@@ -110,7 +109,7 @@ class _Weight:
         )
 
     def obstacles(self) -> Iterator[str]:
-        """Why the weight cannot be scaled, whatever norm asks."""
+        """Why no norm can be folded into this weight."""
         if self.clash:
             yield self.clash
         if id(self.parameter) in self.mode.parameters.overlapping:
@@ -131,10 +130,10 @@ class _Weight:
         return {use.bias for use in self.contractions}
 
     def _may_do_without_bias(self, readers: list[_Weight]) -> bool:
-        """Whether nobody may notice that the norm's bias is missing from this product, which has no bias to take it.
+        """Whether the norm's bias may be dropped from this product, which has no bias to absorb it.
 
-        So it is with keys: what is added to all of them alike changes no softmax. The sign is a projection that has
-        a bias in the same module; the proof tells whether it holds.
+        True of attention's keys: the same vector added to all keys changes no softmax. Proposed where another
+        projection of the same module has a bias; the proof decides.
         """
         return self._biases == {None} and any(
             None not in reader._biases and _owner(reader.name) == _owner(self.name) for reader in readers
@@ -192,7 +191,7 @@ def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> 
 
 
 def _cautions(record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
-    """What a fold would change beside the model's function."""
+    """What a fold would change although the model's function remains."""
     for what, reach in {r.what: r for r in record.reaches if r.auxiliary}.items():
         yield _explain(what, reach, also=False)
     if any(weight.name == loss_head for weight in readers):
@@ -233,7 +232,16 @@ def _channels(use: Use) -> Tensor:
     return use.reading.channels
 
 
-def norm_site(name: str, probe: NormProbe, width: int, verdict: FoldVerdict | None) -> NormSite:
+def norm_sites(mode: ShadowMode, verdicts: Mapping[str, FoldVerdict]) -> tuple[NormSite, ...]:
+    """Sites of the observed norms, less those that a call showed to be none."""
+    return tuple(
+        _norm_site(name, record.probe, record.width, verdicts.get(name))
+        for name, record in mode.norms.items()
+        if not record.rejected
+    )
+
+
+def _norm_site(name: str, probe: NormProbe, width: int, verdict: FoldVerdict | None) -> NormSite:
     def full(attribute: str | None) -> str | None:
         return None if attribute is None else f"{name}.{attribute}" if name else attribute
 

@@ -20,7 +20,7 @@ def build_meta(
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
 
     `dtype` defaults to the config's. Attention falls back to eager where the class refuses `attn_implementation`.
-    Experts run as one batched product, because their eager loop asks which experts were hit: values, which meta lacks.
+    Experts run as one batched product, because their eager loop branches on values, which meta tensors lack.
 
     Raises:
         ModelError: transformers has no class for the config, or the class cannot be built from it.
@@ -32,7 +32,7 @@ def build_meta(
         attn_implementation=attn_implementation,
         experts_implementation="batched_mm",
     )
-    # Some classes make parameters with a constructor that ignores the default device.
+    # Some constructors of parameters ignore the default device.
     nn.Module.to(model, "meta")
     model.eval()
     return model

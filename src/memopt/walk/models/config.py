@@ -62,7 +62,7 @@ def load_config(
     _check_known(settings, source, trust_remote_code)
     folder_or_id = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else str(source)
     try:
-        # trust_remote_code is passed even when False: left out, transformers asks on stdin.
+        # Without trust_remote_code, even False, transformers prompts on stdin.
         config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         if trust_remote_code and "AutoConfig" in (settings.get("auto_map") or {}):
@@ -267,7 +267,7 @@ def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
             continue
         try:
             entry = mapping[type(config)]
-        except ValueError:  # it names a class that this release does not have
+        except ValueError:  # the mapping names a class that this release of transformers lacks
             continue
         for candidate in entry if isinstance(entry, tuple | list) else (entry,):
             if _runs(candidate, config):
@@ -275,7 +275,7 @@ def _mapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]
 
 
 def _unmapped_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """Parts that no auto class lists (towers, codecs): model classes beside the config that declare it as theirs."""
+    """Classes that no auto class lists (towers, codecs): those whose ``config_class`` is the type of `config`."""
     found = [
         value
         for value in vars(_modeling_module(config)).values()
@@ -295,7 +295,7 @@ def _modeling_module(config: PreTrainedConfig) -> Any:
 def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrainedModel]]:
     if not inspect.isclass(candidate) or not issubclass(candidate, PreTrainedModel) or candidate is PreTrainedModel:
         return False
-    if candidate.forward is PreTrainedModel.forward:  # made of parts that are called one by one
+    if candidate.forward is PreTrainedModel.forward:  # its parts are called one by one
         return False
     expected = getattr(candidate, "config_class", None)
     return not inspect.isclass(expected) or isinstance(config, expected)

@@ -1,23 +1,24 @@
-"""Building a model of a config on a device, with the settings that a walk needs. No shrinking, no randomising here."""
+"""Building the model of a config on a device, with the settings that a walk needs."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
+from memopt.walk.aten.precision import default_dtype
 from memopt.walk.models.config import config_nodes, model_class, one_line
 
 _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-with contextlib.suppress(ImportError):  # Old remote code asks torch.linspace for values in __init__; meta has none.
+with contextlib.suppress(ImportError):  # Old remote code reads values of a torch.linspace in __init__.
     from transformers.initialization import meta_device_safe_creation_ops as _safe_creation
 
-#: Attention to fall back to when a class refuses the requested one: every transformers class has it.
+#: Every transformers class has it.
 _FALLBACK_ATTENTION = "eager"
 
 
@@ -54,11 +55,8 @@ def instantiate(
 def _construct(
     cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    with (
-        torch.device(device),
-        _default_dtype(dtype),
-        _safe_creation() if device == "meta" else contextlib.nullcontext(),
-    ):
+    safe = _safe_creation() if device == "meta" else contextlib.nullcontext()
+    with torch.device(device), default_dtype(dtype), safe:
         return cls(config)
 
 
@@ -79,13 +77,3 @@ def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

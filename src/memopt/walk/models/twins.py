@@ -1,4 +1,4 @@
-"""Small random models of a config's make: every parameter carries signal, so that a wrong rewrite shows in the outputs.
+"""Small random models: every parameter affects the outputs, so that a wrong rewrite shows there.
 
 Making a config small is `memopt.walk.models.shrink`; which twin runs, and with what, is `memopt.walk.calls.twin`.
 """
@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.walk.models.instantiate import instantiate
 
-#: Standard deviation from which a weight matrix is left as it was initialised, and to which smaller ones are raised:
-#: with the usual 0.02 a wrong fold could drown in the residual stream.
+#: A weight matrix with a standard deviation below the first is scaled to the second: with the usual 0.02 a wrong fold
+#: could vanish in the residual stream.
 _VISIBLE_STD, _RAISED_STD = 0.05, 0.08
 
 
 def random_twins(configs: Iterator[PreTrainedConfig], seed: int, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """A twin in eval mode for each config; the same seed gives the same weights, and torch's generator is not moved."""
+    """A twin in eval mode for each config; the same seed gives the same weights, torch's generator is left alone."""
     for small in configs:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -30,9 +30,9 @@ def random_twins(configs: Iterator[PreTrainedConfig], seed: int, dtype: torch.dt
 
 @torch.no_grad()
 def _randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Make every floating parameter carry signal, in place, so ties and names stay; buffers are left alone.
+    """Give every floating parameter values that affect the outputs, in place, so that ties and names remain.
 
-    Fresh models hide wrong folds: norm weights are all 1, biases 0, LayerScale 1e-5, matrices as small as 0.02.
+    New models hide wrong folds: norm weights are all 1, biases 0, LayerScale 1e-5, matrices as small as 0.02.
     """
     norm_like = {
         id(parameter): name.endswith("bias")

@@ -1,4 +1,4 @@
-"""Is a module an elementwise nonlinearity, and which one? Answered by running a copy of it."""
+"""Is a module an elementwise nonlinearity, and which one? Found by running a copy of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.walk.probes.isolate import Isolated, isolate, signature, with_stand_
 _AGREES = 1e-7
 _MAX_CHANNELS = 1 << 14
 
-#: Ops that only look at a tensor in another way, or in another dtype: nothing of theirs is an intermediate.
+#: Ops whose output is a view, a copy or a cast of their input: not counted as operations.
 _VIEWS_AND_CASTS = {
     "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "lift_fresh", "permute", "reshape", "select",
     "slice", "squeeze", "t", "transpose", "unsqueeze", "view",
@@ -31,18 +31,18 @@ class ActivationProbe:
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool
-    """Running it again gives the same values, in train mode too, and leaves its input alone."""
+    """It is deterministic, in train mode too, and does not write into its input: it can be recomputed."""
     parameters: bool = False
-    """It has parameters of its own: numbers, or a number a channel."""
+    """It has parameters: scalars, or one number for each channel."""
     linear: str | None = None
-    """Child whose output it is a function of, where the module runs a linear first."""
+    """Its child, a linear that runs first, where it is a function of that linear's output."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
     """The nonlinearity that `module` computes; None when it is not elementwise or has large parameters.
 
-    A module with one child, a linear, counts if its output is an elementwise function of the linear's, and one of
-    several operations: what a single operation keeps is the linear's output, whoever calls it.
+    A module with one child, a linear, counts if its output is an elementwise function of the linear's, in more than one
+    operation: a single operation saves the linear's output in any case.
     """
     linear = _only_linear(module)
     if linear is None and (next(module.children(), None) is not None or _channels(module) is None):
@@ -56,7 +56,7 @@ def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> 
 
 
 def _channels(module: nn.Module) -> int | None:
-    """1 for a module whose parameters are numbers, C where they are (1, C, 1, ...), a number a channel; else None."""
+    """1 for a module with scalar parameters or none, C where they have the shape (1, C, 1, ...); else None."""
     shapes = {tuple(parameter.shape) for parameter in module.parameters() if parameter.numel() > 1}
     if not shapes:
         return 1
@@ -109,21 +109,21 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     y = copy.run(x)
     if not y.isfinite().all() or not _is_elementwise(copy, x, y, by_channel=channels > 1):
         return None
-    # Scalars and buffers have other values in the model, or will have, than here.
+    # Parameters and buffers on meta have other values in the model than in the copy.
     has_parameters = next(module.parameters(), None) is not None
     alike = slice(None) if channels == 1 else 0
     affine = _is_affine(x[:, alike].flatten(), y[:, alike].flatten())
     if affine and (channels > 1 or not has_parameters):
-        return None  # identity, a scale, a dropout that is off
+        return None  # identity, a scale, an inactive dropout
     fixed = not has_parameters and not any(buffer.is_meta for buffer in module.buffers())
     known = (k for k, row in ACTIVATIONS.items() if fixed and float((row.value(x) - y).abs().max()) < _AGREES)
-    # A scale and a shift that are trained keep the input only.
+    # A trained scale and shift save their input only.
     operations = 1 if affine else _count_operations(copy, x)
     return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)
 
 
 def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:
-    """Whether moving elements around (those of a channel among themselves) moves what is made of them, and no more."""
+    """Whether a permutation of the input's elements (within each channel) permutes the output in the same way."""
     generator = torch.Generator().manual_seed(1)
     channels = x.shape[1] if by_channel else 1
     order = torch.rand(channels, x.numel() // channels, generator=generator).argsort(1)
@@ -138,14 +138,15 @@ def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -
 
 
 def replays(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether a second forward in backward would compute what the first one did. Leaves `copy` in train mode."""
+    """Whether a recompute in backward gives what the forward gave. Leaves `copy` in train mode."""
     y = copy.run(inputs[0], None, *inputs[1:])
     copy.module.train()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _RandomMode() as mode:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _Recorded() as mode:
         given = [tensor.clone() for tensor in inputs]
         outputs = [copy.module.forward(*given) for _ in range(2)]
     unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
-    return unchanged and all(torch.equal(output, y) for output in outputs) and not mode.random
+    random = any(torch.Tag.nondeterministic_seeded in operation.tags for operation in mode.operations)
+    return unchanged and all(torch.equal(output, y) for output in outputs) and not random
 
 
 def _is_affine(x: Tensor, y: Tensor) -> bool:
@@ -153,37 +154,25 @@ def _is_affine(x: Tensor, y: Tensor) -> bool:
     return bool((y - y.mean() - slope * (x - x.mean())).abs().max() < 1e-9)
 
 
-class _RandomMode(TorchDispatchMode):
-    """Remembers whether any op drew random numbers."""
+class _Recorded(TorchDispatchMode):
+    """Records the aten overloads that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.random = False
+        self.operations: list[Any] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-class _CountMode(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += operator_name(func) not in _VIEWS_AND_CASTS
+        self.operations.append(func)
         return func(*args, **(kwargs or {}))
 
 
 def _count_operations(copy: Isolated, x: Tensor) -> int:
-    module = copy.module.float()  # in double a cast to fp32 and back would show as work
+    module = copy.module.float()  # in fp64 a module may cast to fp32 and back, which would count
     try:
-        with torch.no_grad(), _CountMode() as mode:
+        with torch.no_grad(), _Recorded() as mode:
             module.forward(x.float())
     finally:
         module.double()
-    return int(mode.count)
+    return sum(operator_name(operation) not in _VIEWS_AND_CASTS for operation in mode.operations)

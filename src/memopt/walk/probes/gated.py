@@ -1,7 +1,7 @@
-"""Is the forward of a gated MLP down(act(gate(x)) * up(x)) and nothing else? Answered by running a copy of it.
+"""Is the forward of a gated MLP down(act(gate(x)) * up(x)) and nothing else? Found by running a copy of it.
 
 The copy shares the module's code and attributes; its linears are replaced by tiny random ones, so no weight is read
-and the answer takes a millisecond at any size.
+and the probe takes a millisecond at any size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt.walk.probes.stand_ins import Marker, linear, run
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 _HIDDEN, _INTERMEDIATE = 6, 10
-#: Pre-activations reach about this far, so that limits and clamps show.
+#: Pre-activations reach about this size, so that limits and clamps take effect.
 _RANGE = 30.0
 _FP64_TOLERANCE = 1e-10
 #: An activation composed of steps rounds after each: some tens of roundings, of the largest of ten terms.
@@ -25,14 +25,15 @@ _FP16_TOLERANCE = 64 * torch.finfo(torch.float16).eps
 
 
 def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
-    """`site` with its `form` and `between` filled in, where its module does what they say and nothing else.
+    """`site` with its `form`, `act` and `between`, where its module's forward is that formula and nothing else.
 
-    The module may have the linears, one activation and one child between the product and down (a dropout); one with
-    parameters, buffers or children beside these keeps the form None.
+    The module may have the linears, one activation and one child between the product and down (a dropout); the form of
+    a module with other parameters, buffers or children is None.
     """
     module = model.get_submodule(site.name)
     names = site.children
-    if names is None or site.activation not in ACTIVATIONS or _has_tensors(module):
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if names is None or site.activation not in ACTIVATIONS or own:
         return site
     beside = {name: child for name, child in module._modules.items() if name not in names and child is not None}
     acts = [name for name, child in beside.items() if probe_activation(child) is not None]
@@ -42,11 +43,6 @@ def with_form(model: nn.Module, site: GatedMLPSite) -> GatedMLPSite:
     candidate = replace(site, act=acts[0] if acts else None, between=others[0] if others else None)
     forms: tuple[GatedForm, ...] = ("gate_up", "up_gate") if site.gate == site.up else ("separate",)
     return next((replace(candidate, form=form) for form in forms if _does(module, candidate, names, form)), site)
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return len(own) > 0
 
 
 @torch.no_grad()

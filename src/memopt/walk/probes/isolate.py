@@ -1,7 +1,6 @@
 """A copy of one module, alone on the CPU in fp64, that can be run with any parameter values.
 
-Used by the probes. The live module is never run, moved or changed, and a module on the meta device gets
-memory of its own.
+The live module is never run, moved or changed; the copy of a module on meta is allocated.
 """
 
 from __future__ import annotations
@@ -51,15 +50,14 @@ class Isolated:
         """Shape of the output; None if the forward does not run on `inputs`."""
         try:
             return self.run(inputs[0], None, *inputs[1:]).shape
-        except Exception:  # any forward may refuse anything in its own way; refusing is the answer
+        except Exception:  # a forward may raise anything
             return None
 
 
 def isolate(module: nn.Module) -> Isolated | None:
     """A copy of `module` in eval mode with random parameters; None when it cannot be copied.
 
-    Buffers keep their values; on meta they have none and become ones, the neutral guess (the twin, which has
-    real buffers, is probed as well).
+    Buffers keep their values; those on meta become ones (the twin, which has real buffers, is probed as well).
     """
     try:
         alone = copy.deepcopy(module)
@@ -89,7 +87,7 @@ def with_stand_ins(
 ) -> nn.Module:
     """A copy that runs the code of `module` on other children and parameters: same attributes, no hooks.
 
-    Nothing is copied in depth, so it is cheap at any size, and the module itself is not changed.
+    The copy is shallow, so it is cheap at any size, and the module itself is not changed.
     """
     alone = copy.copy(module)
     alone.__dict__ = dict(vars(module)) | {

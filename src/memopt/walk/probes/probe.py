@@ -1,8 +1,8 @@
 """What does a module compute? Found by running a copy of it alone on random data, never by its class or its name.
 
 `probe_norm` recognises y = (offset + weight) * normalise(x) + bias over the last dimension, `probe_activation`
-(kept in `memopt.walk.probes.elementwise`) an elementwise nonlinearity. Which tensors a module really meets in its
-model is the business of `memopt.walk.flow.shadow`.
+(in `memopt.walk.probes.elementwise`) an elementwise nonlinearity. Which tensors a module gets in its model,
+`memopt.walk.flow.shadow` observes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from memopt.walk.sites import CastOrder, NormKind
 
 __all__ = ["ActivationProbe", "NormProbe", "probe_activation", "probe_norm"]
 
-#: Relative agreement in fp64 that makes a formula the module's own.
+#: Relative difference in fp64 up to which a module computes a formula.
 _AGREES = 1e-9
 #: Size of an input so small that only eps is left under the root.
 _TINY = 1e-18
-#: Width tried for a norm that has neither parameters nor an attribute that says its width.
+#: Width tried for a norm that has neither parameters nor an attribute with its width.
 _ANY_WIDTH = 24
 _MAX_PER_HEAD = 1 << 16
 _SCALES_ONLY = "it scales and shifts its input and normalises nothing"
 
 
-#: (scale, shift, offset)
+#: (weight, bias, offset)
 _Affine = tuple[str, str | None, Literal[0, 1]]
 _OFFSETS: tuple[Literal[0, 1], ...] = (0, 1)
 
@@ -55,17 +55,16 @@ class NormProbe:
     offset: Literal[0, 1]
     cast: CastOrder
     with_gate: NormProbe | None = None
-    """What the module is when it is called with a second tensor, which it may leave out."""
+    """What the module computes when it is called with an optional second tensor."""
     intermediates: bool = True
-    """Whether the stock module keeps more for backward than what goes in; not asked where there is a formula."""
+    """Whether the stock module saves more than its inputs for backward; not measured where there is a formula."""
 
 
-def probe_norm(module: nn.Module, name: str = "", cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
+def probe_norm(module: nn.Module, cache: dict[Any, Any] | None = None) -> NormProbe | str | None:
     """What `module` computes if it is a norm; a reason if it only looks like one; None if it does not.
 
     Args:
         module: a live module on any device, meta included; it is copied, never run.
-        name: its name, for nothing but the reason.
         cache: results by signature, so that the equal norms of a deep model are probed once.
     """
     slots = _affine_slots(module)
@@ -81,7 +80,7 @@ def probe_norm(module: nn.Module, name: str = "", cache: dict[Any, Any] | None =
 
 
 def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the vectors that may be scale and shift; None when `module` cannot be a norm."""
+    """Names of the vectors that may be weight and bias; None when `module` cannot be a norm."""
     if any(True for child in module.children() for _ in child.parameters()):
         return None
     own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -95,7 +94,7 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _without_affine(copy: Isolated, found: _Affine, x: Tensor) -> Tensor:
-    """The output for a scale of 1 and no shift."""
+    """The output for a weight of 1 and no bias."""
     weight, bias, offset = found
     ones = torch.ones(copy.parameter(weight).numel(), dtype=torch.float64)
     return copy.run(x, {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})})
@@ -243,7 +242,7 @@ def _gated(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe | st
 def _without_formula(
     kind: NormKind, copy: Isolated, width: int, found: _Affine | None, *inputs: Tensor
 ) -> NormProbe | str | None:
-    """A norm of which only the affine is known; it has to be one that can be run again."""
+    """A norm of which only the affine is known, and that can be recomputed by running it a second time."""
     if found is None:
         return None
     if not replays(copy, *inputs):
@@ -254,9 +253,9 @@ def _without_formula(
 
 
 def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
-    """Whether autograd keeps more than what goes in, so that running the module again would save something.
+    """Whether autograd saves more than the inputs, so that recomputing the module frees bytes.
 
-    As in full training: a frozen scale keeps nothing of its own, so that this may gain nothing there.
+    Measured in full training: with frozen parameters autograd may save less.
     """
     given = [tensor.float().requires_grad_() for tensor in inputs]
     own = {tensor.untyped_storage().data_ptr() for tensor in (*given, *copy.module.float().parameters())}
@@ -293,14 +292,14 @@ def _fit(
             sizes = (1.0, math.sqrt(candidate) or _TINY, _TINY)
             if all(_same(normalise(x * s), _FORMULAS[kind](x * s, candidate)) for s in sizes):
                 if math.isclose(candidate, torch.finfo(torch.float64).eps):
-                    # The default of torch's own rms_norm is the eps of the dtype it computes in: fp32 in training.
+                    # The default of torch's rms_norm is the eps of the dtype it computes in: fp32 in training.
                     return kind, torch.finfo(torch.float32).eps
                 return kind, candidate
     return None
 
 
 def _measure_eps(normalise: Callable[[Tensor], Tensor], x: Tensor, kind: NormKind) -> float | None:
-    """Solve the formula for eps where almost nothing else is under the root."""
+    """Solve the formula for eps at an input so small that eps dominates under the root."""
     tiny = x * _TINY
     centred = tiny - tiny.mean(-1, keepdim=True) if kind == "layer" else tiny
     ratio = (centred / normalise(tiny)).square() - centred.square().mean(-1, keepdim=True)

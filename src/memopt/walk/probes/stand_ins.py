@@ -1,7 +1,4 @@
-"""Tiny children that take the place of a module's own, so that its forward can be run for what it does with them.
-
-What was found is judged by who asks: `memopt.walk.probes.gated`, `memopt.walk.probes.sum_norm`.
-"""
+"""Tiny children that replace a module's own, so that its forward can be run and compared with a formula."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from memopt.walk.probes.isolate import with_stand_ins
 
 
 class Marker(nn.Module):
-    """Leaves a trace of having been applied, once. Stands for what passes its input on (a dropout)."""
+    """Shows in its output how often it was applied. Replaces a dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 3 * x + 1
 
 
 class Scrambler(nn.Module):
-    """Gives away any change of its input, a scale too. Stands for a norm, which would hide that."""
+    """Its output shows any change of its input, also of the scale, which a norm would hide. Replaces a norm."""
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -51,16 +48,16 @@ def run(
     training: bool,
     native: bool = False,
 ) -> Tensor | None:
-    """What `call` makes of a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
+    """Result of `call` on a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
 
-    None where it fails, makes anything but one tensor, or leaves something behind on the module.
+    None where it raises, returns anything but one tensor, or changes an attribute of the module.
     """
     alone = with_stand_ins(module, stand_ins, training=training)
     before = dict(vars(alone))
     try:
         with torch.random.fork_rng(devices=[]), nullcontext() if native else Float64Mode():
             y = call(alone)
-    except Exception:  # any forward may refuse anything in its own way; refusing is the answer
+    except Exception:  # a forward may raise anything
         return None
     after = vars(alone)
     untouched = after.keys() == before.keys() and all(after[name] is value for name, value in before.items())

@@ -1,7 +1,7 @@
-"""Which modules' forwards are norm(dense(hidden) + residual) and nothing else? Answered by running copies of them.
+"""Which modules' forwards are norm(dense(hidden) + residual) and nothing else? Found by running copies of them.
 
-So end the blocks of post-norm encoders. Nobody but the norm reads the sum there. A copy shares the module's code and
-attributes; its children are replaced by tiny ones that any other order, scale or use of the inputs would show through.
+Blocks of post-norm encoders end like this, and only the norm reads the sum. A copy shares the module's code and
+attributes; its children are replaced by tiny ones whose output shows any other order, scale or use of the inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESIDUAL: tuple[Literal[0, 1], ...] = (1, 0)
 def sum_norm_sites(model: nn.Module, norms: Collection[NormSite]) -> tuple[SumNormSite, ...]:
     """The parents of `norms` that compute norm(between(dense(hidden)) + residual).
 
-    Such a module has the norm, one child with parameters, at most one without (a dropout), and nothing of its own.
+    Such a module has the norm, one child with parameters, at most one without (a dropout), and no tensors of its own.
     """
     return tuple(site for norm in norms for site in _proved(model, norm))
 
@@ -47,7 +47,7 @@ def _proved(model: nn.Module, norm: NormSite) -> Iterator[SumNormSite]:
 
 
 def _two_arguments(module: nn.Module) -> tuple[str, str] | None:
-    """Names of the forward's arguments; None where they are not two, for a caller to name or to give in order."""
+    """Names of the forward's arguments; None unless they are two, which can be passed by name and by position."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -113,7 +113,7 @@ def _rounds_alike(
     given: list[Tensor],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether `call` gives the bits of `formula` in `dtype`: the forward may cast on the way."""
+    """Whether `call` gives the bits of `formula` in `dtype`: a forward that casts inside does not."""
     inputs = [x.to(dtype) for x in given]
     for child in stand_ins.values():
         child.to(dtype)
@@ -129,10 +129,10 @@ def _value_and_gradients(
     *,
     training: bool,
 ) -> tuple[Tensor, ...] | None:
-    """The output of `call`, its gradient in every input, and the inputs as the call has left them."""
+    """The output of `call`, its gradient with respect to every input, and the inputs after the call."""
     leaves = [x.clone().requires_grad_() for x in given]
     inputs = [leaf.clone() for leaf in leaves]  # a forward may write into its input, and no leaf may be written to
-    # A forward that spoils what its own backward needs is refused as well.
+    # The backward of a forward that overwrites its own saved tensors raises a RuntimeError.
     with torch.enable_grad(), contextlib.suppress(RuntimeError):
         y = run(module, stand_ins, lambda alone: call(alone, *inputs), training=training)
         if y is None or y.shape != given[0].shape or not y.requires_grad:

@@ -1,8 +1,8 @@
-"""A config of any transformers class -> a small config of the same make: its kinds of layers, its names, less of it.
+"""A config of any transformers class -> a small config of that class, with the same kinds of layers and names.
 
-Fields are recognised by what their names and values say (depth, width, heads, experts, vocabulary, token ids), through
-the config's own ``attribute_map``, so one set of rules serves every class; nothing here knows an architecture. The
-rules for widths are `memopt.walk.models.shrink.width`, those for layers `memopt.walk.models.shrink.depth`.
+Fields are recognised by their names and values (depth, width, heads, experts, vocabulary, token ids), through the
+config's own ``attribute_map``, so one set of rules serves every class. The rules for widths are
+`memopt.walk.models.shrink.width`, those for layers `memopt.walk.models.shrink.depth`.
 """
 
 from __future__ import annotations
@@ -33,48 +33,42 @@ from memopt.walk.models.shrink.width import decide_widths, scale_widths
 
 MAX_PARAMETERS = 30_000_000
 LIGHT_PARAMETERS = 10_000_000
-"""Of two forms that run, one of this size is preferred: a proof runs it hundreds of times."""
+"""Configs up to this size are tried first: a proof runs the model hundreds of times."""
 LARGE_PARAMETERS = 60_000_000
-"""For forms that are used where no smaller one runs."""
+"""For configs that are used where no smaller one runs."""
 TINY_PARAMETERS = 2_000_000
 VOCABULARY = 512
 EXPERTS = 8
 WINDOW = 8
 CHUNK = 16
-"""Tokens that a state-space layer takes at a time: shorter texts are padded to them."""
+"""Tokens in a chunk of a state-space layer, to which shorter sequences are padded."""
 AUDIO_POSITIONS = 64
 PATCHES_PER_SIDE = 8
 IMAGE_SIDE = 128
 
 
 class ShrinkError(ModelError):
-    """No small config of this make can be built."""
+    """No small config of this class builds."""
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The smallest of the recipes' configs that builds and has at most `MAX_PARAMETERS`; `config` is not changed.
-
-    A config that is tiny already is returned as a copy.
-
-    Raises:
-        ShrinkError: no recipe gives such a config; says what each one failed on.
-    """
+    """The first of `shrunken`; a copy of `config` where it is tiny already."""
     return next(shrunken(config))
 
 
 def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
-    """Every small config that builds, strongest recipe first, but heavy ones after light ones.
+    """Every small config that builds, strongest recipe first, but those above `LIGHT_PARAMETERS` after the others.
 
-    The last are those above `MAX_PARAMETERS`, if not far above.
+    The last are those above `MAX_PARAMETERS`, up to `LARGE_PARAMETERS`.
 
     Args:
         config: what to shrink; it is not changed.
         depth: number of layers, at most those of `config`; by default as many as show every kind of layer.
-        sizes: also shrink what inputs are measured in, the sides of images and the length of sounds.
+        sizes: also shrink the sizes of inputs, the sides of images and the length of sounds.
 
     Raises:
         ModelError: transformers has no model class for this config.
-        ShrinkError: there is not even one.
+        ShrinkError: no recipe gives a config; says what each one failed on.
     """
     model_class(config)
     failures: list[str] = []
@@ -85,7 +79,7 @@ def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool 
         try:
             small = _apply(config, recipe, depth, sizes)
             model = instantiate(small, device="meta")
-        except Exception as error:  # A config class may object to a combination in any way it likes.
+        except Exception as error:  # config and model classes raise anything on a combination that they refuse
             failures.append(f"{recipe.name}: {one_line(error)}")
             continue
         fit_rotary(small, model)
@@ -119,7 +113,7 @@ class _Recipe:
     max_parameters: int = MAX_PARAMETERS
     rest: bool = False
     layers: int | None = None
-    """Number of layers, where it is not as many as show every kind."""
+    """Number of layers; None for as many as show every kind."""
 
 
 _RECIPES = (
@@ -170,7 +164,7 @@ def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: 
 
 
 def _cut_widths(nodes: list[PreTrainedConfig], keep_head_dim: bool) -> dict[int, int]:
-    """Old widths and what they became, for all nodes."""
+    """Old width -> new width, for all nodes."""
     links: dict[int, int] = {}
     # Two passes: a projection into another config's width can only follow once every width is decided.
     widths = [decide_widths(node, links, keep_head_dim=keep_head_dim) for node in nodes]
@@ -198,7 +192,7 @@ def _cut_experts(node: PreTrainedConfig) -> None:
 
 
 def _name_placeholders(config: PreTrainedConfig) -> None:
-    """A token that text has in the place of an image, and that the config leaves open, gets an id: the last ones."""
+    """Placeholder tokens (of images in text) that have no id get the last ids of the vocabulary."""
     sizes = [size for node in config_nodes(config) if (size := integer_field(node, "vocab_size"))]
     names = [name for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name) and value is None]
     for token, name in enumerate(names, start=1):
@@ -253,7 +247,7 @@ def _cut_sounds(node: PreTrainedConfig) -> None:
 
 
 def _counted(nodes: list[PreTrainedConfig]) -> bool:
-    """Whether a number of image features stands in the config."""
+    """Whether the config states a number of image features."""
     return any(_IMAGE_TOKENS.fullmatch(name) for node in nodes for name, _ in integer_fields(node))
 
 
@@ -271,7 +265,7 @@ def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
 
 
 def _cut_images(nodes: list[PreTrainedConfig]) -> None:
-    """Large images become smaller by a power of two a side, and what counts their features follows."""
+    """Divide the sides of large images by a power of two, and adapt the fields that count their features."""
     for node in nodes:
         sides, patch = _numbers(vars(node).get("image_size")), _patch_side(node)
         if not sides or not patch or "depths" in vars(node):
@@ -289,7 +283,7 @@ def _cut_images(nodes: list[PreTrainedConfig]) -> None:
 
 
 def _patch_side(node: PreTrainedConfig) -> int:
-    """Pixels from one patch to the next, 0 if the config does not say so."""
+    """Pixels from one patch to the next; 0 if the config does not say."""
     for name in ("patch_stride", "patch_size"):
         if numbers := _numbers(vars(node).get(name)):
             return max(numbers)
@@ -303,12 +297,12 @@ def _numbers(value: Any) -> list[int]:
 
 
 def _divided(value: Any, factor: int) -> Any:
-    """An integer, or integers in lists, as parts of `factor`."""
+    """An integer, or integers in lists, divided by `factor`."""
     return type(value)(_divided(item, factor) for item in value) if isinstance(value, list | tuple) else value // factor
 
 
 def _cut_features(nodes: list[PreTrainedConfig], node: PreTrainedConfig, side: int, factor: int) -> None:
-    """Follow an image of `node` that had `side` patches a side and has a `factor` less."""
+    """Adapt what counts features of an image of `node` whose `side` patches a side were divided by `factor`."""
     if vars(node).get("image_embedding_size") == side:
         node.image_embedding_size = side // factor
     for other in nodes:

@@ -1,6 +1,6 @@
-"""Making a config shallower, deep enough to see each kind of its layers, which the built modules tell.
+"""Fewer layers in a config, as many as show each kind of layer of the built model.
 
-Layers keep their position (the first n are kept), so that every name that remains means what it meant.
+The first n layers are kept, so that every remaining name means the same layer as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.walk.models.instantiate import instantiate
 
 MIN_DEPTH = 2
 MAX_DEPTH = 12
-"""Layers looked at, and kept at most, to see each kind of layer once."""
+"""Most layers that are kept, and searched for further kinds."""
 
 _DEPTH = re.compile(r"(num_|n_)?((en|de)coder_)?(num_)?(hidden_)?(layers?|depth)")
 _LAYER_COUNT = re.compile(r".*_layers")
@@ -32,7 +32,7 @@ def cut_depth(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
-    """A copy of `config` with at most `depth` layers in every stack, what counts or lists them included."""
+    """A copy of `config` with at most `depth` layers in every stack; fields that count or list layers fit that."""
     small = copy.deepcopy(config)
     for node in config_nodes(small):
         _cut_node(node, depth)
@@ -43,7 +43,7 @@ def _cut_node(node: PreTrainedConfig, depth: int) -> None:
     standard = standard_name(node, "num_hidden_layers")
     main = {name: value for name, value in integer_fields(node) if name == standard or _DEPTH.fullmatch(name)}
     longest = max(main.values(), default=0)
-    # A count beside a list of that length counts something else (the convolutions before the layers).
+    # A count that equals the length of a list counts that list's items (the convolutions before the layers).
     lengths = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)} - {longest}
     for name, value in main.items():
         setattr(node, name, min(value, depth))
@@ -61,7 +61,7 @@ def _cut_node(node: PreTrainedConfig, depth: int) -> None:
 
 
 def _cut_stages(node: PreTrainedConfig, names: list[str]) -> None:
-    """Keep the first stages of a backbone, `names`, and as many outputs as it gave: its readers count them."""
+    """Keep the first stages of a backbone, `names`, and the number of its outputs, on which its consumers rely."""
     count = len(vars(node)["stage_names"])
     old = [index % count for index in _output_stages(node)]
     new = [min(index, len(names) - left) for index, left in zip(old, range(len(old), 0, -1), strict=True)]
@@ -71,15 +71,15 @@ def _cut_stages(node: PreTrainedConfig, names: list[str]) -> None:
 
 
 def _output_stages(node: PreTrainedConfig) -> list[int]:
-    """Indices of the layers whose outputs a backbone gives."""
+    """Indices of the layers whose outputs a backbone returns."""
     indices = vars(node).get("_out_indices")
     return list(indices) if isinstance(indices, list | tuple) else []
 
 
 def _cut_layer_field(name: str, value: Any, longest: int, depth: int) -> Any:
-    """A field beside the depth that counts, lists or points to layers, for the new depth."""
+    """New value of a field, not the depth itself, that counts, lists or points to layers."""
     if is_integer(value) and MIN_DEPTH < value <= longest and _LAYER_COUNT.fullmatch(name):
-        # "The first 3 are dense" stays; "15 of 30 share" becomes the same part.
+        # "The first 3 are dense" is kept, "15 of 30 share" is scaled.
         return min(value, depth) if "dense" in name or "first" in name else max(1, value * depth // longest)
     if isinstance(value, str) and len(value) == longest and "pattern" in name:
         return value[:depth]
@@ -93,7 +93,7 @@ def _cut_layer_field(name: str, value: Any, longest: int, depth: int) -> Any:
 
 
 def _needed_depth(config: PreTrainedConfig) -> int:
-    """Layers needed to see each kind once, judged by the modules themselves; at least `MIN_DEPTH`."""
+    """Layers needed to see each kind once, by the built modules; at least `MIN_DEPTH`."""
     try:
         model = instantiate(config, device="meta")
     except ModelError:
@@ -102,21 +102,21 @@ def _needed_depth(config: PreTrainedConfig) -> int:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             kinds = [_kind(layer) for layer in module]
-            # A list in which every entry differs is no stack of layers (stages of a pyramid): it tells no depth.
+            # A list in which every entry differs (stages of a pyramid) is no stack of layers.
             if len(set(kinds)) < len(kinds):
                 needed = max(needed, *(kinds.index(kind) + 1 for kind in set(kinds)))
     return min(needed, MAX_DEPTH)
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What tells one kind of layer from another: its parameters, its modules' classes, and their named settings."""
+    """Equal for layers of one kind: parameters, classes of modules, and their settings."""
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     modules = tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
     return parameters, modules
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    # Numbers are left out but for their presence: layer indices and drop rates differ everywhere and tell no kind.
+    # Of numbers only the presence counts: layer indices and drop rates differ between layers of one kind.
     return tuple(
         (name, value if isinstance(value, str | bool) else value is None)
         for name, value in sorted(vars(module).items())

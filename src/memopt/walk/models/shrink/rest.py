@@ -1,7 +1,7 @@
 """Shrinks what `memopt.walk.models.shrink.width` leaves: ranks, tables, channels of convolutions, inner stacks.
 
-For configs without a lighter form that runs: these fields are told by their names alone, so that some other field may
-have to follow without being known to. Where it does not, the model does not build or run, which its user sees.
+For configs of which no lighter form runs. These fields are recognised by their names alone, so a field that depends on
+one of them may be missed; then the model does not build or run, which the caller sees.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links:
             _cut_width_lists(node, old, links)
     for node, old in pairs:
         counted = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)}
-        # Outputs of a backbone are named after its layers: `memopt.walk.models.shrink.depth` cuts both.
+        # A backbone's outputs are named after its layers: `memopt.walk.models.shrink.depth` cuts both.
         staged = standard_name(node, "num_hidden_layers") if "stage_names" in vars(node) else ""
         for name, value in integer_fields(node):
             if old.get(name) == value and name != staged:
@@ -73,7 +73,7 @@ def _smaller(name: str, value: int, links: dict[int, int], target: int, counted:
     if _RANK.fullmatch(name):
         return halved(value, RANK)
     if _HEAD_DIM.fullmatch(name):
-        # A part of the head that is rotated keeps its size, and so does an indexer's head, which holds such a part.
+        # The rotated part of a head, and an indexer's head, which contains such a part, keep their size.
         return value if name == "head_dim" or re.search("rope|index", name) else halved(value, HEAD_DIM)
     if _HEADS.fullmatch(name):
         return min(value, HEADS // 2 if _FEW_HEADS.fullmatch(name) else HEADS)
@@ -85,14 +85,14 @@ def _smaller(name: str, value: int, links: dict[int, int], target: int, counted:
 
 
 def halved(value: int, target: int) -> int:
-    """`value`, halved as often as it stays a multiple of 2 until it is at most `target`."""
+    """`value`, halved until it is at most `target`, as long as it remains a multiple of 2."""
     while value > target and value % 4 == 0:
         value //= 2
     return value
 
 
 def _target(name: str, node: PreTrainedConfig) -> int:
-    """What the width `name` may be at most, where widths are doubled or halved from stage to stage."""
+    """Largest value of the width `name`, where widths double or halve from stage to stage."""
     lists = {name: value for name, value in vars(node).items() if isinstance(value, list | tuple)}
     stages: int = max((len(value) for name, value in lists.items() if _RATES.fullmatch(name)), default=0)
     if stages:
@@ -101,7 +101,7 @@ def _target(name: str, node: PreTrainedConfig) -> int:
 
 
 def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> bool:
-    """Networks that are scaled by a coefficient take their basic size, and what counts their channels follows."""
+    """Set width and depth coefficients to 1, and adapt the fields that count channels."""
     found = False
     for name, value in list(vars(node).items()):
         if (
@@ -123,9 +123,9 @@ def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[i
 
 
 def _cut_width_lists(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> None:
-    """Widths of stages shrink by one power of two, as far as each stays a multiple of its heads and of 4.
+    """Divide the widths of stages by one power of two, as long as each remains a multiple of its heads and of 4.
 
-    A hidden size that is the first stage's width stays that.
+    A hidden size that equals the first stage's width still does.
     """
     lists = {
         name: list(value)
@@ -166,14 +166,14 @@ def _divides(factor: int, widths: list[int], multiples: list[list[int]]) -> bool
 
 
 def _follow_widths(node: PreTrainedConfig, links: dict[int, int]) -> None:
-    """A convolution with a group a channel keeps one, and so on: what is told by its name to follow another width."""
+    """Fields whose name says that they equal another width (the groups of a depthwise convolution) follow it."""
     for name, value in integer_fields(node):
         if _FOLLOWS.fullmatch(name) and value in links:
             setattr(node, name, links[value])
 
 
 def _follow_parts(node: PreTrainedConfig) -> None:
-    """A head made of a rotated part and another is as large as both."""
+    """The head size is the sum of its rotated and its other part."""
     parts = [vars(node).get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
     if is_integer(vars(node).get("qk_head_dim")) and all(is_integer(part) for part in parts):
         node.qk_head_dim = sum(part for part in parts if is_integer(part))

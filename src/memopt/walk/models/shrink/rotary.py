@@ -14,7 +14,7 @@ from memopt.walk.models.config import config_nodes, is_integer
 
 
 def fit_sections(sections: Sequence[int], total: int) -> list[int]:
-    """Whole parts in the proportions of `sections` that sum to `total`."""
+    """Integers in the proportions of `sections` that sum to `total`."""
     ends = [round(Fraction(sum(sections[: end + 1]) * total, sum(sections))) for end in range(len(sections))]
     return [end - start for start, end in pairwise([0, *ends])]
 
@@ -22,7 +22,7 @@ def fit_sections(sections: Sequence[int], total: int) -> list[int]:
 def fit_rotary(config: PreTrainedConfig, model: nn.Module) -> None:
     """Write into `config` the sections that fit the tables of `model`, which was built from it.
 
-    A class has sections of its own for a config that gives none, and these fit the head size of one checkpoint.
+    Where a config gives none, its class has default sections, which fit one head size only.
     """
     built: Any = model.config
     nodes = {id(own): node for own, node in zip(config_nodes(built), config_nodes(config), strict=False)}

@@ -1,7 +1,7 @@
 """Making the widths of a config smaller: hidden sizes, head counts and sizes, intermediate sizes.
 
-Widths that are equal or proportional in the original stay so, also across nested configs (a projection from one
-tower into another). Fields are recognised by what their names and values say, never by the config's class.
+Widths that are equal or proportional remain so, also across nested configs (a projection from one tower into another).
+Fields are recognised by their names and values, never by the config's class.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _attention_heads(node: PreTrainedConfig) -> int | None:
 
 
 def _head_pyramid(node: PreTrainedConfig) -> list[int]:
-    """Head counts of stages that widen as they go, or nothing."""
+    """Head counts of the stages, where they are listed."""
     value = vars(node).get(standard_name(node, "num_attention_heads"))
     return [item for item in value if is_integer(item)] if isinstance(value, list | tuple) else []
 
@@ -110,7 +110,7 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
             elif _KEY_VALUE_HEADS.fullmatch(name) and widths.heads:
                 setattr(node, name, type(value)(_key_value_heads(item, *widths.heads) for item in value))
             elif name.endswith("_channels") and value[-1] in widths.links:
-                # Convolutions that end in the width of the tower behind them.
+                # Convolutions whose last width is that of the tower after them.
                 setattr(node, name, type(value)((*value[:-1], widths.links[value[-1]])))
     if widths.head_dim and widths.head_dim[0] != widths.head_dim[1]:
         for value in vars(node).values():
@@ -119,7 +119,7 @@ def scale_widths(node: PreTrainedConfig, widths: Widths) -> None:
 
 
 def _settle_head_parts(node: PreTrainedConfig, before: dict[str, int]) -> None:
-    """A head size that was the sum of its parts, with rotary positions and without, stays so."""
+    """A head size that was the sum of its parts, with rotary positions and without, remains so."""
 
     def parts(fields: dict[str, Any]) -> int:
         return sum(fields.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -129,7 +129,7 @@ def _settle_head_parts(node: PreTrainedConfig, before: dict[str, int]) -> None:
 
 
 def _settle_state_space(node: PreTrainedConfig, before: dict[str, int]) -> None:
-    """Heads of a state space still make up its inner width: its field follows them, else their size follows it."""
+    """Keep heads x head size the inner width of a state space: adapt its field, else the head size."""
     heads = next((name for name in before if _STATE_SPACE_HEADS.fullmatch(name.removeprefix("n_"))), None)
     size = next((name for name in before if _STATE_SPACE_HEAD_DIM.fullmatch(name)), None)
     if heads is None or size is None:
@@ -150,7 +150,7 @@ def _new_width(name: str, value: int, node: PreTrainedConfig, widths: Widths) ->
     if _KEY_VALUE_HEADS.fullmatch(name):
         return _key_value_heads(value, *widths.heads) if widths.heads else None
     if _HEADS.fullmatch(name) or name == standard_name(node, "num_attention_heads"):
-        # A second head count of the config (a decoder's) keeps to divisors of the first.
+        # A second head count (a decoder's) has to divide the first, so it takes the same value.
         return widths.heads[1] if widths.heads else None
     if _STATE_SPACE_HEADS.fullmatch(name):
         return max(1, int(value * widths.ratio))
@@ -179,14 +179,14 @@ def _inner(value: int, ratio: Fraction) -> int:
 
 
 def _key_value_heads(value: int, heads: int, new_heads: int) -> int:
-    """Multi-head, grouped and multi-query attention stay what they are."""
+    """Multi-head, grouped and multi-query attention each remain what they are."""
     if value >= heads:
         return new_heads
     return min(value, 2) if value > 1 and new_heads % 2 == 0 and new_heads > 2 else 1
 
 
 def _scale_rotary(parameters: dict[Any, Any], ratio: Fraction) -> None:
-    """Rotary tables that have one entry a frequency follow the head size."""
+    """Fit rotary tables with one entry for each frequency to the head size."""
     for name, value in parameters.items():
         if isinstance(value, dict):
             _scale_rotary(value, ratio)
@@ -197,7 +197,7 @@ def _scale_rotary(parameters: dict[Any, Any], ratio: Fraction) -> None:
 
 
 def _halved(value: int, target: int) -> int:
-    # Four stays a divisor: rotary tables of two axes turn the quarters of a head.
+    # Rotary tables of two axes rotate quarters of a head, so 4 has to remain a divisor.
     while value > target and value % 8 == 0:
         value //= 2
     return value

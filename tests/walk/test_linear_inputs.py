@@ -37,13 +37,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def held_by(sites: Sites) -> dict[str, tuple[str, ...]]:
+def saved_by(sites: Sites) -> dict[str, tuple[str, ...]]:
     """Holders by linear, all of them known."""
     assert not [note for note in sites.notes if "is not known" in note]
-    return {linear.parameter.removesuffix(".weight"): linear.held_by for linear in sites.linears}
+    return {linear.parameter.removesuffix(".weight"): linear.saved_by for linear in sites.linears}
 
 
-def really_held_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, set[str]]:
+def really_saved_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, set[str]]:
     """The same of one real training forward, for the linears that keep their input."""
     held: dict[str, set[str]] = {}
     for kept in account(model, lambda: model(**inputs)).kept:
@@ -57,8 +57,8 @@ def really_held_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, set
 def test_holders_are_those_of_real_tensors(family: str) -> None:
     name, settings = FAMILIES[family]
     model = tiny_model(name, **settings)
-    really = really_held_by(model, tiny_inputs(name))
-    found = {linear: set(who) for linear, who in held_by(walk_model(model)).items()}
+    really = really_saved_by(model, tiny_inputs(name))
+    found = {linear: set(who) for linear, who in saved_by(walk_model(model)).items()}
     assert len(found) > 6
     assert {linear: found[linear] for linear in found if linear in really} == {
         linear: who for linear, who in really.items() if linear in found
@@ -70,7 +70,7 @@ def test_adapters_share_their_input_and_have_the_holders_of_real_tensors() -> No
     config = peft.LoraConfig(target_modules="all-linear", r=2, lora_dropout=0.0)
     model = peft.get_peft_model(tiny_model("llama"), config)
     sites = walk_model(model)
-    found = held_by(sites)
+    found = saved_by(sites)
     layer = "base_model.model.model.layers.0"
     attention = (f"scaled_dot_product_attention in {layer}.self_attn",)
     assert (
@@ -79,14 +79,14 @@ def test_adapters_share_their_input_and_have_the_holders_of_real_tensors() -> No
     assert found[f"{layer}.mlp.down_proj.lora_A.default"] == ()
     shared = {linear.parameter: linear.input_shared_with for linear in sites.linears}
     assert f"{layer}.mlp.down_proj.lora_A.default.weight" in shared[f"{layer}.mlp.down_proj.base_layer.weight"]
-    really = really_held_by(model, tiny_inputs("llama"))
+    really = really_saved_by(model, tiny_inputs("llama"))
     adapters = {linear for linear in really if "lora_A" in linear}
     assert len(adapters) == 14
     assert {linear: set(found[linear]) for linear in adapters} == {linear: really[linear] for linear in adapters}
 
 
 def test_a_config_says_as_much_as_a_model() -> None:
-    found = held_by(walk_config(tiny_config("opt")))
+    found = saved_by(walk_config(tiny_config("opt")))
     assert found["model.decoder.layers.1.fc2"] == ("relu in model.decoder.layers.1.activation_fn",)
     assert found["model.decoder.layers.1.self_attn.out_proj"] == (
         "scaled_dot_product_attention in model.decoder.layers.1.self_attn",
@@ -96,7 +96,7 @@ def test_a_config_says_as_much_as_a_model() -> None:
 
 def test_dropout_in_between_makes_a_copy_of_what_relu_keeps() -> None:
     with_dropout, without = (
-        held_by(find_sites(build_meta(tiny_config("t5", feed_forward_proj="relu", dropout_rate=rate))))
+        saved_by(find_sites(build_meta(tiny_config("t5", feed_forward_proj="relu", dropout_rate=rate))))
         for rate in (0.1, 0.0)
     )
     dense = "encoder.block.1.layer.1.DenseReluDense"
@@ -105,7 +105,7 @@ def test_dropout_in_between_makes_a_copy_of_what_relu_keeps() -> None:
 
 
 def test_attention_with_a_trained_bias_keeps_its_output_on_a_device() -> None:
-    found = held_by(find_sites(build_meta(tiny_config("t5"))))
+    found = saved_by(find_sites(build_meta(tiny_config("t5"))))
     attention = "decoder.block.0.layer.1.EncDecAttention"
     assert found[f"{attention}.o"] == (f"scaled_dot_product_attention in {attention}",)
 
@@ -237,7 +237,7 @@ class IsALinearByAFunction(Toy):
 )
 def test_the_second_linears_holders(build: Callable[[], nn.Module], holders: tuple[str, ...]) -> None:
     sites = walk_model(build(), {"x": torch.randn(2, 3, WIDTH)})
-    assert held_by(sites)["second"] == holders
+    assert saved_by(sites)["second"] == holders
 
 
 class Attention(Toy):
@@ -268,19 +268,19 @@ def _tokens_first(y: Tensor) -> Tensor:
     ],
 )
 def test_attentions_output_is_kept_as_a_fused_kernel_makes_it(model: nn.Module, holders: tuple[str, ...]) -> None:
-    assert held_by(walk_model(model, {"x": torch.randn(2, 3, WIDTH)}))["second"] == holders
+    assert saved_by(walk_model(model, {"x": torch.randn(2, 3, WIDTH)}))["second"] == holders
 
 
 def test_where_nothing_is_trained_holders_are_those_of_training_all() -> None:
     model = clone_to_meta(ReadsWhatReluKeeps().requires_grad_(False))
-    assert held_by(find_sites(model, {"x": torch.empty(2, 3, WIDTH)}))["second"] == ("relu",)
+    assert saved_by(find_sites(model, {"x": torch.empty(2, 3, WIDTH)}))["second"] == ("relu",)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_frozen_start_keeps_nothing() -> None:
     model = ReadsWhatReluKeeps()
     model.first.requires_grad_(False)
-    assert held_by(walk_model(model, {"x": torch.randn(2, 3, WIDTH)}))["second"] == ()
+    assert saved_by(walk_model(model, {"x": torch.randn(2, 3, WIDTH)}))["second"] == ()
 
 
 def test_a_checkpointed_block_has_the_holders_that_it_has_when_it_runs_again() -> None:
@@ -294,13 +294,13 @@ def test_a_checkpointed_block_has_the_holders_that_it_has_when_it_runs_again() -
 
     model = clone_to_meta(Checkpointed())
     model.gradient_checkpointing = True
-    assert held_by(find_sites(model, {"x": torch.empty(2, 3, WIDTH)}))["second"] == ("relu",)
+    assert saved_by(find_sites(model, {"x": torch.empty(2, 3, WIDTH)}))["second"] == ("relu",)
     assert model.gradient_checkpointing
 
 
 def test_a_layer_that_is_dropped_at_random_is_seen_in_another_call() -> None:
     sites = walk_model(tiny_model("opt", layerdrop=0.5, num_hidden_layers=3))
-    attention = [who for linear, who in held_by(sites).items() if linear.endswith("out_proj")]
+    attention = [who for linear, who in saved_by(sites).items() if linear.endswith("out_proj")]
     assert [len(who) for who in attention] == [1, 1, 1]
 
 
@@ -311,8 +311,8 @@ def test_a_forward_that_refuses_gradients_leaves_a_note() -> None:
             return super().forward(x)
 
     sites = walk_model(WritesIntoALeaf(), {"x": torch.randn(2, 3, WIDTH)})
-    assert [linear.held_by for linear in sites.linears] == [(), ()]
-    assert [note for note in sites.notes if "keeps the inputs of 2 linears is not known" in note]
+    assert [linear.saved_by for linear in sites.linears] == [(), ()]
+    assert [note for note in sites.notes if "saves the inputs of 2 linears is not known" in note]
 
 
 def test_modules_that_are_given_a_linears_input() -> None:

@@ -1,9 +1,8 @@
-"""Who else keeps a linear's input for backward: one training forward on meta, with gradients, and what autograd saved.
+"""What else saves a linear's input for backward, observed in one training forward on meta with gradients.
 
-Sampling the rows that a linear keeps frees bytes only where nobody else keeps the same storage. Autograd tells
-through saved-tensor hooks which storages are kept; the operation that is running names the keeper. Attention alone is
-stood in for: what a fused kernel keeps on a device is not what its written out form keeps on meta. What memopt's own
-modules keep is not asked here.
+Sampling the rows that a linear saves frees bytes only where no other operation saves the same storage. Saved-tensor
+hooks show which storages autograd saves, and in which operation. Attention is replaced, because a fused kernel on a
+device saves other tensors than its decomposition on meta. Tensors that memopt's modules save are not considered.
 """
 
 from __future__ import annotations
@@ -25,61 +24,61 @@ from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
 from memopt.walk.calls.inputs import Call, run_once
 
-#: Operations whose output is a weight still, cast, gathered, or, with one number, scaled.
+#: Operations whose output is still the weight: cast, gathered or, by one number, scaled.
 _COPIES, _SCALES = frozenset({"_to_copy", "clone", "index", "index_select"}), frozenset({"mul", "div"})
-#: Names of Python's operators that torch has functions of its own for.
+#: Names of Python's operators -> those of torch's functions.
 _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
 
-class Held(NamedTuple):
-    """Who else holds the input of one linear."""
+class InputUse(NamedTuple):
+    """Other uses of the input of one linear."""
 
-    by: tuple[str, ...]
-    """The operations other than linears that keep it, as ``"relu in mlp.act"``."""
+    saved_by: tuple[str, ...]
+    """The operations other than linears that save it, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...]
-    """The modules around the linear that were given it, the outermost first: their callers hold it while they run."""
+    """The modules around the linear that take it as argument, outermost first: their callers reference it meanwhile."""
 
 
-def input_holders(
+def input_uses(
     model: nn.Module, calls: Sequence[Call], weights: Collection[str], table: ParameterTable
-) -> dict[str, Held]:
-    """For each of `weights`, who else holds its linear's input.
+) -> dict[str, InputUse]:
+    """For each of `weights`, the other uses of its linear's input.
 
     `calls` of `model`, whose parameters `table` names, run one after the other, in train mode and with gradients, until
-    every linear was seen. A linear that runs several times has holders only if every one of its inputs has. Weights of
-    linears that no such forward reached are left out. Where no parameter requires a gradient, all do. The model is left
-    as it was.
+    every linear was reached. The input of a linear that runs several times counts as saved only if every one of its
+    inputs is. Weights of linears that no such forward reached are left out. Where no parameter requires a gradient, all
+    do. The model is left as it was.
     """
     missing = set(weights)
-    holders: dict[str, Held] = {}
-    # Variants of a call mostly reach what it reaches: they come last.
+    uses: dict[str, InputUse] = {}
+    # Padded and odd variants mostly reach the same linears: they come last.
     for seed, call in enumerate(sorted(calls, key=lambda call: "plain" not in call.label.split())):
         if not missing:
             break
         try:
-            found = _holders_in(model, call, table, seed)
-        except Exception:  # what runs without gradients may refuse them: a write into a leaf
+            found = _uses_in(model, call, table, seed)
+        except Exception:  # a forward that runs without gradients may raise with them: it writes into a leaf
             continue
-        holders = {**found, **holders}
+        uses = {**found, **uses}
         missing -= found.keys()
-    return holders
+    return uses
 
 
-def _holders_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> dict[str, Held]:
+def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> dict[str, InputUse]:
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
-        torch.default_generator.manual_seed(seed)  # layers that are dropped at random are others in the next call
+        torch.default_generator.manual_seed(seed)  # so that layer drop leaves out other layers in the next call
         for module in target.modules():
             if "gradient_checkpointing" in vars(module):
-                vars(module)["gradient_checkpointing"] = False  # such a block keeps later what it keeps here now
+                vars(module)["gradient_checkpointing"] = False  # it would save nothing in this forward
         with torch.enable_grad(), watch.active():
             return own.run(target)
 
     with _trained(model):
         output = run_once(model, call, run, training=True)
-    found = watch.holders()
-    del output  # its graph is what keeps the tensors
+    found = watch.uses()
+    del output  # its graph owns the saved tensors
     return found
 
 
@@ -94,7 +93,7 @@ class _Reading:
 
 
 class _Watch:
-    """One forward: which module and function run, what is saved, what linears read."""
+    """Observes one forward: which module and function run, what is saved, what linears read."""
 
     def __init__(self, model: nn.Module, table: ParameterTable) -> None:
         self.table = table
@@ -121,31 +120,31 @@ class _Watch:
         name = self.table.name(weight, modules.current())
         self._readings.append(_Reading(name, source, self._observer.functions.called, given_to))
 
-    def holders(self) -> dict[str, Held]:
-        """By weight; asked while the graph of the forward lives."""
+    def uses(self) -> dict[str, InputUse]:
+        """By weight; to be called while the graph of the forward is alive."""
         linears = {(reading.function, storage_key(reading.source)) for reading in self._readings}
-        held: dict[int | None, dict[str, None]] = {}
+        saved: dict[int | None, dict[str, None]] = {}
         for tensor, save in self._observer.saves():
             key = storage_key(tensor)
-            # What a `torch.autograd.Function` saves, it may save for more than the linear that it runs.
+            # A `torch.autograd.Function` may save its input for more than the linear that it runs.
             by_a_linear = bool(save.function) and (save.functions_called, key) in linears
             if key is not None and not by_a_linear:
-                held.setdefault(key, {})[_holder(save)] = None
-        found: dict[str, Held] = {}
+                saved.setdefault(key, {})[_named(save)] = None
+        found: dict[str, InputUse] = {}
         for reading in self._readings:
-            now = Held(tuple(held.get(storage_key(reading.source), ())), reading.given_to)
+            now = InputUse(tuple(saved.get(storage_key(reading.source), ())), reading.given_to)
             before = found.get(reading.weight)
-            found[reading.weight] = now if before is None else Held(*map(_every_time, before, now))
+            found[reading.weight] = now if before is None else InputUse(*map(_every_time, before, now))
         return found
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         self._given.append(frozenset(storage_key(each) for each in args if isinstance(each, Tensor)))
 
 
-def _holder(save: Save) -> str:
+def _named(save: Save) -> str:
     name = save.function.split("::")[-1].strip("_")
-    who = _OPERATORS.get(name, name) or "an autograd function"
-    return f"{who} in {save.module}" if save.module else who
+    operation = _OPERATORS.get(name, name) or "an autograd function"
+    return f"{operation} in {save.module}" if save.module else operation
 
 
 def _no_backward(slot: ObservedTensor) -> Tensor:
@@ -153,12 +152,12 @@ def _no_backward(slot: ObservedTensor) -> Tensor:
 
 
 class _Contractions(TorchDispatchMode):
-    """Records what is contracted with a parameter, or with a copy of one."""
+    """Records what is contracted with a parameter or with a copy of one."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
-        #: Storage -> the parameter whose elements are in it, and a tensor that keeps the storage, so the key, in use.
+        #: Storage -> the parameter whose elements it has, and a tensor that keeps the storage alive, so the key valid.
         self._of_weights: dict[int, tuple[nn.Parameter, Tensor]] = {}
         for parameter in watch.table.by_name.values():
             if (key := storage_key(parameter)) is not None:
@@ -182,14 +181,14 @@ class _Contractions(TorchDispatchMode):
         return out
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
-        """The parameter that `tensor` is a view of, or a copy."""
+        """The parameter of which `tensor` is a view or a copy."""
         key = storage_key(tensor)
         found = self._of_weights.get(key) if key is not None else None
         return found[0] if found is not None else None
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes and what is kept of a fused attention kernel: queries, keys, values, and the output, one token a row."""
+    """Shapes and saved tensors of a fused attention kernel: query, key, value, and the output, contiguous by token."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -200,17 +199,17 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The flash and the memory-efficient kernel take four dimensions; anything else is written out, as in stock."""
+    """The flash and the memory-efficient kernel take four dimensions; anything else runs decomposed, as in stock."""
     if query.dim() == 4:
         fused: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return fused
-    written_out: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    return written_out
+    decomposed: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    return decomposed
 
 
 @contextmanager
 def _trained(model: nn.Module) -> Iterator[None]:
-    """Some parameter requires a gradient: if none does, all that can."""
+    """If no parameter requires a gradient, all floating ones do inside."""
     frozen = [] if any(p.requires_grad for p in model.parameters()) else [*model.parameters()]
     changed = [parameter for parameter in frozen if parameter.is_floating_point()]
     try:
@@ -223,7 +222,7 @@ def _trained(model: nn.Module) -> Iterator[None]:
 
 
 def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...]:
-    """All of both; nobody where one call had nobody."""
+    """All of both, if each call had some."""
     return tuple(dict.fromkeys((*before, *now))) if before and now else ()
 
 
