@@ -174,12 +174,16 @@ class Region:
     them where they leave it: an output holds the tensors of its spec.
     """
 
-    __slots__ = ("_before", "_hook")
+    __slots__ = ("_before", "_hook", "_repeats")
+
+    def __init__(self, *, repeats: bool = True) -> None:
+        """With `repeats`, a second run of the block (checkpointing) gives the same tensors to the same modules."""
+        self._repeats = repeats
 
     def __enter__(self) -> Region:
         hook = _foreign_pack_hook()
         self._hook = None if getattr(hook, "memopt_observer", False) else hook
-        self._before, _region.hook = _region.hook, self._hook
+        self._before, _region.hook = _region.hook, self._hook if self._repeats else None
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -19,7 +19,7 @@ from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute_specs import Region, is_under_foreign_hooks
 from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
-from memopt.torch_compat import has_any_global_hook
+from memopt.torch_compat import has_any_global_hook, module_hooks
 
 #: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
 LOOK_AGAIN = 64
@@ -32,12 +32,13 @@ _UNKNOWN: list[_Child] = []
 class ScopeHistory:
     """For which calls of one module the scope replaces nothing. A copy of the module starts with an empty one."""
 
-    __slots__ = ("_calls_closed", "_linears")
+    __slots__ = ("_calls_closed", "_inside", "_linears")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
         """Form of a call -> calls since the scope was open, None where it has to be."""
         self._linears = _UNKNOWN
+        self._inside: list[nn.Module] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
@@ -68,6 +69,7 @@ class ScopeHistory:
             if self._linears is not _UNKNOWN:
                 return False
         self._calls_closed.clear()
+        self._inside = list(module.modules())[1:]
         self._linears = [
             (parent._modules, name, child)
             for parent in module.modules()
@@ -75,6 +77,11 @@ class ScopeHistory:
             if isinstance(child, nn.Linear)
         ]
         return True
+
+    def has_pre_hooks(self) -> bool:
+        """Whether a hook may exchange what a module inside is given."""
+        # Where hooks are unknown there is one table, which says that every module has some.
+        return any(any(module_hooks(module)[:2]) for module in self._inside)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,8 @@ def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module
     scope = rewrite.around(module, *args, **kwargs)
     if scope is _CLOSED and not is_under_foreign_hooks():
         return stock(module, *args, **kwargs)
-    with Region() as region:
+    # FSDP2's hook on a module inside the block wraps its inputs, but not where checkpointing runs it in backward.
+    with Region(repeats=not rewrite.history.has_pre_hooks()) as region:
         with scope:
             output = stock(module, *args, **kwargs)
         region.leaves(output)

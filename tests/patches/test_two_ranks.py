@@ -1,0 +1,43 @@
+"""FSDP2 with two gloo ranks around a patched model, MLPs sharded by themselves, with activation checkpointing too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing
+
+import memopt
+from tests.factories import tiny_inputs, tiny_model
+
+
+def train(rank: int, folder: str, checkpointing: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh, inputs, gradients = init_device_mesh("cpu", (2,)), tiny_inputs("llama", 2, 16), []
+    for patched in (False, True):
+        model = tiny_model("llama").train()
+        if patched:
+            memopt.patch(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for block in model.model.layers:
+            fully_shard(block.mlp, mesh=mesh)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for _ in range(3):  # scopes are open in the first step only
+            model.zero_grad()
+            model(**inputs).loss.backward()
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+    torch.distributed.destroy_process_group()
+    stock, ours = gradients
+    assert stock.keys() == ours.keys()
+    for name, gradient in stock.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_the_stock_model(tmp_path, checkpointing):
+    torch.multiprocessing.spawn(train, (str(tmp_path), checkpointing), nprocs=2)
