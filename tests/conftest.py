@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Binaries of kernels are compiled once for the sources they came from (memopt.kernels.tools.binary_cache).
+# Binaries of kernels are compiled once for the sources they came from (tests/aot/binary_cache.py).
 os.environ.setdefault("MEMOPT_AOT_CACHE", str(Path(__file__).parents[1] / "build" / "aot"))
 
 import pytest

@@ -239,7 +239,7 @@ def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
     if not source.shards:
         note("The weights are not downloaded yet, so their names and dtypes were not checked.")
         return plan
-    folds = FoldPlan.from_plan(plan, source.tensors, source.aliases)
+    folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
     for norm, reason in folds.refused:
         note(f"{norm} is shared instead of folded: {reason}.")
     return folds.revise(plan)

@@ -21,6 +21,12 @@ def _reason_to_skip() -> str | None:
 
 REASON = _reason_to_skip()
 
+if REASON is None:
+    from memopt.kernels.tools import aot
+    from tests.aot.binary_cache import compile_cached
+
+    aot.compile_kernel = compile_cached
+
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     return skipped_module(module_path, parent, REASON) if REASON else None

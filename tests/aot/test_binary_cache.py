@@ -10,9 +10,9 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from memopt.kernels.tools import aot, binary_cache
 from memopt.kernels.tools.aot import TARGETS, Binary, capture
-from memopt.kernels.tools.binary_cache import binary_key, source_key
+from tests.aot import binary_cache
+from tests.aot.binary_cache import binary_key, source_key
 
 SOURCE = """\
 import triton
@@ -42,13 +42,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The targets that were compiled for, in their order."""
-    stock, seen = aot._compile_now, []
+    stock, seen = binary_cache.compile_now, []
 
     def counted(source, target, options):
         seen.append(str(target.arch))
         return stock(source, target, options)
 
-    monkeypatch.setattr(aot, "_compile_now", counted)
+    monkeypatch.setattr(binary_cache, "compile_now", counted)
     return seen
 
 

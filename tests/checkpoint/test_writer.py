@@ -126,7 +126,7 @@ def test_headers_shard_names_and_index_stay_byte_for_byte(tmp_path: Path) -> Non
     before, after = open_source(str(folder)), open_source(str(result.out))
     assert [s.name for s in before.shards] == [s.name for s in after.shards]
     assert [s.header.raw for s in before.shards] == [s.header.raw for s in after.shards]
-    assert before.index == after.index
+    assert before.weights.index == after.weights.index
 
 
 def test_side_files_are_copied_and_other_weights_are_named_not_copied(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Publishing a folder in one step: it is written next to its target and renamed when it is complete.
 
-Whatever happens before the rename (an error, a full disk, a signal, a power cut) leaves the target as it
-was. What is written into the folder is `writer`'s business.
+An error, a full disk, a signal or a power cut before the rename leaves the target unchanged.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _TERMINATED = 143  # what a shell reports for SIGTERM
 
 @contextmanager
 def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends, and vanishes when it fails.
+    """A temporary folder that becomes `out` when the block ends, and is removed when it fails.
 
     Args:
         out: target folder; see :func:`check_target`.
         force: replace a non-empty target.
-        note: called with a sentence about anything a user should know.
+        note: called with a sentence where leftovers of an interrupted run were restored or removed.
 
     Raises:
-        OutputError: the folder cannot be made, filled or renamed.
+        OutputError: the folder cannot be created, filled or renamed.
     """
     stage = out.parent / f"{_prefix(out)}{os.getpid()}"
     made = False
@@ -65,7 +64,7 @@ def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[P
     except OSError as error:
         raise _explain(error, out) from error
     finally:
-        if made:  # else it is another run's, with this process id on another host or in another container
+        if made:  # else it belongs to a run with the same process id on another host or in another container
             with _shielded():
                 shutil.rmtree(stage, ignore_errors=True)
 
@@ -75,7 +74,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
 
     Raises:
         OutputError: it is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (without `force`; with `force`, one that memopt did not write).
+            non-empty folder (with `force`: one that memopt did not write).
     """
     out, source = out.expanduser().resolve(), source.resolve()
     if out == source or source in out.parents:
@@ -153,7 +152,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _clear_leftovers(out: Path, note: Callable[[str], None]) -> None:
-    """Remove what an earlier run that was killed left beside `out`."""
+    """Remove temporary folders that a killed run left beside `out`."""
     pattern = re.compile(re.escape(_prefix(out)) + r"(\d+)(\.old)?")
     if not out.parent.is_dir():
         return
@@ -210,7 +209,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that cleaning up happens; Ctrl-C is one already."""
+    """Raise SystemExit on SIGTERM, so that cleanup runs; Ctrl-C raises already."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(_TERMINATED)
@@ -227,7 +226,7 @@ def _terminable() -> Iterator[None]:
 
 @contextmanager
 def _shielded() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM until the block is done."""
+    """Defer SIGINT and SIGTERM until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

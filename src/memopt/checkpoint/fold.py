@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint a plan's folds touch, and how. Pure data; the arithmetic is in `arithmetic`.
 
-A norm is folded into all its consumers or into none. Whatever the files do not allow (a tensor stored under
-another name, a quantised weight, a shared one) refuses the fold, with the reason.
+A norm is folded into all its consumers or into none. A tensor stored under another name, a quantised or a shared
+weight refuses the fold, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.walk.sites import Consumer, NormSite
 
 @dataclass(frozen=True)
 class FoldedConsumer:
-    """One weight that takes a norm's affine; names are those of the files."""
+    """One weight into which a norm's affine is folded; names are those of the files."""
 
     weight: str
     axis: int
@@ -49,7 +49,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Fill:
-    """The tensor becomes a constant: the identity of a folded norm."""
+    """The tensor is set to a constant: the identity affine of a folded norm."""
 
     value: float
 
@@ -80,7 +80,7 @@ class ShiftPart:
 
 @dataclass(frozen=True)
 class Shift:
-    """The tensor, a bias, takes the product of original weights and norm biases."""
+    """The tensor, a bias, plus products of original weights and norm biases."""
 
     parts: tuple[ShiftPart, ...]
 
@@ -90,17 +90,17 @@ Operation = Fill | Scale | Shift
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """The folds that the files allow, and those that they do not."""
+    """The folds that the files allow, and those that they refuse."""
 
     folds: tuple[Fold, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
-    """(norm, reason) of every norm that the plan folds and the files do not allow."""
+    """(norm, reason) of every fold of the plan that the files do not allow."""
 
     @classmethod
     def from_plan(
         cls, plan: Plan, tensors: Mapping[str, TensorInfo], aliases: Mapping[str, tuple[str, ...]] | None = None
     ) -> FoldPlan:
-        """Folds of `plan` on the files' `tensors`; `aliases` names tensors that share memory with others."""
+        """Folds of `plan` on the files' `tensors`; `aliases`: tensor -> others that share its storage."""
         norms = plan.folds()
         keys = map_names({name for norm in norms for name in _parameters(norm)}, tensors)
         owners = Counter(norm.weight for norm in plan.sites.norms)
@@ -115,7 +115,7 @@ class FoldPlan:
         return result.without(dict(_conflicts(result.folds)))
 
     def operations(self) -> dict[str, Operation]:
-        """Tensor name -> what happens to it; every other tensor stays as it is."""
+        """Tensor name -> what is done to it; every other tensor is unchanged."""
         operations: dict[str, Operation] = {}
         for fold in self.folds:
             operations[fold.weight] = Fill(1.0 - fold.offset)
@@ -209,7 +209,7 @@ def _obstacle(
     aliases: Mapping[str, tuple[str, ...]],
     owners: Counter[str | None],
 ) -> str | None:
-    """Why the files do not allow the fold of `norm`; None when they do."""
+    """Why the files do not allow the fold of `norm`; None where they do."""
     if not norm.consumers:
         return "no linear reads it"
     if owners[norm.weight] > 1:
@@ -247,7 +247,7 @@ def _consumer_obstacle(
 
 
 def _conflicts(folds: tuple[Fold, ...]) -> Iterator[tuple[str, str]]:
-    """(norm, reason) of folds that do not go together: one coordinate scaled twice, one tensor in two roles."""
+    """(norm, reason) of conflicting folds: one coordinate scaled twice, one tensor in two roles."""
     own = {name: fold.norm for fold in folds for name in (fold.weight, fold.bias) if name}
     weights = {consumer.weight for fold in folds for consumer in fold.consumers}
     users: dict[str, list[tuple[str, FoldedConsumer]]] = {}

@@ -1,6 +1,6 @@
-"""memopt.json: what was done to a checkpoint, enough to check it again. Losing it loses no weight.
+"""memopt.json: what was done to a checkpoint, enough to verify it. No weight is in it.
 
-Reading is strict: a file that does not have this form is an error, never a guess.
+Reading is strict: a file of another form is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """A fold that was made, with what it did to the numbers."""
+    """A fold, and its effect on the numbers."""
 
     fold: Fold
     dtype: str
@@ -68,12 +68,12 @@ class EntryRecord:
 
 @dataclass(frozen=True)
 class InputsRecord:
-    """The batch that the walk was driven with, where its inputs were not guessed. No values, only their form."""
+    """Form (no values) of the batch that the walk ran with, where its inputs were not guessed."""
 
     file: str | None
-    """Name of the file that the user gave; None for a batch in memory or one that the model's processor made."""
+    """Name of the user's file; None for a batch in memory or from the model's processor."""
     arguments: dict[str, Any]
-    """Form of each argument, as `memopt.walk.calls.batch.describe` tells it."""
+    """Form of each argument, by `memopt.walk.calls.batch.describe`."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Manifest:
     notes: tuple[str, ...] = ()
     inputs: InputsRecord | None = None
     changed_outputs: tuple[str, ...] = ()
-    """Fields of the model's output, beside what it is for, that the recipe let folds change."""
+    """Fields of the model's output that the recipe allows folds to change, such as hidden states."""
 
     def folded_norms(self) -> frozenset[str]:
-        """Module names of the norms whose affine went into the next linears."""
+        """Module names of the norms whose affine was folded into the next linears."""
         return frozenset(record.fold.norm for record in self.folds)
 
     def batch(self) -> dict[str, Any] | None:
-        """The batch of `inputs` on the meta device: its shapes drive the walk again."""
+        """The batch of `inputs` on the meta device; a walk needs its shapes only."""
         from memopt.walk.calls.batch import from_description
 
         return None if self.inputs is None else from_description(self.inputs.arguments)
@@ -124,7 +124,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`.
 
     Raises:
-        ModelError: there is none, it is damaged, or a newer memopt wrote it.
+        ModelError: it is missing or damaged, or a newer memopt wrote it.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:
-    """config.json with one more key, every other byte as it was."""
+    """config.json with one more key; every other byte is unchanged."""
     text = config.decode("utf-8")
     end = text.rindex("}")
     body = text[:end].rstrip()

@@ -1,6 +1,6 @@
-"""One shard, streamed: unchanged bytes are copied in the kernel, changed tensors pass in blocks of 8 MiB.
+"""One shard, streamed: unchanged bytes are copied inside the operating system, changed tensors in blocks of 8 MiB.
 
-Dtypes and shapes do not change, so neither does the header, and no file is ever held in memory.
+Dtypes and shapes do not change, so neither does the header. No file is ever held in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_shard(
         advance: called with the number of bytes written since the last call; may raise to stop.
 
     Returns:
-        What each scaled or shifted tensor of the shard did to its range.
+        Changed tensor -> how many of its elements left the normal range.
     """
     changes: dict[str, RangeChanges] = {}
     with open(path, "wb", buffering=0) as file:
@@ -56,7 +56,7 @@ def write_shard(
 
 
 def restore(source: CheckpointSource, names: frozenset[str], folder: Path) -> None:
-    """Put the source's bytes of the tensors `names` back into the shards written to `folder`."""
+    """Overwrite the tensors `names` in the shards written to `folder` with the source's bytes."""
     for shard in source.shards:
         wanted = [info for name, info in shard.header.tensors.items() if name in names]
         if wanted:
@@ -67,7 +67,7 @@ def restore(source: CheckpointSource, names: frozenset[str], folder: Path) -> No
 
 
 def copy_tensors(source: CheckpointSource, shard: Shard, run: list[TensorInfo], target: int, advance: Advance) -> None:
-    """Copy tensors that lie one after the other as they are."""
+    """Copy adjacent tensors unchanged."""
     if source.weights.copies_as_is:
         with open(shard.origin, "rb", buffering=0) as origin:
             count = sum(info.nbytes for info in run)
@@ -81,7 +81,7 @@ def copy_tensors(source: CheckpointSource, shard: Shard, run: list[TensorInfo], 
 
 
 def copy_range(origin: int, target: int, offset: int, count: int, advance: Advance) -> None:
-    """Copy `count` bytes at `offset` between two files, inside the kernel where the system can."""
+    """Copy `count` bytes at `offset` between two files, by `copy_file_range` where the system has it."""
     end, in_kernel = offset + count, hasattr(os, "copy_file_range")
     while offset < end:
         size = min(end - offset, _COPY if in_kernel else _BLOCK)
@@ -114,7 +114,7 @@ def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int)
 
 
 def _runs(shard: Shard, operations: Mapping[str, Operation]) -> list[list[TensorInfo]]:
-    """Tensors in file order; neighbours that stay as they are in one list."""
+    """Tensors in file order; adjacent unchanged ones in one list."""
     runs: list[list[TensorInfo]] = []
     growing = False
     for info in sorted(shard.header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
@@ -181,7 +181,7 @@ def shifted(source: CheckpointSource, bias: torch.Tensor, operation: Shift) -> t
 def blocks(
     source: CheckpointSource, info: TensorInfo, axis: int
 ) -> Iterator[tuple[tuple[slice, slice, slice], int, torch.Tensor]]:
-    """(place, first byte, values) of one tensor after the other, as blocks of (before axis, axis, after axis)."""
+    """(slices, first byte, values) of consecutive blocks of a tensor, viewed as (before axis, axis, after axis)."""
     dtype = torch_dtype(info.dtype)
     shape = view3(info.shape, axis)
     start = 0

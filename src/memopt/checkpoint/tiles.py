@@ -7,7 +7,7 @@ from math import prod
 
 
 def view3(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
-    """`shape` seen as (what comes before `axis`, `axis`, what comes after)."""
+    """`shape` as three sizes: dimensions before `axis` merged, `axis`, dimensions after it merged."""
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 

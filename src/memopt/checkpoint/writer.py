@@ -1,7 +1,4 @@
-"""A source and its folds become a new checkpoint folder: shards, side files, index, config and manifest.
-
-`shards` streams one file, `atomic` publishes the folder; this file says what goes into it.
-"""
+"""Writes a patched checkpoint folder: shards, side files, index, config and manifest."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class WriteResult:
 
     out: Path
     plan: Plan
-    """The plan as it was carried out: refused folds are shared."""
+    """The plan as carried out; a norm whose fold the files refuse is shared."""
     manifest: Manifest
     nbytes: int
     """Size of all weights."""
@@ -69,8 +66,8 @@ def write_checkpoint(
 
     Args:
         force: replace a non-empty `out`.
-        inputs: the batch that drove the walk, for the record.
-        progress: called with (bytes done, bytes to do); digests count as bytes too.
+        inputs: the batch that the walk ran with, for the manifest.
+        progress: called with (bytes done, bytes to do); bytes that are hashed count too.
         note: called with each sentence that a user should read.
 
     Raises:
@@ -89,7 +86,7 @@ def write_checkpoint(
         tell(text)
 
     with staged(out, force=force, note=tell) as stage, _Workers(source, progress) as workers:
-        folds = FoldPlan.from_plan(plan, source.tensors, source.aliases)
+        folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
         folds, changes = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
             remember(f"{norm} is shared instead of folded: {reason}.")
@@ -97,7 +94,7 @@ def write_checkpoint(
         _copy_side_files(source, stage, remember)
         _write_config(source, plan, folds, stage)
         manifest = _manifest(source, plan, folds, changes, stage, workers, notes, inputs)
-        _write(stage / MANIFEST, manifest.to_json().encode())
+        (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     changed = folds.operations()
     return WriteResult(
         out, plan, manifest, source.nbytes, len(changed), sum(source.tensors[name].nbytes for name in changed)
@@ -105,10 +102,10 @@ def write_checkpoint(
 
 
 class _Workers:
-    """A few threads over shards; every step reports its bytes, and stops when the block fails."""
+    """A thread pool over shards that reports progress, and is stopped by an error in the `with` block."""
 
     def __init__(self, source: CheckpointSource, progress: Progress | None) -> None:
-        self._total = 2 * source.nbytes + source.space_needed  # written, and both sides digested
+        self._total = 2 * source.nbytes + source.space_needed  # written, and source and result hashed
         self._done = 0
         self._progress = progress
         self._lock = threading.Lock()
@@ -124,7 +121,7 @@ class _Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def advance(self, count: int) -> None:
-        """Report `count` bytes; raises when the run is being given up."""
+        """Report `count` bytes; raises InterruptedError once the block has failed."""
         if self._stopped.is_set():
             raise InterruptedError("stopped")
         with self._lock:
@@ -139,12 +136,11 @@ class _Workers:
 
     def digests(self, folder: Path, names: list[str]) -> dict[str, FileRecord]:
         """Size and SHA-256 of files below `folder`."""
-        paths = [folder / name for name in names]
-        found = self.run(self._digest, *((path,) for path in paths))
-        return dict(zip(names, found, strict=True))
 
-    def _digest(self, path: Path) -> FileRecord:
-        return FileRecord(sha256(path, self.advance), path.stat().st_size)
+        def digest(path: Path) -> FileRecord:
+            return FileRecord(sha256(path, self.advance), path.stat().st_size)
+
+        return dict(zip(names, self.run(digest, *((folder / name,) for name in names)), strict=True))
 
 
 def _write_shards(
@@ -171,8 +167,8 @@ def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str]
     for name in source.side_files:
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.root / name, stage / name)  # content only: modes follow the umask
-    if source.index is not None:
-        _write(stage / INDEX, source.index)
+    if source.weights.index is not None:
+        (stage / INDEX).write_bytes(source.weights.index)
     if source.left_out:
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
 
@@ -186,7 +182,7 @@ def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: 
         "recipe": plan.recipe.name,
         "folded_norms": len(folds.folds),
     }
-    _write(stage / "config.json", add_config_key((source.root / "config.json").read_bytes(), key))
+    (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
 
 
 def _manifest(
@@ -199,7 +195,7 @@ def _manifest(
     notes: list[str],
     inputs: InputsRecord | None,
 ) -> Manifest:
-    """What was done, with the digests of all files that `stage` holds and of the weights that were read."""
+    """The manifest, with digests of the files in `stage` and of the source's weights."""
     return Manifest(
         schema_version=SCHEMA_VERSION,
         memopt_version=memopt.__version__,
@@ -208,7 +204,7 @@ def _manifest(
             path=str(source.root),
             revision=source.revision,
             commit=source.commit,
-            files=workers.digests(source.root, [_relative(s.origin, source.root) for s in source.shards]),
+            files=workers.digests(source.root, [s.origin.relative_to(source.root).as_posix() for s in source.shards]),
         ),
         recipe=plan.recipe,
         entries=tuple(EntryRecord(e.kind, e.site, e.action, e.reason) for e in plan.entries),
@@ -235,13 +231,5 @@ def _fold_record(source: CheckpointSource, fold: Fold, changes: Mapping[str, Ran
 
 
 def _written(source: CheckpointSource) -> list[str]:
-    index = [INDEX] if source.index is not None else []
+    index = [INDEX] if source.weights.index is not None else []
     return sorted([*(shard.name for shard in source.shards), *source.side_files, *index, "config.json"])
-
-
-def _relative(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)

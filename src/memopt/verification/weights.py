@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
-from memopt.checkpoint.sources.source import CheckpointSource, needs_leave, open_source, sha256
+from memopt.checkpoint.sources.source import CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.checks import Check, Status
 from memopt.errors import ModelError
 from memopt.verification.recompute import TensorComparison, compare
@@ -82,7 +82,7 @@ def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointS
     if against is None and not Path(record.path).is_dir():
         return None, _check("source", record.model, "skip", detail=f"'{record.path}' is gone: give it with --against")
     try:
-        source = open_source(against or record.path, allow_pickle=needs_leave(record.files))
+        source = open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files))
     except ModelError as error:
         if against is not None:
             raise

@@ -1,14 +1,14 @@
-"""What a format of weight files must tell: whether a folder has it, its tensors and where their bytes are.
+"""The protocol of a format of weight files: whether a folder has it, its tensors and where their bytes are.
 
-A format is one file with a class of the protocol `Format`, listed in `source.FORMATS`. Whatever the files are, a source
-presents itself as safetensors files: those are what a rewritten checkpoint contains.
+A format is one file with a class of the protocol `Format`, listed in `source.FORMATS`. Every format presents its
+tensors as the safetensors files that a rewritten checkpoint contains.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file, as it is or (from another format) as it would be written."""
+    """One safetensors file that exists or (from another format) that would be written."""
 
     name: str
     header: Header
@@ -43,11 +43,11 @@ class Weights(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Names that share a storage -> the others of the group."""
+        """Tensor -> the others that share its storage."""
 
     @property
     def copies_as_is(self) -> bool:
-        """Whether each shard's `origin` is laid out as its header says, so that bytes can be copied file to file."""
+        """Whether each shard's `origin` has the layout of its header, so that bytes can be copied file to file."""
 
     def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
         """Bytes [start, stop) of a tensor, in the safetensors layout."""
@@ -58,11 +58,11 @@ class Format(Protocol):
 
     @property
     def suffix(self) -> str:
-        """End of the names of its files; an index ends so with ``.index.json`` after it."""
+        """Suffix of its files; that of an index is this and ``.index.json``."""
 
     @property
     def runs_code(self) -> bool:
-        """Whether opening such a file can run code, so that the user has to allow it."""
+        """Whether opening such a file can run code; then the user has to allow it."""
 
     def is_in(self, root: Path) -> bool:
         """Whether the folder has weights in this format under the names that transformers looks for.
@@ -75,7 +75,7 @@ class Format(Protocol):
         """The weights of a folder that has them.
 
         Raises:
-            ModelError: a file is missing, damaged, or holds what the format does not allow.
+            ModelError: a file is missing, damaged or not of the format.
         """
 
 
@@ -85,11 +85,8 @@ class NoWeights:
 
     shards: tuple[Shard, ...] = ()
     index: bytes | None = None
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copies_as_is: bool = False
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        return {}
 
     def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
         raise ModelError(f"The weights were not downloaded, so tensor '{info.name}' cannot be read.")

@@ -1,7 +1,6 @@
-"""The safetensors container: reading a file's header and checking it, and building a new one.
+"""Headers of safetensors files: reading and checking one, and building a new one.
 
-A file is an 8-byte little-endian length, a JSON header of that length and the tensors' bytes without
-gaps. Only headers are touched here; tensor data is read by `source` and written by `writer`.
+A file is an 8-byte little-endian length, a JSON header of that length and the tensors' bytes without gaps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DTYPE_BITS = {
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-#: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale kept elsewhere.
+#: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale in another tensor.
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 

@@ -1,7 +1,4 @@
-"""From a model name to a local folder: a path as it is, a hub id through the hub's cache.
-
-What the folder contains is `source`'s business.
-"""
+"""From a model name to a local folder: a path, or a hub id through the hub's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ OTHER_WEIGHTS = (
     "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.ot",
     "*.tflite", "*.mlmodel", "*.mlpackage/*", "*.npz", "*.nemo", "openvino_*", "*.bin.index.json",
 )  # fmt: skip
-#: Weights that no index of the checkpoint names; never worth a download.
+#: Weights that no index of the checkpoint names; not downloaded.
 _DUPLICATES = ("*/*.safetensors", "consolidated*.safetensors")
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints in torch's pickle format, presented as the safetensors files they will become.
+"""Checkpoints in torch's pickle format, presented as the safetensors files that are written from them.
 
-They are loaded with ``weights_only=True`` (no code runs) and memory-mapped, so that opening one reads
-no tensor. Used only with ``--allow-pickle``.
+They are loaded with ``weights_only=True`` (no code runs) and memory-mapped, so that opening one reads no tensor. Used
+only with ``--allow-pickle``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -39,12 +39,8 @@ class SafetensorsFiles:
 
     shards: tuple[Shard, ...]
     index: bytes | None
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such a file holds no tensor twice
     copies_as_is = True
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """None: a safetensors file holds no tensor twice."""
-        return {}
 
     def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
         buffer = bytearray(stop - start)

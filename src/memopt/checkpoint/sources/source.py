@@ -1,7 +1,6 @@
 """A checkpoint to read from: which files, which tensors, where their bytes are.
 
-Only headers are read when a source is opened; tensors are read on demand, in ranges. What the weight files are is the
-business of the formats (`base`); writing and arithmetic live elsewhere.
+Opening a source reads headers only; tensors are read on demand, in ranges. The formats of weight files are in `base`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "memopt.json"
-#: Every format that is read; the first that a folder has is taken.
+#: Every format that is read; of those in a folder the first is used.
 FORMATS: tuple[Format, ...] = (SafetensorsFormat(), PickleFormat())
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 
@@ -42,7 +41,7 @@ class CheckpointSource:
     root: Path
     revision: str | None
     commit: str | None
-    """Commit of a hub snapshot; None for a folder of the user's."""
+    """Commit of a hub snapshot; None for another folder."""
     weights: Weights
     side_files: tuple[str, ...]
     """Every other file that belongs to the model, relative to `root`."""
@@ -52,18 +51,8 @@ class CheckpointSource:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The weight files, as they are or as they would be written; none where they were not downloaded."""
+        """The weight files (for pickles: as they would be written); none where they were not downloaded."""
         return self.weights.shards
-
-    @property
-    def index(self) -> bytes | None:
-        """Content of the shard index; None for a single file."""
-        return self.weights.index
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Names that share a storage -> the others of the group."""
-        return self.weights.aliases
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -86,7 +75,7 @@ class CheckpointSource:
         return self.weights.read_range(info, start, info.nbytes if stop is None else stop)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor `name`, in memory of its own."""
+        """A copy of the whole tensor `name`."""
         import torch
 
         info = self.tensors[name]
@@ -130,10 +119,9 @@ def open_source(
     )
 
 
-def needs_leave(files: Iterable[str]) -> bool:
+def needs_allow_pickle(files: Iterable[str]) -> bool:
     """Whether weight files of these names are read with `allow_pickle` only."""
-    unsafe = [each for each in FORMATS if each.runs_code]
-    return any(belongs_to(name, unsafe) for name in files)
+    return any(belongs_to(name, [each for each in FORMATS if each.runs_code]) for name in files)
 
 
 def read_config(root: Path) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """Compiles what a launcher would launch, for a GPU that need not be there, and reads what the binary takes.
 
-:func:`capture` runs real launchers on meta tensors. Each launch becomes an ahead-of-time compilation with the arguments
-of that launch, so the launchers' own choices (tile sizes, constants, alignment) are the ones that are looked at. The
-wheel of Triton brings every tool that this needs. For the tests, the table of resources and the tuner; no operator
-imports it. With MEMOPT_AOT_CACHE set to a folder, binaries are read from there and compiled only where they are missing
-(:mod:`memopt.kernels.tools.binary_cache`).
+:func:`capture` runs real launchers on meta tensors. Each launch becomes an ahead-of-time compilation with the same
+arguments, so the launchers' own choices (tile sizes, constants, alignment) are examined. Triton's wheel has every tool
+for it. Used by tests, the table of resources and the tuner; no operator imports it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from memopt.kernels.base.launch import warps_of
-from memopt.kernels.tools.binary_cache import Compiled, binary_key, cached
 from memopt.kernels.tools.occupancy import LIMITS
 
 TARGETS = {
@@ -42,6 +39,18 @@ SHARED_LIMIT = {"gfx942": 65536} | {name: limits.shared_per_block for name, limi
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """What is read of one compiled kernel."""
+
+    name: str
+    num_warps: int
+    shared: int
+    """Bytes of shared memory a block takes."""
+    asm: Mapping[str, str]
+    """``ttir``, and ``ptx`` with the report of ``resources`` (NVIDIA) or ``amdgcn`` (AMD)."""
+
+
+@dataclass(frozen=True)
 class Binary:
     """One compiled launch."""
 
@@ -50,9 +59,7 @@ class Binary:
     grid: tuple[int, ...]
     num_warps: int
     shared: int
-    """Bytes of shared memory a block takes."""
     asm: Mapping[str, str]
-    """``ttir``, and ``ptx`` with the report of ``resources`` (NVIDIA) or ``amdgcn`` (AMD)."""
 
     @property
     def registers(self) -> int:
@@ -94,7 +101,7 @@ def capture(target: str) -> Iterator[list[Binary]]:
     def subscript(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             kernel.device_caches[target]  # making the entry sets `compile` to Triton's
-            kernel.compile = _compile
+            kernel.compile = compile_kernel
             try:
                 compiled = kernel.warmup(
                     *map(_as_pointer, args), grid=(1,), **{name: _as_pointer(value) for name, value in kwargs.items()}
@@ -121,13 +128,8 @@ def capture(target: str) -> Iterator[list[Binary]]:
         vars(driver).update(driver_before)
 
 
-def _compile(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
-    """What Triton's `compile` does, from the cache where it can be; the result has what :class:`Binary` reads."""
-    return cached(binary_key(source, target, options), lambda: _compile_now(source, target, options))
-
-
-def _compile_now(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
-    # Triton's own cache would keep every binary a second time.
+def compile_kernel(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
+    """Replaces Triton's `compile` inside :func:`capture`, without a cache; tests may put one in its place."""
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         kernel = triton_compile(source, target=target, options=options)
@@ -139,7 +141,7 @@ def _compile_now(source: Any, target: GPUTarget, options: dict[str, Any]) -> Com
 
 
 class _StubDriver:
-    """Answers what compilation asks Triton's driver, and no more."""
+    """The methods of Triton's driver that compilation calls."""
 
     def __init__(self, target: str) -> None:
         self._target = target

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that only a kernel whose binary can have changed is compiled again.
 
 Triton's own cache also counts the line on which a kernel starts. Here an edit above a kernel keeps its binary, and a
-folder holds nothing but what :mod:`memopt.kernels.tools.aot` reads, compressed. No operator imports this.
+folder holds nothing but what :mod:`memopt.kernels.tools.aot` reads, compressed. `tests/aot/conftest.py` installs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -23,6 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITCallable
 
+from memopt.kernels.tools import aot
+from memopt.kernels.tools.aot import Compiled
+
 #: Environment variable that names the folder; without it every process compiles for itself.
 FOLDER = "MEMOPT_AOT_CACHE"
 #: Part of every key: counted up when what an entry holds changes.
@@ -31,16 +33,12 @@ FORMAT = 1
 _CONSTANTS = (int, float, str, tl.dtype, tl.constexpr)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One compiled kernel."""
+compile_now = aot.compile_kernel
 
-    name: str
-    num_warps: int
-    shared: int
-    """Bytes of shared memory a block takes."""
-    asm: Mapping[str, str]
-    """``ttir``, and ``ptx`` with the report of ``resources`` (NVIDIA) or ``amdgcn`` (AMD)."""
+
+def compile_cached(source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
+    """What `aot.compile_kernel` returns, from the folder where it is there."""
+    return cached(binary_key(source, target, options), lambda: compile_now(source, target, options))
 
 
 def cached(key: str, compile_kernel: Callable[[], Compiled]) -> Compiled:
