@@ -33,7 +33,7 @@ from torch import nn
 import memopt
 from benchmarks import saved_bytes
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, write_json
-from memopt.reporting.account import Kept, account
+from memopt.reporting.account import SavedStorage, account
 from memopt.reporting.emulate import CudaChoices
 from memopt.walk.observe import walk_model
 
@@ -127,7 +127,7 @@ def tails_of(model: str) -> list[Tail]:
     return tails
 
 
-def _is_mlp(row: Kept, width: int) -> bool:
+def _is_mlp(row: SavedStorage, width: int) -> bool:
     """Whether it is as wide as the MLP, or a code, or says which rows of such a tensor were kept."""
     return row.shape[-1:] == (width,) or row.cause in ("codes", "sampled rows")
 
@@ -150,7 +150,7 @@ def t5_lines() -> list[Line]:
     return [Line(what, tuple(units)) for what, units in table.items()]
 
 
-def _kept_by_a_block(model: nn.Module, recipe: str | None, changes: tuple[str, ...], run: Any) -> list[Kept]:
+def _kept_by_a_block(model: nn.Module, recipe: str | None, changes: tuple[str, ...], run: Any) -> list[SavedStorage]:
     """The second block's storages."""
     sites = walk_model(model)
     if recipe is not None:
@@ -178,9 +178,9 @@ def _t5(lora: bool) -> nn.Module:
     return model
 
 
-def _in_words(row: Kept) -> str:
+def _in_words(row: SavedStorage) -> str:
     cause = str(row.cause)
-    last = [module.split(".") for module, _ in row.holders]
+    last = [module.split(".") for module, _ in row.savers]
     names = sorted({part for module in last for part in module[-3:] if part in _NAMES})
     small = row.nbytes < 0.01 * BATCH * TOKENS * HIDDEN * 4
     if small:
@@ -197,7 +197,7 @@ def linear_inputs(lines: Sequence[Line], column: str) -> float:
     return sum(line.units[number] for line in lines if line.what.partition(":")[0] in LINEAR_INPUTS)
 
 
-def _units(rows: Sequence[Kept], unit: int) -> float:
+def _units(rows: Sequence[SavedStorage], unit: int) -> float:
     return sum(row.nbytes for row in rows) / unit
 
 

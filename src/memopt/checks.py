@@ -1,4 +1,4 @@
-"""Checks: one thing that was verified each, with its number, threshold and reason."""
+"""What one check of a verification found."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Check:
     """What was checked: a file, tensors, an output, parameters, a block."""
     status: Status
     metric: str = ""
-    """What `value` is, in words."""
+    """What `value` is."""
     value: float | None = None
     threshold: float | None = None
     threshold_reason: str = ""
     reference: str = ""
-    """What the value was taken against, e.g. "fp64 run of the original"."""
+    """What was compared with, e.g. "fp64 run of the original"."""
     n: int = 0
-    """Number of elements, tensors or bytes that went into the value."""
+    """Number of elements, tensors or bytes that were checked."""
     detail: str = ""
 
 

@@ -42,7 +42,7 @@ def test_stock_transformers_loads_the_result_and_computes_the_same(memopt: Memop
     # fp32 weights, each rounded once more: about 2^-24 relative, times a little for the sums.
     reference = logits(llama)
     assert (logits(OUT) - reference).norm() / reference.norm() < 1e-6
-    assert Verdict.of(verify_weights(OUT)).status == "pass"
+    assert Verdict(verify_weights(OUT)).status == "pass"
 
 
 def test_the_result_says_what_was_done_and_what_comes_next(memopt: Memopt, llama: Path) -> None:

@@ -112,8 +112,8 @@ def test_views_of_one_storage_are_counted_once_and_in_full() -> None:
         return (y[:1].sin() + y[:, :4].cos().sum()).sum()
 
     counted = account(nn.Identity(), run)
-    assert [kept.nbytes for kept in counted.kept] == [x.nbytes]
-    assert [operation for _, operation in counted.kept[0].holders] == ["exp", "sin", "cos"]
+    assert [kept.nbytes for kept in counted.storages] == [x.nbytes]
+    assert [operation for _, operation in counted.storages[0].savers] == ["exp", "sin", "cos"]
 
 
 def test_parameters_buffers_and_inputs_are_not_counted() -> None:
@@ -164,7 +164,7 @@ def test_causes_are_words_a_user_knows() -> None:
         "activation output",
     }
     gates = [kept for kept in counted.of_block("model.layers.1") if kept.cause == "gate"]
-    assert [kept.holders for kept in gates] == [(("model.layers.1.mlp.act_fn", "silu"),)]
+    assert [kept.savers for kept in gates] == [(("model.layers.1.mlp.act_fn", "silu"),)]
 
 
 def test_the_unit_is_the_hidden_state_that_enters_the_first_block() -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from memopt.reporting.account import Account, Kept, Part
+from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.compare import UNSEEN, Comparison, compare_rows
 from memopt.reporting.json import comparison_dict
 from memopt.reporting.tables import comparison_tables, summary
@@ -17,13 +17,13 @@ from memopt.reporting.training import Training
 UNIT = 2**20
 
 
-def kept(cause: str, units: float, block: str = "layers.0", part: Part = "block", **changes: object) -> Kept:
-    fields = {"nbytes": int(units * UNIT), "dtype": "bfloat16", "shape": (512, 1024), "holders": ()}
-    return Kept(part=part, block=block, cause=cause, **{**fields, **changes})  # type: ignore[arg-type]
+def kept(cause: str, units: float, block: str = "layers.0", part: Part = "block", **changes: object) -> SavedStorage:
+    fields = {"nbytes": int(units * UNIT), "dtype": "bfloat16", "shape": (512, 1024), "savers": ()}
+    return SavedStorage(part=part, block=block, cause=cause, **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def comparison(
-    before: list[Kept], after: list[Kept], blocks: tuple[str, ...] = ("layers.0",), **fields: int
+    before: list[SavedStorage], after: list[SavedStorage], blocks: tuple[str, ...] = ("layers.0",), **fields: int
 ) -> Comparison:
     return Comparison(
         model="acme/model",

@@ -38,5 +38,5 @@ def test_a_model_that_counts_its_placeholders_is_traced_with_a_batch(tmp_path: P
     batch = {"input_ids": ids, "pixel_values": torch.ones(2, 3, 16, 16), "labels": ids}
     comparison = compare_training(tmp_path, Training(), inputs=batch)
     assert (comparison.training.batch, comparison.training.seq) == (2, 10)
-    assert any("vision_tower" in kept.holders[0][0] for kept in comparison.before.kept)
+    assert any("vision_tower" in kept.savers[0][0] for kept in comparison.before.storages)
     assert comparison.change < 0

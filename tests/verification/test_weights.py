@@ -63,7 +63,7 @@ def test_what_patch_writes_passes(tmp_path: Path, dtype: torch.dtype, shards_cou
     checks = verify_weights(patched)
     assert {check.status for check in checks} == {"pass"}
     assert {c.subject for c in checks if c.id == "weights.fold"} == {"model.layers.0.norm", "model.layers.1.norm"}
-    assert Verdict.of(checks).exit_code() == 0
+    assert Verdict(checks).exit_code() == 0
 
 
 def layer_norm_model(folder: Path, dtype: torch.dtype) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -87,7 +87,7 @@ def test_layer_norm_folds_into_every_layout_pass_and_block_sizes_do_not_matter(
     monkeypatch.setattr(recompute, "_SCALE_BLOCK", 77)
     monkeypatch.setattr(recompute, "_SUM_BLOCK", 99)
     assert by_id(verify_weights(out), "pass") >= {"weights.fold", "weights.unchanged", "weights.range"}
-    assert Verdict.of(verify_weights(out)).status == "pass"
+    assert Verdict(verify_weights(out)).status == "pass"
 
 
 @pytest.mark.parametrize("tiny", [2.0**-40, 2.0**-29])
@@ -103,7 +103,7 @@ def test_a_bias_whose_tie_is_decided_far_below_passes(tmp_path: Path, tiny: floa
     norm = rms_norm(0, hidden_size=2, kind="layer", weight="n.weight", bias="n.bias", consumers=(consumer,))
     out = write_checkpoint(open_source(str(model)), plan_of([norm]), tmp_path / "out").out
     assert load_file(out / FILE)["b"].tolist() == [1 + 2**-7, 1.0]
-    assert Verdict.of(verify_weights(out)).status == "pass"
+    assert Verdict(verify_weights(out)).status == "pass"
 
 
 @pytest.mark.parametrize("name", ["q.weight", "up.weight", "norm.weight"])
@@ -232,12 +232,12 @@ def test_a_source_that_is_gone_skips_the_comparison_with_a_hint(model: Path, pat
     checks = verify_weights(patched)
     assert by_id(checks, "skip") == {"weights.source", "weights.fold"}
     assert any("--against" in check.detail for check in checks)
-    assert Verdict.of(checks).exit_code() == 3
+    assert Verdict(checks).exit_code() == 3
 
 
 def test_a_source_that_moved_is_found_with_against(tmp_path: Path, model: Path, patched: Path) -> None:
     model.rename(tmp_path / "moved")
-    assert Verdict.of(verify_weights(patched, str(tmp_path / "moved"))).status == "pass"
+    assert Verdict(verify_weights(patched, str(tmp_path / "moved"))).status == "pass"
 
 
 def test_a_source_that_changed_since_is_not_compared_with(model: Path, patched: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_source_in_other_shards_has_the_same_tensors(tmp_path: Path, patched: 
     other = write_checkpoint_files(tmp_path / "other", rms_tensors(), shards=2)
     checks = verify_weights(patched, str(other))
     assert by_id(checks, "warn") == {"weights.source"}
-    assert Verdict.of(checks).status == "pass"
+    assert Verdict(checks).status == "pass"
 
 
 def test_against_something_that_does_not_exist_is_an_error(patched: Path) -> None:
@@ -293,4 +293,4 @@ def test_a_patched_pickle_is_compared_with_the_pickle(tmp_path: Path, model: Pat
     torch.save(rms_tensors(), model / "pytorch_model.bin")
     source = open_source(str(model), allow_pickle=True)
     out = write_checkpoint(source, rms_plan(), tmp_path / "out").out
-    assert Verdict.of(verify_weights(out)).status == "pass"
+    assert Verdict(verify_weights(out)).status == "pass"

@@ -46,9 +46,9 @@ def saved_by(sites: Sites) -> dict[str, tuple[str, ...]]:
 def really_saved_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, set[str]]:
     """The same of one real training forward, for the linears that keep their input."""
     held: dict[str, set[str]] = {}
-    for kept in account(model, lambda: model(**inputs)).kept:
-        linears = {module for module, operation in kept.holders if operation in _LINEARS}
-        others = {f"{operation} in {module}" for module, operation in kept.holders if operation not in _LINEARS}
+    for kept in account(model, lambda: model(**inputs)).storages:
+        linears = {module for module, operation in kept.savers if operation in _LINEARS}
+        others = {f"{operation} in {module}" for module, operation in kept.savers if operation not in _LINEARS}
         held.update(dict.fromkeys(linears, others))
     return held
 

@@ -1,9 +1,9 @@
-"""Who keeps which bytes for backward: an account of one forward, real or traced.
+"""Which operation saves which bytes for backward: an account of one forward, real or traced.
 
-Autograd says what it keeps through saved-tensor hooks; each storage is counted once, with all its bytes, for its
-first holder. memopt's own hooks work inside of these and hand on only what they really keep, so the same account
-measures stock and patched models. `live_bytes` is the independent check: it asks the allocator's side (which
-storages are still alive), and so finds what hides from hooks, e.g. a tensor in an attribute of an autograd context.
+Saved-tensor hooks see every saved tensor; each storage is counted once, with all its bytes, where it is saved first.
+memopt's own hooks run inside these and pass on what they really save, so the same account measures stock and patched
+models. `live_bytes` is the independent check: it counts live storages, and so finds what hooks do not see, e.g. a
+tensor in an attribute of an autograd context.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from memopt.reporting.storages import StorageTracker
 from memopt.torch_compat import tree_leaves
 from memopt.walk.sites import Sites
 
-#: Where a storage is first held: before, inside, between or after the repeated blocks; ``shared`` by several of them.
+#: Where a storage is saved first: before, inside, between or after the repeated blocks; ``shared`` by several of them.
 Part = Literal["embeddings", "block", "shared", "between", "head"]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One storage that autograd keeps until backward."""
+class SavedStorage:
+    """One storage that autograd holds until backward."""
 
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the tensor for which the storage was made (holders may see views of it)."""
+    """Shape of the tensor that the storage was allocated for (views of it may be saved)."""
     part: Part
     block: str
-    """The block of the first holder; empty outside the blocks."""
-    holders: tuple[tuple[str, str], ...]
-    """(module, operation) of everyone who saved it, first holder first."""
+    """The block that saved it first; empty outside the blocks."""
+    savers: tuple[tuple[str, str], ...]
+    """(module, operation) of each save, in order."""
     cause: str
-    """What it is, in a user's words."""
+    """What it is: one of `memopt.reporting.causes.CAUSES`."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """Everything that one forward keeps for backward. Parameters, buffers and inputs are not in it."""
+    """Everything that one forward saves for backward, without parameters, buffers and inputs."""
 
-    kept: tuple[Kept, ...]
+    storages: tuple[SavedStorage, ...]
     blocks: tuple[str, ...]
     unseen: int = 0
-    """Bytes that the graph keeps alive without saving them, e.g. keyword arguments of a checkpointed block."""
+    """Bytes that the graph keeps alive outside of saved tensors, e.g. keyword arguments of a checkpointed block."""
     unit: int = 0
     """Bytes of one unit: the hidden state (tokens x hidden size) that enters the first block, in the compute dtype.
     0 if no block was seen."""
@@ -60,30 +60,30 @@ class Account:
 
     @property
     def total(self) -> int:
-        """All bytes kept for backward, those that hooks do not see included."""
+        """All bytes that live until backward, those that hooks do not see included."""
         return self.saved + self.unseen
 
     @property
     def saved(self) -> int:
         """Bytes of the saved tensors alone."""
-        return sum(kept.nbytes for kept in self.kept)
+        return sum(storage.nbytes for storage in self.storages)
 
     def per_part(self) -> dict[Part, int]:
-        """Bytes of each part that keeps any."""
-        return _sums((kept.part, kept.nbytes) for kept in self.kept)
+        """Bytes of each part that saves any."""
+        return _sums((storage.part, storage.nbytes) for storage in self.storages)
 
     def per_block(self) -> dict[str, int]:
-        """Bytes that each block keeps for itself, in order of execution; what blocks share is not in it."""
-        return {block: sum(kept.nbytes for kept in self.of_block(block)) for block in self.blocks}
+        """Bytes that each block alone saves, in order of execution; shared storages are not in it."""
+        return {block: sum(storage.nbytes for storage in self.of_block(block)) for block in self.blocks}
 
     def per_cause(self, block: str | None = None) -> dict[str, int]:
         """Bytes of each cause, in one block or (None) in the whole model."""
-        chosen = self.kept if block is None else self.of_block(block)
-        return _sums((kept.cause, kept.nbytes) for kept in chosen)
+        chosen = self.storages if block is None else self.of_block(block)
+        return _sums((storage.cause, storage.nbytes) for storage in chosen)
 
-    def of_block(self, block: str) -> tuple[Kept, ...]:
-        """What `block` keeps for itself."""
-        return tuple(kept for kept in self.kept if kept.part == "block" and kept.block == block)
+    def of_block(self, block: str) -> tuple[SavedStorage, ...]:
+        """The storages that `block` alone saves."""
+        return tuple(each for each in self.storages if each.part == "block" and each.block == block)
 
     def units(self, nbytes: int) -> float:
         """`nbytes` in units; NaN if the unit is not known."""
@@ -98,15 +98,15 @@ def account(
     sites: Sites | None = None,
     notes: Sequence[str] = (),
 ) -> Account:
-    """Count what autograd keeps of the forward that `run` makes.
+    """Count what the forward `run` saves for backward.
 
     Args:
-        model: gives modules their names; its parameters and buffers are not counted.
-        run: one forward; returns the loss, or anything that holds it (a model output, a dict, a tuple). Whatever is
-            not reachable from the returned tensors is not kept.
+        model: its parameters and buffers are not counted.
+        run: one forward; returns the loss, or anything that holds it (a model output, a dict, a tuple). A graph that
+            is not reachable from the returned tensors is not counted.
         blocks: names of the repeated blocks (``Sites.blocks``).
-        sites: what the walk found; without it, norms and activations written as single operations are not named.
-        notes: what a reader of the account should know.
+        sites: what the walk found; without it, norms and activations of several operations are not recognised.
+        notes: sentences for the reader of the account.
     """
     running = Blocks(model, blocks)
     observer = running.observer
@@ -117,17 +117,16 @@ def account(
     gc.collect()
     causes = Causes(sites)
     saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
-    kept = tuple(_kept(entry, tracker, running, causes) for entry in saved)
-    unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in kept)
+    counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
+    unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
     del graph
-    return Account(kept, tuple(blocks), unseen, running.unit, tuple(notes))
+    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes))
 
 
 def live_bytes(run: Callable[[], Any]) -> int:
-    """Bytes of the storages that `run` created and its graph keeps alive, whoever refers to them.
+    """Bytes of the storages that `run` allocated and that still live beside its graph, whoever refers to them.
 
-    The returned tensors themselves are let go first (only their graph stays), so this equals `Account.total` unless
-    something is kept that hooks do not see.
+    The returned tensors are freed first. The result equals `Account.total`, unless hooks miss something.
     """
     tracker = StorageTracker()
     with tracker:
@@ -139,15 +138,15 @@ def live_bytes(run: Callable[[], Any]) -> int:
 
 
 def _graph(result: Any) -> list[Any]:
-    """The autograd nodes of everything in `result`, which may then be let go."""
+    """The autograd nodes of every tensor in `result`, which may be freed then."""
     leaves = tree_leaves(dict(result) if isinstance(result, dict) else result)
     return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
-def _kept(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> Kept:
+def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> SavedStorage:
     birth = tracker.birth(saved.storage)
     assert birth is not None
-    holders = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
+    savers = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
     first = saved.saves[0]
     block, entered = running.of(first), running.entered_before(first)
     part: Part
@@ -159,14 +158,14 @@ def _kept(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes
         part = "embeddings"
     else:
         part = "head" if entered == running.entered else "between"
-    return Kept(
+    return SavedStorage(
         nbytes=saved.storage.nbytes(),
         dtype=birth.dtype,
         shape=birth.shape,
         part=part,
         block=block,
-        holders=holders,
-        cause=causes.of(birth, holders, differentiable=first.differentiable),
+        savers=savers,
+        cause=causes.of(birth, savers, differentiable=first.differentiable),
     )
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model without weights, through PEFT."""
+"""LoRA adapters of PEFT on a model without weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_adapters(
         rank: rank of every adapter.
         targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
             (``q`` for ``q_proj`` or ``query``).
-        fp32: keep the adapters in fp32 beside 16-bit weights.
+        fp32: adapters in fp32 beside 16-bit weights.
 
     Raises:
         ModelError: peft is not installed, or no linear has such a name.

@@ -1,4 +1,4 @@
-"""The storages that autograd holds after a forward, and in which block each was saved."""
+"""The storages that autograd holds after a forward, and the block in which each was saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.torch_compat import storage_id
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage that autograd holds, with everyone who saved it, in order."""
+    """A storage that autograd holds, with its saves in order."""
 
     storage: torch.UntypedStorage
     saves: tuple[Save, ...]
@@ -47,7 +47,7 @@ class Blocks:
         return next((name for name in reversed(save.modules) if name in self._names), "")
 
     def saved(self) -> list[Saved]:
-        """What autograd still holds, in order of the first save."""
+        """The storages that autograd still holds, in order of their first save."""
         held: dict[int, tuple[torch.UntypedStorage, list[Save]]] = {}
         for tensor, save in self.observer.saves():
             for storage in storages([tensor]):

@@ -1,4 +1,4 @@
-"""From a model id or folder to the comparison of stock and patched, by the config alone."""
+"""From a model id or folder to the comparison of stock and patched, from the config alone."""
 
 from __future__ import annotations
 
@@ -37,23 +37,14 @@ def compare_training(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Comparison:
-    """What a training step of `source` keeps for backward, before and after patching.
+    """Which bytes a training step of `source` saves for backward, before and after patching.
+
+    Arguments and errors are those of `memopt.report`, and:
 
     Args:
-        source: a hub id, a local folder, or a folder that `memopt patch` wrote. Only its config is read.
         training: how it is trained; `seq` replaces its `seq`, and the sizes of `inputs` its sizes.
-        seq: tokens in a row; by default as many as the config allows, up to 2048.
-        recipe: by default the one in the folder's manifest, else ``exact-unfolded``.
-        inputs: a batch of the size to report, or a file of one (`memopt.walk.calls.batch.read_batch`).
-        any_size: a batch of another size will do: the one that a patched folder remembers, or where no inputs can be
-            guessed one that the folder's processor makes.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run the code that the model carries.
-
-    Raises:
-        ModelError: the config cannot be found, built or traced.
-        InputsError: `inputs` cannot be read, or the model does not take them.
-        RecipeError: the recipe is unknown.
+        any_size: allow a batch of another size: that of a patched folder's manifest, or, where no inputs can be
+            guessed, one from the folder's processor.
     """
     batch = given_batch(inputs)
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -78,7 +69,7 @@ def compare_training(
             continue
         if first is None or batch is None:
             return comparison
-        why = "Inputs: guessed, as the values of the batch that it was patched with are not remembered; see --inputs."
+        why = "Inputs: guessed, since memopt.json has no values of the batch that it was patched with; see --inputs."
         return replace(comparison, notes=(why, *comparison.notes))
     assert first is not None
     if inputs is None and manifest is not None and manifest.inputs is not None and manifest.inputs.file is not None:
@@ -88,7 +79,7 @@ def compare_training(
 
 
 def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
-    """`recipe`, or else the one that the patched folder `source` remembers, or else ``exact-unfolded``.
+    """`recipe`, else that of the patched folder `source`, else ``exact-unfolded``.
 
     Raises:
         RecipeError: the recipe is unknown.
@@ -121,7 +112,7 @@ def _compare(
     else:
         training = replace(training, seq=seq or default_seq(config))
     if manifest is not None or not rules.folds:
-        # What is folded is known, so no fold has to be proved.
+        # The folded norms are known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)
         folded = manifest.folded_norms() if manifest is not None else frozenset()
     else:
@@ -146,7 +137,7 @@ def _compare(
 
 
 def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
-    """Sites without proofs; by guessed inputs where the batch does not run on shapes alone."""
+    """Sites without proofs; with guessed inputs where the batch does not run on shapes alone."""
     if batch is not None:
         check_names(model, batch)
         sites = find_sites(model, placed(batch, None, model.dtype))
@@ -161,5 +152,5 @@ def reads_tokens(config: PreTrainedConfig) -> bool:
 
 
 def default_seq(config: PreTrainedConfig) -> int:
-    """As many tokens as the model has positions for, up to 2048."""
+    """The number of positions that the model has, up to 2048."""
     return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)

@@ -1,4 +1,4 @@
-"""What a kept tensor is, in a user's words, from what made it, who holds it, and what the walk found there."""
+"""What a saved tensor is, in a user's words: by its producer, the operations that save it, and the walk's sites."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax", "binary_cross_e
 
 
 class Causes:
-    """The rules, for the model that `sites` describes. Without sites only single operations are recognised."""
+    """The rules for the model of `sites`. Without sites only single operations are recognised."""
 
     def __init__(self, sites: Sites | None) -> None:
         sites = sites or Sites(model_class="", model_type="")
@@ -59,20 +59,20 @@ class Causes:
         self._hidden_size = sites.hidden_size
         self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
 
-    def of(self, birth: Birth, holders: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
-        """Cause of the storage `birth` that `holders` (module, operation) keep."""
-        module, operation = holders[0]
+    def of(self, birth: Birth, savers: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
+        """Cause of the storage `birth` that `savers` (module, operation) save."""
+        module, operation = savers[0]
         origin = birth.origin
         if operation == CHECKPOINT:
             return "checkpoint input"
-        if operation in CAUSES:  # of our own, which say so themselves
+        if operation in CAUSES:  # a step of memopt, named by its cause
             return operation
         if birth.of_parameter:
             return "weight copy"
-        # Packed codes are bytes in one dimension; the minimum and step of each group stand beside them.
+        # Packed codes are one-dimensional bytes; the minimum and step of each group are a tensor of (groups, 2).
         if (birth.dtype == "uint8" and len(birth.shape) == 1) or (not operation and birth.shape[-1:] == (2,)):
             return "codes"
-        if any("attention" in name for _, name in holders):
+        if any("attention" in name for _, name in savers):
             if "attention" in origin.operation:
                 return "attention output"
             if "attention" in origin.function:

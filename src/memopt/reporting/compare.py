@@ -1,6 +1,6 @@
-"""Before and after patching, side by side, from a model's config alone: plain data that the renderers print.
+"""Saved bytes before and after patching, side by side: plain data that the renderers print.
 
-Blocks that keep the same before and the same after are one *kind*; a model has one or a few.
+Blocks with the same rows are one *kind*; a model has one or a few.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memopt.patches.base import Section
-from memopt.reporting.account import Account, Kept, Part
+from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
 from memopt.reporting.training import Training
 
@@ -27,7 +27,7 @@ UNSEEN = "held outside of saved tensors"
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of tensor before and after patching."""
+    """Saved tensors of one cause, dtype and shape, before and after patching."""
 
     cause: str
     dtype: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks that keep the same."""
+    """Blocks that save the same."""
 
     blocks: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -57,7 +57,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one training step keeps for backward, stock and patched."""
+    """What one training step saves for backward, stock and patched."""
 
     model: str
     model_class: str
@@ -67,9 +67,9 @@ class Comparison:
     after: Account
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
-    """Form of the batch that was given (`memopt.walk.calls.batch.describe`); None for one that was made."""
+    """Form of the given batch (`memopt.walk.calls.batch.describe`); None where one was made."""
     sections: tuple[Section, ...] = ()
-    """What single patches add."""
+    """Sections that patches add."""
 
     def __str__(self) -> str:
         """What `memopt report` prints."""
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """Bytes after against bytes before: -0.47 for 47 % less; 0 if nothing is kept."""
+        """Relative change of the bytes: -0.47 for 47 % less; 0 where nothing is saved."""
         return self.after.total / self.before.total - 1 if self.before.total else 0.0
 
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -92,27 +92,24 @@ class Comparison:
         return tuple(BlockKind(tuple(blocks), rows) for rows, blocks in kinds.items())
 
     def parts(self) -> tuple[tuple[str, int, int], ...]:
-        """(part of the model, bytes before, bytes after), without parts that keep nothing."""
+        """(part of the model, bytes before, bytes after), without parts that save nothing."""
         before, after = self.before.per_part(), self.after.per_part()
         parts = [(name, before.get(part, 0), after.get(part, 0)) for part, name in PARTS.items()]
         parts.append((UNSEEN, self.before.unseen, self.after.unseen))
         return tuple(part for part in parts if part[1] or part[2])
 
     def rest(self) -> tuple[Row, ...]:
-        """What is kept outside of single blocks."""
-        outside = ([kept for kept in account.kept if kept.part != "block"] for account in (self.before, self.after))
+        """What is saved outside of single blocks."""
+        outside = ([each for each in account.storages if each.part != "block"] for account in (self.before, self.after))
         return compare_rows(*outside)
 
 
-def compare_rows(before: Sequence[Kept], after: Sequence[Kept]) -> tuple[Row, ...]:
-    """Tensors of one cause, dtype and shape in one row, in the order of `CAUSES`, larger ones first.
-
-    Weight copies make one row whatever their shapes.
-    """
+def compare_rows(before: Sequence[SavedStorage], after: Sequence[SavedStorage]) -> tuple[Row, ...]:
+    """Rows in the order of `CAUSES`, larger ones first. Weight copies of all shapes are one row."""
     sides: list[dict[tuple[str, str, tuple[int, ...]], list[int]]] = []
-    for kept in (before, after):
+    for storages in (before, after):
         sizes: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-        for entry in kept:
+        for entry in storages:
             shape = () if entry.cause == "weight copy" else entry.shape
             sizes.setdefault((entry.cause, entry.dtype, shape), []).append(entry.nbytes)
         sides.append(sizes)

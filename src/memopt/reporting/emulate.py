@@ -1,6 +1,6 @@
-"""What a CUDA device would do, for traces on fake CPU tensors: which attention kernel runs and what dropout keeps.
+"""The choices of a CUDA device, for traces on fake CPU tensors: which attention kernel runs, what dropout saves.
 
-Only choices that change what is kept for backward are imitated. The rules are PyTorch's own: `sdp_utils.cpp` for the
+Only choices that change what is saved for backward are imitated. The rules are PyTorch's own: `sdp_utils.cpp` for the
 attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations that run in fp32.
 """
 
@@ -21,14 +21,14 @@ from memopt.torch_compat import tree_map
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
 _GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
-#: Functions that autocast runs in fp32 on CUDA and not on the CPU, and whose output or input is kept.
+#: Functions that autocast runs in fp32 on CUDA and not on the CPU, and whose output or input is saved.
 _FP32_ON_CUDA: frozenset[Any] = frozenset(
     {F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, F.softplus}
 )
 
 
 class CudaChoices(TorchFunctionMode):
-    """While active, attention, dropout and autocast keep what they would keep on a CUDA device."""
+    """While active, attention, dropout and autocast save what they save on a CUDA device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,7 +37,7 @@ class CudaChoices(TorchFunctionMode):
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
         if getattr(func, "__name__", "") in _GROUPED and args[0].dtype != torch.bfloat16:
-            # PyTorch's shape rule for this kernel knows bf16 only; the other one keeps the same.
+            # PyTorch's shape rule for this kernel knows bf16 only; the fallback saves the same.
             return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], kwargs["offs"])
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
@@ -48,15 +48,15 @@ class CudaChoices(TorchFunctionMode):
 
 @contextlib.contextmanager
 def unpadded_masks() -> Iterator[None]:
-    """Inside, transformers leaves out the masks that it would leave out for a batch without padding.
+    """Inside, transformers skips the masks that it skips for a batch without padding.
 
-    It never leaves one out while tracing, because it would have to look at the padding.
+    While tracing it skips none, because it cannot look for padding.
     """
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
     try:
         yield
     finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override; the entry below it stays
+        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override alone
 
 
 def _mask(
@@ -70,7 +70,7 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    # The first releases of transformers 5 tell the positions of the queries, later ones how many there are.
+    # The first releases of transformers 5 pass the positions of the queries, later ones their number.
     if cache_position is not None:
         kwargs["cache_position"] = cache_position
         q_length = cache_position.shape[0]
@@ -114,7 +114,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The additive bias that the memory-efficient kernel takes (a boolean mask is converted, and kept so)."""
+    """The additive bias that the memory-efficient kernel takes (a boolean mask is converted, and saved so)."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     return mask.to(query.dtype).expand(*query.shape[:2], query.shape[2], key.shape[2])

@@ -1,7 +1,7 @@
 """The account of a training step from the model's config alone: traced on fake tensors, no weights, no device.
 
-The real program runs on tensors that have shapes and no data, so every byte is one that PyTorch itself would keep.
-Where a CUDA device would choose another kernel than the CPU, `memopt.reporting.emulate` makes its choice.
+The model's own code runs on tensors that have shapes and no data, so every byte is one that PyTorch would save. Where
+a CUDA device would choose another kernel than the CPU, `memopt.reporting.emulate` makes its choice.
 """
 
 from __future__ import annotations
@@ -44,6 +44,20 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
 }
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither warnings of libraries nor the tracebacks that PyTorch logs where an operation fails on fake tensors."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+@_quiet()
 def trace_account(
     config: PreTrainedConfig,
     training: Training,
@@ -53,49 +67,19 @@ def trace_account(
     folded: Collection[str] = (),
     inputs: Batch | None = None,
 ) -> Account:
-    """What one forward of the model of `config` keeps for backward, stock or patched.
+    """What one forward of the model of `config` saves for backward, stock or patched.
 
     Args:
         config: the model's config; nothing else of the model is read.
         training: how it is trained.
         sites: what the walk found in this model (`memopt.walk.observe.walk_config`).
         recipe: patch with it first; None for the stock model.
-        folded: norms whose affine the checkpoint has folded away.
-        inputs: a batch of the size asked for in `training`; by default one is made.
+        folded: norms whose affine is folded in the checkpoint.
+        inputs: a batch of the size in `training`; by default one is made.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
-    with warnings.catch_warnings(), _quiet_traces():
-        warnings.simplefilter("ignore")  # What libraries tell their callers is no news to who asked for a report.
-        return _trace(config, training, sites, recipe, folded, inputs)
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens in a row that every part of the model has positions for; None if its config does not say."""
-    limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-
-
-@contextlib.contextmanager
-def _quiet_traces() -> Iterator[None]:
-    """PyTorch logs the traceback of every operation that fails on fake tensors; the error itself says it."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _trace(
-    config: PreTrainedConfig,
-    training: Training,
-    sites: Sites,
-    recipe: Recipe | None,
-    folded: Collection[str],
-    batch: Batch | None,
-) -> Account:
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _group_experts(model)
@@ -116,30 +100,36 @@ def _trace(
     def run() -> Any:
         choices = CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
         with choices, torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
-            return trained(**inputs)
+            return trained(**arguments)
 
     try:
         # Inputs that are made have no values that a forward could read.
-        with fake, unpadded_masks(), contextlib.nullcontext() if batch is None else FakeReads():
-            inputs = _inputs(model, training, batch)
-            if "labels" not in inputs:
-                notes.append("Loss: none, because the model takes no labels; what it returns is taken as it is.")
+        with fake, unpadded_masks(), contextlib.nullcontext() if inputs is None else FakeReads():
+            arguments = _arguments(model, training, inputs)
+            if "labels" not in arguments:
+                notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
             return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
     except ModelError as error:
-        raise ModelError(error.message, error.hint if batch is not None else PASS_INPUTS) from error
+        raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:
         limit = max_positions(config)
         too_long = training.seq is not None and limit is not None and training.seq > limit
-        hint = None if batch is not None else PASS_INPUTS
+        hint = None if inputs is not None else PASS_INPUTS
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
             f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else hint,
         ) from error
 
 
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens in a row that every part of the model has positions for; None if its config does not say."""
+    limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
 def _group_experts(model: PreTrainedModel) -> None:
-    """Run experts as transformers trains them; the batched form of `build_meta` keeps copies of weights per token."""
-    with contextlib.suppress(ValueError, AttributeError):  # It has no experts, or no choice of how they run.
+    """Run experts as transformers trains them; the batched form of `build_meta` saves copies of weights per token."""
+    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
         model.set_experts_implementation("grouped_mm")
 
 
@@ -161,7 +151,7 @@ def _precision_notes(training: Training) -> list[str]:
     elif training.train == "lora" and training.precision != "fp32" and not training.adapter_fp32:
         notes.append(
             "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
-            "PEFT's default, keep fp32 copies of their inputs as well."
+            "PEFT's default, save fp32 copies of their inputs as well."
         )
     return notes
 
@@ -175,7 +165,7 @@ def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collect
 
 
 def _hold_identity(module: nn.Module, norm: NormSite) -> None:
-    """Give a norm the affine that a folded checkpoint holds; what has no data could not be seen to be the identity."""
+    """Give a norm the identity affine of a folded checkpoint, as real tensors, whose values can be read."""
     for parameter, value in ((norm.weight, 1.0 - norm.offset), (norm.bias, 0.0)):
         if parameter is not None:
             name = parameter.rpartition(".")[2]
@@ -194,7 +184,7 @@ def _checkpoint(model: PreTrainedModel) -> None:
 
 
 def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace every tensor of `model` by a fake one on the CPU; what was one tensor stays one."""
+    """Replace every tensor of `model` by a fake one on the CPU; tied tensors stay tied."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -203,7 +193,7 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
                 twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
                 if isinstance(tensor, nn.Parameter):
                     twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            # The original is kept beside it, so that its id stays its own.
+            # The reference to the original keeps its id from being used again.
             fakes[id(tensor)] = (tensor, twin)
         return fakes[id(tensor)][1]
 
@@ -215,8 +205,8 @@ def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
                     table[name] = fake(value)
 
 
-def _inputs(model: PreTrainedModel, training: Training, batch: Batch | None) -> dict[str, Any]:
-    """Keyword arguments of one training forward in the asked size; labels where the model takes them."""
+def _arguments(model: PreTrainedModel, training: Training, batch: Batch | None) -> dict[str, Any]:
+    """Keyword arguments of one training forward of the given size, with labels where the model takes them."""
     dtype = _DTYPES[training.precision][0]
     if batch is None:
         small = dummy_inputs(model, dtype=dtype)
@@ -224,17 +214,17 @@ def _inputs(model: PreTrainedModel, training: Training, batch: Batch | None) -> 
     else:
         inputs = {name: tree_map(lambda leaf: _traced(leaf, dtype), value) for name, value in batch.items()}
     if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
-        # With a mask at hand transformers does not look for packed sequences, which it would have to read.
+        # Without a mask transformers reads the positions to look for packed sequences.
         inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     targets = {} if "labels" in inputs else training_targets(model, inputs, run=_run_without_values)
     return {**targets, **inputs}
 
 
 def _traced(leaf: Any, dtype: torch.dtype) -> Any:
-    """A tensor to trace with: whole numbers, which a forward may read, keep their values where they have some."""
+    """A tensor to trace with; integers, which a forward may read, keep their values where they have some."""
     if not isinstance(leaf, Tensor) or not (leaf.is_meta or leaf.is_floating_point()):
         return leaf
-    values = torch.zeros(leaf.shape, dtype=dtype)  # fake, and so are the whole numbers that are made of them
+    values = torch.zeros(leaf.shape, dtype=dtype)  # fake, and so are integers cast from it
     return values if leaf.is_floating_point() else values.to(leaf.dtype)
 
 
@@ -248,7 +238,7 @@ def _grown(tensor: Tensor, training: Training) -> Tensor:
 
 
 def _run_without_values(model: nn.Module, call: Call) -> Any:
-    """The outputs that tell which labels fit; whether the loss is finite cannot be asked of a fake tensor."""
+    """The outputs by which labels are chosen. The loss goes to meta, since a fake one cannot be tested for NaN."""
     with CudaChoices():
         output = call.run(model)
     loss = getattr(output, "loss", None)

@@ -1,4 +1,4 @@
-"""Traces on fake tensors that read values all the same. What values they get is decided here, nothing else."""
+"""The values that a forward reads in a trace on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from memopt.torch_compat import FakeTensor, TorchDispatchMode, tree_leaves, unse
 class FakeReads(TorchDispatchMode):
     """Lets a forward read values under a `FakeTensorMode` that is entered before.
 
-    What is made of real tensors alone (token ids, sizes of images) stays real, and so do whole numbers that are made of
-    nothing (positions). Branches on values that fake tensors lack ("as many features as placeholders?") get a plausible
-    yes, or 1.
+    Results of real tensors alone (token ids, sizes of images) stay real, and so do integers that are created from no
+    tensor (positions). Reading a value that a fake tensor lacks ("as many features as placeholders?") gives True or 1.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of no tensors makes whole numbers."""
+    """Whether a function of no tensors creates integers."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         return func.overloadpacket is torch.ops.aten.arange and all(isinstance(leaf, int) for leaf in args)

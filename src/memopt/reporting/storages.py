@@ -1,7 +1,6 @@
-"""Which storages an execution creates: by what operation, in what module, and which of them are still alive.
+"""Which storages an execution allocates: by what operation, in what module, and which of them are live.
 
 A storage is the block of memory behind a tensor and all its views; memory is counted in storages, never in tensors.
-Who keeps a storage for backward is `memopt.reporting.account`'s question, not this module's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _COPIES = frozenset({"_to_copy", "clone"})
 
 @dataclass(frozen=True)
 class Birth:
-    """How a storage came to be."""
+    """How a storage was allocated."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +46,7 @@ class Birth:
 
     @property
     def origin(self) -> Birth:
-        """The storage where its values were computed, looking through casts and copies."""
+        """The storage in which its values were computed, before casts and copies."""
         return self if self.copy_of is None else self.copy_of.origin
 
 
@@ -63,11 +62,11 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 class StorageTracker(TorchDispatchMode):
-    """While active, notes the birth of every storage and keeps a weak reference to it.
+    """While active, records the birth of every storage with a weak reference to it.
 
     Args:
-        module: says which module is running.
-        function: says which Python-level function is running.
+        module: returns the name of the module that is running.
+        function: returns the name of the Python function that is running.
         parameters: tensors whose copies are marked ``of_parameter``.
     """
 
@@ -80,16 +79,16 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._module, self._function = module, function
         self._parameters = {storage_id(storage) for storage in storages(parameters)}
-        # A weak reference keeps the address of a freed storage from being used again, so an address is an identity.
+        # The weak reference keeps the address of a freed storage from being used again.
         self._born: dict[int, tuple[Any, Birth]] = {}
 
     def birth(self, storage: torch.UntypedStorage) -> Birth | None:
-        """How `storage` came to be; None if it existed before."""
+        """The birth of `storage`; None if it was allocated before."""
         entry = self._born.get(storage_id(storage))
         return None if entry is None else entry[1]
 
     def alive_bytes(self) -> int:
-        """Bytes of the storages born so far that something still refers to."""
+        """Bytes of the recorded storages that something still refers to."""
         references = (reference for reference, _ in self._born.values())
         living = (living_storage(reference) for reference in references)
         return sum(storage.nbytes() for storage in living if storage is not None)

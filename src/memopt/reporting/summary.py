@@ -16,9 +16,9 @@ class Summary:
     modules: int
     """Number of modules that are patched; 0 for a stock model."""
     plan: PlanView | None = None
-    """What was done with each site, and why the rest was left; None where the model does not know it."""
+    """The action and reason of each site; None where the model carries no record."""
     refused: tuple[tuple[str, str], ...] = ()
-    """(module, reason) of planned rewrites that the module itself did not admit."""
+    """(module, reason) of planned rewrites that could not be applied."""
 
     @property
     def recipe(self) -> str | None:

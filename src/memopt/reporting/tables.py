@@ -1,4 +1,4 @@
-"""The report as terminal tables (rich). It fits 80 columns, and no name is cut short."""
+"""The report as terminal tables (rich) that fit 80 columns and shorten no name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memopt.reporting.compare import BlockKind, Comparison, Row
 
 SCOPE = (
-    "Counted: activations that one forward keeps for backward, each storage once. Not counted: weights, gradients, "
+    "Counted: activations that one forward saves for backward, each storage once. Not counted: weights, gradients, "
     "optimizer states, inputs, and what is allocated and freed during the step."
 )
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -23,7 +23,7 @@ _SMALL = 0.02
 
 
 def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
-    """What to print, in order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
+    """In order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
     unit = comparison.before.unit
     yield Text(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", style="bold")
     yield Text(f"{comparison.training}")
@@ -59,7 +59,7 @@ def _kind_title(kind: BlockKind) -> str:
 
 
 def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
-    table = _table("kept as", "what", numbers=("before u", "MiB", "after u", "MiB"))
+    table = _table("saved as", "what", numbers=("before u", "MiB", "after u", "MiB"))
     small = [row for row in rows if max(row.before, row.after) < _SMALL * unit]
     for row in rows:
         if row not in small:

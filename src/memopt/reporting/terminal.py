@@ -21,7 +21,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
-    """Every site of the plan, what happens to it and why; sites that differ only in their layer are one row.
+    """Every site of the plan with its action and reason; sites that differ only in their layer are one row.
 
     Args:
         verbose: one row for every site.
@@ -42,7 +42,7 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
 
 
 def coverage_totals(plan: PlanView) -> list[str]:
-    """One line for each kind of site: how many were treated how; the numbers add up to all sites."""
+    """One line for each kind of site: the number of each action; they add up to all sites."""
     known = {patch.kind: patch for patch in patches()}
     lines = []
     for kind, counts in plan.counts().items():
@@ -54,7 +54,7 @@ def coverage_totals(plan: PlanView) -> list[str]:
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:
-    """Every check with its number, its limit and what it was taken against; passed checks of a kind are one row."""
+    """Every check with its number, limit and reference; passed checks of a kind are one row."""
     parts: list[RenderableType] = []
     for level, same_level in groupby(checks, key=lambda check: check.level):
         parts.append(Text(level, style="bold"))
@@ -88,7 +88,7 @@ _MARKS = {
 
 
 def _alike(checks: Iterable[Check]) -> list[list[Check]]:
-    """Runs of passed checks that differ in their subject alone are one."""
+    """Groups of checks: passed ones in a row that differ in their subject alone."""
     runs: list[list[Check]] = []
     for check in checks:
         same = (
@@ -132,7 +132,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _relative(entry: Entry) -> str:
-    """The reason with names shortened by what they share with the site's own: its block."""
+    """The reason, without the prefix (its block) that names in it share with the site's own name."""
     parts = entry.site.split(".")
     prefixes: Iterable[str] = (".".join(parts[:length]) + "." for length in range(len(parts) - 1, 0, -1))
     prefix = next((prefix for prefix in prefixes if prefix in entry.reason), "")

@@ -1,4 +1,4 @@
-"""Tables as text: what `print` shows of a verdict or a comparison."""
+"""Tables as text, for `print` of a verdict or a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training step whose memory is asked for: plain data, no torch."""
+"""The training step that a report is about: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, as far as it matters for what is kept for backward."""
+    """How a model is trained, as far as it changes what is saved for backward."""
 
     batch: int = 1
     seq: int | None = 2048
@@ -26,11 +26,11 @@ class Training:
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     checkpointing: Checkpointing = "none"
     dropout: bool = True
-    """False: eval mode, so that no dropout keeps a mask."""
+    """False: eval mode, so that no dropout saves a mask."""
     cuda_kernels: bool = True
-    """False: attention and dropout as the CPU runs them, to be held against a measurement there."""
+    """False: attention and dropout as the CPU runs them, to compare with a measurement there."""
     adapter_fp32: bool = False
-    """Keep LoRA weights in fp32 beside 16-bit base weights, as PEFT does unless told not to."""
+    """LoRA weights in fp32 beside 16-bit base weights, PEFT's default."""
 
     def __str__(self) -> str:
         words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]

@@ -1,8 +1,8 @@
-"""Level "gradient" of approximate recipes: how far the gradient is from the exact one, and whether that was declared.
+"""Level "gradient" of approximate recipes: the error of the gradient against its declared and predicted limits.
 
-The forward is exact, so the loss must be. The patches are set to be as far off as they can be (`Patch.at_most`),
-whatever is trained. Two limits: what the recipe declares for whole models, and what the errors of single derivatives on
-this model's own inputs predict (`Patch.derivative_errors`).
+The forward is exact, so the loss must be. Every approximation is switched on (`Patch.at_most`), whatever is trained.
+Two limits: the error that the recipe declares, and what the errors of single derivatives on this model's inputs predict
+(`Patch.derivative_errors`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
 from memopt.verification.gradient import Gradients
 from memopt.verification.models import load_run_free
-from memopt.verification.trial import DTYPE as _DTYPE
-from memopt.verification.trial import CheckpointTrial
+from memopt.verification.trial import DTYPE, CheckpointTrial
 
 #: Relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5
-#: Parameters of fewer elements, and with gradients so much smaller than the largest, say nothing of their own.
+#: Parameters of fewer elements, or with gradients so much smaller than the largest, are not judged alone.
 _FEWEST, _ZERO = 500, 1e-5
-#: How much more than the sum of all errors one parameter's gradient may be off.
+#: Limit for one parameter's gradient, as a multiple of the predicted error of all.
 _WEIGHED = 2
 
 
 def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of the patched model with those of stock modules on the same weights."""
     recipe = trial.recipe
-    exact_loss, exact = load_run_free(lambda: trial.stock(_DTYPE), trial.step)
-    farthest = (setting for patch in patches() for setting in patch.at_most(recipe))
-    model = trial.patched(*farthest, *recipe.without("sampled"))
-    torch.manual_seed(0)  # of codes that round at random
+    exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
+    everywhere = (setting for patch in patches() for setting in patch.at_most(recipe))
+    model = trial.patched(*everywhere, *recipe.without("sampled"))
+    torch.manual_seed(0)  # for stochastic rounding of codes
     with contextlib.ExitStack() as watched:
         errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
         loss, approximate = trial.step(model)
@@ -48,7 +47,7 @@ def _checks(
     recipe: Recipe, exact_loss: float, loss: float, exact: Gradients, approximate: Gradients, errors: list[float]
 ) -> Iterator[Check]:
     both = [name for name in exact if name in approximate]
-    drift = abs(loss - exact_loss) / max(abs(exact_loss), torch.finfo(_DTYPE).tiny)
+    drift = abs(loss - exact_loss) / max(abs(exact_loss), torch.finfo(DTYPE).tiny)
     yield _check("gradient.loss", "loss", drift, _LOSS_ROUNDING, "relative difference", "the forward is exact")
     error, cosine = _distance([(approximate[name], exact[name]) for name in both])
     largest = max((float(exact[name].square().mean()) for name in both), default=0.0) ** 0.5
@@ -66,24 +65,16 @@ def _checks(
     )  # fmt: skip
     if errors:
         predicted = math.sqrt(sum(each * each for each in errors))
-        reason = "errors of the activations' derivatives, as measured on this model's inputs, add in squares"
         yield _check(
-            "gradient.predicted_error",
-            name,
-            error,
-            predicted,
-            "relative error of the gradient",
-            reason,
+            "gradient.predicted_error", name, error, predicted, "relative error of the gradient",
+            "errors of the activations' derivatives, as measured on this model's inputs, add in squares",
             f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
-        )
+        )  # fmt: skip
         yield _check(
-            "gradient.worst_error",
-            worst,
-            layers[worst],
-            _WEIGHED * predicted,
+            "gradient.worst_error", worst, layers[worst], _WEIGHED * predicted,
             "relative error of one parameter's gradient",
-            f"{_WEIGHED} times that: the gradient of one layer weighs elements in its own way",
-        )
+            f"{_WEIGHED} times that: each layer weighs the errors of elements differently",
+        )  # fmt: skip
 
 
 def _check(id: str, subject: str, value: float, limit: float, metric: str, reason: str, detail: str = "") -> Check:
@@ -103,10 +94,10 @@ def _check(id: str, subject: str, value: float, limit: float, metric: str, reaso
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """|a - b| / |b| and the cosine, over all pairs (a, b)."""
-    off = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
     size = sum(float(b.double().square().sum()) for _, b in pairs)
     other = sum(float(a.double().square().sum()) for a, _ in pairs)
     product = sum(float((a.double() * b.double()).sum()) for a, b in pairs)
     if not size:
-        return (0.0 if not off else math.inf), 1.0
-    return math.sqrt(off / size), product / math.sqrt(size * other) if other else 0.0
+        return (0.0 if not difference else math.inf), 1.0
+    return math.sqrt(difference / size), product / math.sqrt(size * other) if other else 0.0

@@ -1,9 +1,8 @@
 """Level "forward": the outputs of the patched model are as close to the truth as the original's.
 
-The truth is a run of the original weights in fp64. Both models are judged by their distance from it, because the
-distance between them says little: two correct 16-bit models differ in different directions by about the same amount.
-One more rounding of the weights predicts a ratio of at most 1.12; 1.25 passes and 2 is where FlashAttention's and
-PyTorch's own comparisons draw the line.
+The truth is a run of the original weights in fp64. Both models are compared with it and not with each other, since two
+correct 16-bit models differ from each other as much as from the truth. One more rounding of the weights predicts a
+ratio of errors of at most 1.12; 1.25 passes, and 2 is the limit of FlashAttention's and PyTorch's own comparisons.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ WARN_RATIO = 2.0
 #: Squared, because the divergence grows with the square of the error.
 PASS_DIVERGENCE = PASS_RATIO**2
 WARN_DIVERGENCE = WARN_RATIO**2
-#: Errors below this many unit roundoffs of the truth count as this many: what rounding the result alone costs.
+#: Errors below this many unit roundoffs of the truth count as this many: rounding the result alone costs that.
 FLOOR_ROUNDOFFS = 1
 
 
 @dataclass(frozen=True)
 class _Errors:
-    """Accumulated over all probe inputs."""
+    """Sums over all probe inputs."""
 
     square_error: float = 0.0
     square_truth: float = 0.0
@@ -69,7 +68,7 @@ class _Errors:
 
 @dataclass(frozen=True)
 class _Original:
-    """The run of the original weights, and what the others are run with."""
+    """The run of the original weights, and the probes and dtypes of all runs."""
 
     outputs: list[dict[str, Tensor]]
     dtype: torch.dtype
@@ -78,7 +77,7 @@ class _Original:
 
 
 def verify_forward(pair: Pair) -> list[Check]:
-    """Compare outputs; one check for each floating-point output, and for logits their divergence and top token."""
+    """One check for each floating-point output, and for logits their KL divergence and top token."""
     trust = pair.trust_remote_code
     load_original = functools.partial(load_stock, pair.original, revision=pair.revision, trust_remote_code=trust)
     try:
@@ -122,7 +121,7 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
-    """The original's outputs; None where no truth can be had to judge them by."""
+    """The original's outputs; None where no more precise run fits into memory."""
     dtype = stored_dtype(model)
     reference = choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=2)
     if reference is None:
@@ -134,7 +133,7 @@ def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
 def _run(
     model: nn.Module, probes: Probes, dtype: torch.dtype, *, training_path: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Outputs for every probe. Patched modules take their own path only where gradients are recorded."""
+    """Outputs for every probe. Patched modules run memopt's forward only where gradients are recorded."""
     results = []
     for inputs in probes.batches:
         with torch.set_grad_enabled(training_path):
@@ -151,7 +150,7 @@ def _compare(
     probe_source: str,
     changed: Collection[str],
 ) -> Iterator[Check]:
-    """Checks of every field; `changed` are those that the recipe let folds change."""
+    """Checks of every field; `changed`: those that the recipe allows folds to change."""
     fields = [field for field in truth[0] if all(field in batch for run in outputs.values() for batch in run)]
     if not fields:
         yield _skip("the model returns no floating-point output")
@@ -233,7 +232,7 @@ def _divergence(
         values[name], agreement[name] = max(total, 0.0) / rows, agreed / rows
     # The divergence of logits that are off by e is about half the mean of e squared; e is one rounding of the logits.
     floor = (FLOOR_ROUNDOFFS * torch.finfo(dtype).eps / 2) ** 2 * scale / rows / 2
-    # Nor is it known better than the doubles that it is summed in: its terms are of size one.
+    # Its terms are of size one and summed in fp64, so it is known to the epsilon of that.
     floor = max(floor, torch.finfo(torch.float64).eps)
     ratio = values["patched"] / max(values["original"], floor / PASS_DIVERGENCE)
     return Check(

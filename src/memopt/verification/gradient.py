@@ -1,7 +1,6 @@
 """Level "gradient": every parameter's gradient is as close to the truth as that of stock modules.
 
-Both sides hold the same (patched) weights, so that only the modules differ; what folding does to training is stated
-by `memopt patch` and is no error. The truth is the stock model in fp64.
+Both models have the same (patched) weights, so that only the modules differ. The truth is the stock model in fp64.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from memopt.walk.calls.batch import Batch
 #: (fewest elements, largest ratio). Few elements make a noisy ratio; PyTorch's benchmarks allow 10 for small tensors.
 _EACH_RATIO = ((500, 2.0), (16, 3.0), (0, 10.0))
 
-#: Gradients that are this much smaller than the model's largest, in a reference of that dtype, are zero in theory.
+#: Reference dtype -> share of the model's largest gradient below which a gradient is zero in theory.
 _ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 Gradients = dict[str, Tensor]
@@ -43,7 +42,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Stock:
-    """The run of stock modules, and what the others are run with."""
+    """The run of stock modules, and the probes and dtypes of all runs."""
 
     loss: float
     gradients: Gradients
@@ -55,7 +54,7 @@ class _Stock:
 def verify_gradient(
     folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
 ) -> list[Check]:
-    """Compare the gradient of every parameter that both models train; sampled gradients are computed whole."""
+    """Compare the gradient of every parameter that both models train; sampling is switched off."""
     load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
 
     def run_stock(model: nn.Module) -> _Stock | None:
@@ -138,7 +137,7 @@ def _ratio(patched: Tensor, stock: Tensor, truth: Tensor, dtype: torch.dtype, la
     error, own = _rms(patched.double() - exact), _rms(stock.double() - exact)
     floor = FLOOR_ROUNDOFFS * roundoff * _rms(exact)
     if _rms(exact) <= _ZERO[truth.dtype] * largest:
-        # Zero in theory (a key bias): all that either side has is what rounding left of terms that cancel.
+        # Zero in theory (a key bias): both models have only the rounding of terms that cancel.
         floor = roundoff * largest
     bound = max(own, floor / PASS_RATIO)
     if bound == 0:

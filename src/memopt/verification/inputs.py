@@ -1,6 +1,6 @@
 """Inputs for a verification: the user's batch, else text where the checkpoint has a tokenizer, else synthetic ones.
 
-Outlier channels and trained norms show on text that the model knows, so text comes before synthetic inputs.
+Outlier channels and trained norms show on text of the kind that the model was trained on.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model*", 
 
 
 class NoInputs(InputsError):
-    """A model cannot be run: it runs with no inputs that are made here, and none were given."""
+    """The model runs with no inputs that memopt can make, and none were given."""
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What both models are run with."""
+    """The inputs of all models of a verification."""
 
     batches: tuple[dict[str, Any], ...]
     """Keyword arguments of the forward, without labels unless the user gave them."""
     targets: tuple[dict[str, Any], ...]
-    """The labels to add to each batch; empty where it has its own, or the model has no loss."""
+    """Labels to add to each batch; empty where the batch has some or the model has no loss."""
     source: str
     """What they are, in words."""
     guessed: bool = True
-    """From the config and the forward's signature, not a user's or a processor's batch."""
+    """Whether they were made from the config and the forward's signature, without a user's or a processor's batch."""
 
     @property
     def rows(self) -> int:
@@ -86,11 +86,11 @@ class Probes:
 def probe_inputs(
     model: nn.Module, folder: Path, inputs: Batch | None = None, *, trust_remote_code: bool = False
 ) -> Probes:
-    """Two batches for `model` (or `inputs` alone), the same for every call with models of the same make.
+    """Two batches for `model`, or `inputs` alone; the same for models of one config.
 
     Raises:
         InputsError: the model does not run with `inputs`.
-        NoInputs: none were given and none can be made that it runs with.
+        NoInputs: none were given, and the model runs with none that can be made.
     """
     if inputs is not None:
         check_names(model, inputs)
@@ -103,7 +103,7 @@ def probe_inputs(
         errors = [error for calls in found for _, error in calls.errors]
         return _processed(model, folder, errors, trust_remote_code)
     batches = [calls[0].kwargs for calls in found]
-    # Asked of the small inputs: finding out which labels fit takes forwards.
+    # With the small inputs: finding labels that fit takes forwards.
     targets = [training_targets(model, batch) for batch in batches]
     source = "synthetic"
     # Another call than the main one has placeholders among its ids.
@@ -134,7 +134,7 @@ def _processed(model: nn.Module, folder: Path, errors: list[str], trust_remote_c
 
 
 def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:
-    """`batch`, with labels if it brings no loss of its own; or the error that the model stops with."""
+    """`batch` as probes, with labels if it gives no loss; or the error that the forward raises."""
     cast = cast_inputs(batch, stored_dtype(model))
     try:
         with preserved(model), torch.no_grad():
@@ -168,7 +168,7 @@ def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | No
     """(len(_TEXTS), length) token ids, all of one length so that no padding is needed; None without a tokenizer."""
     from transformers import AutoTokenizer
 
-    # Without its files some tokenizer classes make themselves up, with an empty vocabulary.
+    # Without its files some tokenizer classes load with an empty vocabulary.
     if not any(path.is_file() for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
         return None
     try:
@@ -183,13 +183,13 @@ def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | No
 
 
 def _with_tokens(batch: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """`batch` with every per-token argument recomputed for `rows`."""
+    """`batch` with the token ids `rows`, and every other per-token argument in their length."""
     length = batch["input_ids"].shape[1]
     changed: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "input_ids" or name == "decoder_input_ids":
             changed[name] = rows
         elif isinstance(value, torch.Tensor) and value.shape[:2] == (rows.shape[0], length):
-            # Masks and type ids: what the first token has, every token gets.
+            # Masks and type ids: every token has the value of the first one.
             changed[name] = value[:, :1].expand(rows.shape[0], rows.shape[1], *value.shape[2:]).contiguous()
     return changed

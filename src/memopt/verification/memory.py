@@ -1,8 +1,8 @@
-"""Level "memory": what the patched model keeps for backward is what the plan promises, block by block.
+"""Level "memory": the patched model saves for backward what the plan predicts, block by block.
 
-Three numbers for the same forward: the stock model's saved bytes, the patched model's, and what a trace of the plan on
-the config alone predicts. The patched model is also counted from the allocator's side (every storage that is still
-alive), so a tensor hidden in an attribute would show.
+Three numbers for the same forward: the stock model's saved bytes, the patched model's, and the prediction of a trace of
+the plan on the config alone. The patched model's live storages are counted too, so that a tensor hidden in an
+attribute shows.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
 
 @dataclass(frozen=True)
 class _Stock:
-    """What the stock model keeps, and what the others are run with."""
+    """What the stock model saves, and the inputs and sites of all runs."""
 
     account: Account
     config: Any
     dtype: torch.dtype
     probes: Probes
     driven: Batch | None
-    """The batch that drives the walk; None for guessed ones."""
+    """The batch that the walk runs with; None to guess one."""
     sites: Sites
 
 
@@ -54,8 +54,7 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
 
     def run_stock(model: nn.Module) -> _Stock:
         probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
-        # The user's batch and a processor's are what the model is driven with; others are guessed again, in all
-        # variants.
+        # The walk guesses inputs itself, in all variants, where there is no batch of the user's or a processor's.
         driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
         sites = walk_model(model, driven)
         return _Stock(_measure(model, probes, sites)[0], model.config, stored_dtype(model), probes, driven, sites)
@@ -100,7 +99,7 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         level="memory",
         subject=subject,
         status="pass" if ratio < 1 else "fail",
-        metric="bytes kept for backward / the stock model's",
+        metric="bytes saved for backward / the stock model's",
         value=ratio,
         threshold=1.0,
         threshold_reason="patching must save",
@@ -117,7 +116,7 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         level="memory",
         subject=growing[0] if growing else subject,
         status="fail" if growing else "pass",
-        metric="blocks that keep more than before",
+        metric="blocks that save more than before",
         value=float(len(growing)),
         threshold=0.0,
         reference="stock modules, same weights and inputs",
@@ -129,11 +128,11 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         level="memory",
         subject="whole model",
         status="pass" if hidden == 0 else "fail",
-        metric="bytes alive after forward that autograd does not account for",
+        metric="live bytes after forward that are in no saved tensor",
         value=float(hidden),
         threshold=0.0,
-        threshold_reason="every byte that stays alive is a saved tensor",
-        reference="storages alive after the forward",
+        threshold_reason="every live byte belongs to a saved tensor",
+        reference="live storages after the forward",
         n=live,
         detail=f"inputs: {probes.source}",
     )
@@ -158,7 +157,7 @@ def _against_plan(patched: Account, predicted: Account) -> Iterator[Check]:
 
 
 def _of_blocks(kept: Account) -> int:
-    """Bytes of all blocks, what they share included; of the whole model where it has no blocks."""
+    """Bytes of all blocks, shared ones included; of the whole model where it has no blocks."""
     if not kept.blocks:
         return kept.total
     return sum(kept.per_block().values()) + kept.per_part().get("shared", 0)

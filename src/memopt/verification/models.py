@@ -1,4 +1,4 @@
-"""The models that are compared, and the precision of the run that is taken for the truth."""
+"""Loads the models that are compared, and chooses the precision of the reference run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Pair:
     revision: str | None = None
     trust_remote_code: bool = False
     inputs: Batch | None = None
-    """What to run them with, where the user said so."""
+    """The user's batch; None to make inputs."""
 
 
 def find_pair(
     folder: Path, against: str | None, *, trust_remote_code: bool = False, inputs: Batch | None = None
 ) -> Pair | None:
-    """The patched folder and its original: `against`, or what the manifest names; None if that is gone."""
+    """The patched folder and its original: `against`, or the manifest's; None where that is gone."""
     if against is not None:
         return Pair(folder, against, None, trust_remote_code, inputs)
     source = read_manifest(folder).source
@@ -53,18 +53,13 @@ def find_pair(
 
 
 def load_run_free(load: Callable[[], nn.Module], run: Callable[[nn.Module], T]) -> T:
-    """`run` on the model that `load` makes, which is freed before the result is returned: one model at a time.
-
-    Args:
-        load: for example ``functools.partial(load_stock, folder)``.
-        run: may not keep the model.
-    """
+    """`run` on the model that `load` returns, which is freed before this returns, so `run` may not keep it."""
     model = load()
     try:
         return run(model)
     finally:
         del model
-        free_memory()
+        gc.collect()  # models are in reference cycles
 
 
 def load_stock(
@@ -82,7 +77,7 @@ def load_stock(
         keywords["revision"] = revision
     with quiet():
         model = from_pretrained(cls, source, **keywords).eval()
-    # `from_pretrained` leaves buffers (rotary frequencies) in fp32, which would meet doubles.
+    # `from_pretrained` leaves buffers (rotary frequencies) in fp32.
     return nn.Module.double(model) if dtype == torch.float64 else model
 
 
@@ -94,7 +89,7 @@ def load_patched(
     inputs: Batch | None = None,
     overrides: Iterable[str] = (),
 ) -> nn.Module:
-    """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; `inputs` drive the walk."""
+    """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`."""
     keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     with quiet():
         return load(folder, inputs=inputs, overrides=overrides, **keywords).eval()
@@ -116,7 +111,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Precision of the truth, and the note that says why it is not fp64, if it is not."""
+    """Precision of the truth, and why it is not fp64 where it is not."""
 
     dtype: torch.dtype
     note: str = ""
@@ -166,8 +161,3 @@ def stored_dtype(model: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def free_memory() -> None:
-    """Let go of models that reference cycles still hold."""
-    gc.collect()

@@ -1,7 +1,7 @@
-"""What a folded tensor must be, computed a second time and in another way than `memopt.checkpoint` does.
+"""The expected value of a folded tensor, computed in another way than `memopt.checkpoint` computes it.
 
-numpy instead of torch, rounding by scaling to integers instead of rounding to odd, sums one term after the other
-instead of in a tree: an error in one of them shows as a difference. Values are compared, not produced.
+numpy instead of torch, rounding by scaling to integers instead of rounding to odd, sequential sums instead of a tree:
+an error in either shows as a difference.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _FORMATS = {
 
 @dataclass
 class TensorComparison:
-    """How a stored tensor compares with what it must be."""
+    """A stored tensor against its expected value."""
 
     elements: int = 0
     different: int = 0
     infinities: int = 0
-    """Elements that were finite and are not any more."""
+    """Elements that were finite in the source and are not now."""
     zeros: int = 0
     subnormals: int = 0
 
@@ -175,7 +175,7 @@ def _shifted(source: CheckpointSource, name: str, bias: Floats, operation: Shift
 
 
 def _two_sum(total: Any, term: Floats) -> tuple[Floats, Floats]:
-    """(high, low) plus a number: the rounding error of the addition goes to the low part."""
+    """(high, low) plus a number; the rounding error of the addition is added to the low part."""
     high, low = total
     result = high + term
     image = result - high
@@ -189,7 +189,7 @@ def _read(source: CheckpointSource, name: str) -> Floats:
 def _pieces(
     shape: tuple[int, int, int], itemsize: int, block: int
 ) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
-    """(place, first byte, end) of consecutive pieces."""
+    """(slices, first byte, end) of consecutive pieces."""
     start = 0
     for piece in tiles(shape, block // max(itemsize, 1)):
         stop = start + prod(part.stop - part.start for part in piece) * itemsize

@@ -30,7 +30,7 @@ def verify(
         against: the original model, if it is not where the manifest says; folder or hub id.
         level: ``weights``, ``forward``, ``gradient`` or ``memory``, several of these, or ``all``.
         trust_remote_code: run the Python files that come with the model.
-        inputs: keyword arguments of the forward to run both models with, or a file of them; by default they are made.
+        inputs: keyword arguments of the forward to run both models with, or a file of them; made by default.
         progress: called with each level and its checks when it is done.
 
     Raises:
@@ -56,7 +56,7 @@ def verify(
         checks += done
         if progress is not None:
             progress(each, done)
-    return Verdict.of(checks)
+    return Verdict(tuple(checks))
 
 
 def _levels(level: str | Iterable[str]) -> tuple[Level, ...]:

@@ -1,4 +1,4 @@
-"""The checkpoint of which patches measure something (`memopt.patches.base.Trial`), and what they add to a report."""
+"""The checkpoint on which patches measure (`memopt.patches.base.Trial`), and the sections that they add to a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import load_patched, load_stock
 from memopt.walk.calls.batch import Batch
 
-#: Everything runs in fp32: its rounding (1e-6 of a gradient) is far below what any approximation costs.
+#: Everything runs in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
 DTYPE = torch.float32
 
 
@@ -62,11 +62,11 @@ def report_sections(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> tuple[Section, ...]:
-    """What the patches of `recipe` say of `source`, beside the bytes.
+    """The sections that patches add to a report of `recipe` on `source`.
 
     Args:
-        source: a hub id or a local folder; only in the latter there are weights to measure with.
-        trains_all: whether all parameters are trained, and not adapters.
+        source: a hub id or a local folder; only the latter has weights to measure with.
+        trains_all: whether all parameters are trained, and not adapters alone.
         inputs: a batch to measure with.
         note: called with a sentence before a step that takes long.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,10 +16,6 @@ class Verdict:
     """All checks of one verification."""
 
     checks: tuple[Check, ...]
-
-    @classmethod
-    def of(cls, checks: Iterable[Check]) -> Verdict:
-        return cls(tuple(checks))
 
     def __str__(self) -> str:
         """The table that `memopt verify` prints, and the status."""

@@ -1,7 +1,7 @@
 """Level "weights": the files alone, without building a model. Every tensor is accounted for, bit by bit.
 
-A folded tensor must equal the fp64 result of the fold on the source's tensor, rounded once; every other one must
-have the source's bytes. The arithmetic of that second opinion is in `recompute`.
+A folded tensor must equal the fp64 result of the fold on the source's tensor, rounded once (`recompute`); every other
+one must have the source's bytes.
 """
 
 from __future__ import annotations
