@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.activations import ACTIVATIONS, OPERATIONS, OTHER, Operation, keeps_its_output, kind_of_call
+from memopt.activations import ACTIVATIONS, OPERATIONS, OTHER, Operation, kind_of_call, saves_its_output
 
 KINDS = sorted(ACTIVATIONS)
 
@@ -124,14 +124,14 @@ def test_the_dispatcher_sees_an_operation_under_its_name(operation):
 def test_a_kind_is_computed_by_the_operation_of_its_row(row):
     z = torch.linspace(-2, 2, 6, requires_grad=True)
     assert row.value(z).grad_fn.name() == row.operation.node
-    assert keeps_its_output(row.kind) == (row.operation.saves == "output")
+    assert saves_its_output(row.kind) == (row.operation.saves == "output")
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in ACTIVATIONS.items() if row.operation is None])
 def test_a_kind_without_an_operation_takes_several(kind):
     node = ACTIVATIONS[kind].value(torch.linspace(-2, 2, 6, requires_grad=True) * 1).grad_fn
     assert node.name() not in {operation.node for operation in OPERATIONS.values()}
-    assert not keeps_its_output(kind)
+    assert not saves_its_output(kind)
 
 
 def test_a_call_counts_as_the_kind_of_its_operation():

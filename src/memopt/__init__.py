@@ -18,19 +18,11 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "patch": "memopt.api",
-    "plan_for": "memopt.api",
-    "unpatch": "memopt.api",
-    "summary": "memopt.api",
-    "load": "memopt.api",
-    "PatchResult": "memopt.pipeline",
-    "patch_checkpoint": "memopt.pipeline",
-    "report": "memopt.pipeline",
+    **dict.fromkeys(("patch", "plan_for", "unpatch", "summary", "load"), "memopt.api"),
+    **dict.fromkeys(("PatchResult", "patch_checkpoint", "report"), "memopt.pipeline"),
     "verify": "memopt.verification.run",
-    "Plan": "memopt.plan.plan",
-    "make_plan": "memopt.plan.plan",
-    "Recipe": "memopt.plan.recipe",
-    "load_recipe": "memopt.plan.recipe",
+    **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),
+    **dict.fromkeys(("Recipe", "load_recipe"), "memopt.plan.recipe"),
 }
 _ROOMS = ("plan", "verification", "reporting", "sampling")
 

@@ -1,11 +1,10 @@
 """The known activations, one row each, and PyTorch's own operations behind them.
 
-A kind stands for one function with the constants written here; a module with other constants (another slope, another
-alpha) is not of that kind. The rows are the reference of the Triton kernels, and what a probe compares a model's own
-activation with. To add a kind, add its row here and its value and slope to `memopt.kernels.activation.scalar_triton`.
+A kind is one function with the constants written here; a module with other constants (another slope, another alpha)
+is not of that kind. The rows are the reference of the Triton kernels and of the probes of a model's activations. To add
+a kind, add its row here and its value and slope to `memopt.kernels.activation.scalar_triton`.
 
-Each gradient is the operation, or the sequence of operations, that autograd itself runs for the value beside it: it
-costs what the stock backward costs and rounds where the stock backward rounds.
+Each gradient is the sequence of operations that autograd runs for the value beside it: the same cost and rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
 
 OTHER = "other"
-"""Stands for the kind of an activation that is none of the rows."""
+"""The kind of an activation that is none of the rows."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Operation:
     functions: tuple[str, ...]
     """Names of the Python functions that run it, as a function mode sees them."""
     kind: str | None = None
-    """Kind that a call of it counts as, whatever its constants; None where a call is not taken for an activation."""
+    """Kind of a call of it, whatever its constants; None where a call does not count as an activation."""
     recompute: Callable[..., Tensor] | None = None
-    """The output from the saved input and `constants`; None where the node saves the output, or nobody needs it."""
+    """The output from the saved input and `constants`; None where the node saves the output, or it is not needed."""
     constants: tuple[str, ...] = ()
     """What the node saves beside its input, in the order in which `recompute` takes it."""
     only_of_linears: bool = False
-    """It gates and squashes all kinds of tensors: a call counts as an activation where it reads a linear's output."""
+    """It has other uses (gates): a call counts as an activation only where it reads a linear's output."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ _LEAKY_RELU = Operation(
 _HARDTANH = Operation(
     "hardtanh", "HardtanhBackward0", "input", ("hardtanh", "relu6"), OTHER, F.hardtanh, ("min_val", "max_val")
 )
-_ELU = Operation(
-    "elu", "EluBackward0", "input", ("elu", "selu"), "elu", _aten.elu, ("alpha", "scale", "input_scale")
-)  # fmt: skip
+_ELU = Operation("elu", "EluBackward0", "input", ("elu", "selu"), "elu", _aten.elu, ("alpha", "scale", "input_scale"))
 _HARDSWISH = Operation("hardswish", "HardswishBackward0", "input", ("hardswish",), "hardswish", F.hardswish)
 _MISH = Operation("mish", "MishBackward0", "input", ("mish",), "mish", F.mish)
 _TANH = Operation("tanh", "TanhBackward0", "output", ("tanh",), "tanh", only_of_linears=True)
@@ -145,13 +142,13 @@ _ROWS = (
 #: By kind. Compared in fp64; the two GELUs differ by 5e-4, rounded constants of one formula by 1e-9.
 ACTIVATIONS: dict[str, Activation] = {row.kind: row for row in _ROWS}
 
-#: Every operation above, and those of which no kind is made, by name.
+#: Every operation above, and those without a kind, by name.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         *(row.operation for row in _ROWS if row.operation is not None),
         Operation("celu", "CeluBackward0", "input", ("celu",), OTHER, F.celu, ("alpha",)),
-        # Written out as elu, unless a subclass of tensor keeps it whole.
+        # PyTorch runs it as elu, unless a tensor subclass overrides selu.
         Operation("selu", "EluBackward0", "input", ("selu",), OTHER, _ELU.recompute, _ELU.constants),
         Operation("log_sigmoid_forward", "LogSigmoidBackward0", "input", ("logsigmoid",), None, F.logsigmoid),
         Operation("glu", "GluBackward0", "input", ("glu",), None, F.glu, ("dim",)),
@@ -162,14 +159,14 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def kind_of_call(name: str, keywords: Mapping[str, Any]) -> str | None:
-    """The kind that a call of the aten operation `name` counts as; None where it is not taken for an activation."""
+    """The kind of a call of the aten operation `name`; None where it does not count as an activation."""
     operation = OPERATIONS.get(name)
     if operation is None:
         return None
     return "gelu_tanh" if operation is _GELU and keywords.get("approximate") == "tanh" else operation.kind
 
 
-def keeps_its_output(kind: str) -> bool:
+def saves_its_output(kind: str) -> bool:
     """Whether the one operation that computes this kind saves its output; False for a kind that takes several."""
     row = ACTIVATIONS.get(kind)
     return row is not None and row.operation is not None and row.operation.saves == "output"

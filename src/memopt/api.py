@@ -1,4 +1,4 @@
-"""The library's verbs for a model in memory: patch, unpatch, plan_for, load, summary. `memopt` re-exports them."""
+"""The public functions for a model in memory: patch, unpatch, plan_for, load, summary. `memopt` re-exports them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def patch(
     *,
     inputs: Mapping[str, Any] | str | Path | None = None,
 ) -> M:
-    """Patch a model in memory so that training it keeps fewer bytes; returns the same object.
+    """Patch a model in memory so that training it saves fewer bytes for backward; returns the same object.
 
     No weight changes: the loss and every gradient are the stock model's within rounding. Call it before or after
     adding LoRA adapters, and before tools that wrap modules (FSDP, DDP, accelerate's device maps).
@@ -63,16 +63,16 @@ def patch(
 
 
 def unpatch(model: M) -> M:
-    """Give every patched module its stock forward back; returns the same object."""
+    """Restore the stock forward of every patched module; returns the same object."""
     undo(model)
     drop_record(model)
     return model
 
 
 def summary(model: nn.Module) -> Summary:
-    """What was patched in `model`, by which recipe, what refused it, and how to undo it; `print` shows a few lines.
+    """What was patched in `model`, by which recipe, and what could not be; `print` shows a few lines.
 
-    A model in which a patched one is wrapped or copied has the same summary.
+    A wrapper or copy of a patched model has the same summary.
     """
     from memopt.reporting.summary import summarize
 
@@ -116,7 +116,7 @@ def load(
         directory: the folder.
         model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
             the checkpoint names.
-        inputs: as in `patch`; by default in the form that memopt.json remembers, else guessed.
+        inputs: as in `patch`; by default of the form in memopt.json, else guessed.
         overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
 
@@ -133,7 +133,7 @@ def load(
         raise ModelError(
             f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"
         )
-    recipe, folded, remembered = _what_was_done(directory)
+    recipe, folded, remembered = _record_of(directory)
     batch = given_batch(inputs)
     trust_remote_code = bool(kwargs.get("trust_remote_code", False))
     cls: Any = model_class
@@ -144,7 +144,7 @@ def load(
     modules = (name for name, _ in model.named_modules())
     names = {name for name in modules if folded is None or _same_norm(name, folded)}
     sites = _walk(model, remembered if batch is None else batch)
-    if batch is None and not sites.ran:  # another head may not take what was remembered
+    if batch is None and not sites.ran:  # a model with another head may not take that batch
         sites = _walk(model, None)
     plan = make_plan(sites, unfolded)
     _finish(model, plan, apply(model, plan, folded=names))
@@ -152,7 +152,7 @@ def load(
 
 
 def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
-    """`walk_model`; inputs that do not fit as they are may do in the model's dtype."""
+    """`walk_model`; inputs that do not run are cast to the model's dtype and tried again."""
     from memopt.walk.calls.batch import placed
     from memopt.walk.observe import walk_model
 
@@ -163,11 +163,11 @@ def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
     return walk_model(model, placed(inputs, None, dtype))
 
 
-def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None, Mapping[str, Any] | None]:
-    """Recipe of a patched folder, the norms that were folded (None where only their number is known), and its inputs.
+def _record_of(directory: Path) -> tuple[str | Recipe, frozenset[str] | None, Mapping[str, Any] | None]:
+    """Recipe of a patched folder, its folded norms (None where only their number is known), and its inputs.
 
-    `save_pretrained` after training keeps the key in config.json and not memopt.json. Then every norm that holds an
-    identity affine is taken for a folded one.
+    `save_pretrained` after training writes the key in config.json and no memopt.json. Then every norm with an identity
+    affine counts as folded.
     """
     from memopt.checkpoint.manifest import CONFIG_KEY, read_manifest
     from memopt.checkpoint.sources.source import MANIFEST
@@ -183,7 +183,7 @@ def _what_was_done(directory: Path) -> tuple[str | Recipe, frozenset[str] | None
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
-    """`cls.from_pretrained`, with one plain sentence where the files are at fault.
+    """`cls.from_pretrained`.
 
     Raises:
         ModelError: a weight file is missing or damaged, or does not fit the class.
@@ -202,12 +202,12 @@ def _same_norm(name: str, folded: frozenset[str]) -> bool:
 
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
-    """Warn of what was left, and keep on the model what was done; an error where that is nothing."""
+    """Warn of what could not be patched, and record the plan on the model; an error where nothing was patched."""
     for name, reason in applied.refused:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
     sites = plan.sites
     if not sites.ran:
-        # Norms are patched all the same; blocks are guessed from the module tree.
+        # Norms are patched nevertheless; blocks are guessed from the module tree.
         warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
     if not applied.patched:
         raise NegativeVerdict(

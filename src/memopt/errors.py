@@ -1,7 +1,7 @@
 """Errors that reach the user, each one plain sentence: what happened, where, and what to do next.
 
-The CLI prints ``message`` and ``hint`` without a traceback and exits with ``exit_code``; the library
-raises the same exceptions. Anything else that escapes is a fault of memopt's and keeps its traceback.
+The CLI prints ``message`` and ``hint`` without a traceback and exits with ``exit_code``. Any other exception is a bug
+in memopt and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ModelError(MemoptError):
 
 
 class InputsError(MemoptError):
-    """A batch for the model cannot be read or does not fit it, or is missing and cannot be made."""
+    """A batch for the model cannot be read, made, or run."""
 
 
 class LaunchTableError(MemoptError):
-    """A table of launch configurations cannot be read, or something in it does not fit."""
+    """A table of launch configurations cannot be read or is not valid."""
 
 
 class OutputError(MemoptError):

@@ -1,4 +1,4 @@
-"""The verbs for checkpoints, as the commands run them: patch_checkpoint and report. `memopt` re-exports them."""
+"""The public functions for checkpoints: patch_checkpoint and report. `memopt` re-exports them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PatchResult:
     source: CheckpointSource
     """The checkpoint that was read."""
     plan: Plan
-    """The plan as it was carried out: a norm whose fold the files refuse is shared."""
+    """The plan as carried out: a norm whose fold the files refuse is shared."""
     out: Path
     """The folder."""
     written: WriteResult | None
@@ -77,7 +77,7 @@ def patch_checkpoint(
         dry_run: plan and check, download no weights and write nothing.
         opened: called with the source once it is open and `out` is known to be usable, before the model is walked.
         progress: called with (bytes done, bytes to do) while the folder is written.
-        note: called with each of the result's notes when it comes up.
+        note: called with each note of the result as soon as it is known.
 
     Raises:
         ModelError: the checkpoint or its model cannot be found, read, built or run.
@@ -91,8 +91,8 @@ def patch_checkpoint(
     target = Path(out) if out is not None else default_folder(str(source))
     notes = _Notes(note)
     checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
-    if not dry_run:
-        _check_target(checkpoint, target, force)
+    if not dry_run:  # before the walk, what the writer would refuse after it
+        check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
     if opened is not None:
         opened(checkpoint)
     sites, driven = _walk(checkpoint, batch, trust_remote_code)
@@ -125,14 +125,14 @@ def report(
 ) -> Comparison:
     """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
 
-    Computed from the config alone. Only for a recipe that estimates gradients from samples, and where the weights are
-    in a local folder, one training step on the CPU tells what that costs.
+    Computed from the config alone. Only for a recipe that samples, and where the weights are in a local folder, one
+    training step on the CPU measures the noise of the gradients.
 
     Args:
         model: a local folder, a hub id, or a folder that `memopt patch` wrote.
         recipe: by default the patched folder's own, else ``exact-unfolded``.
-        batch: rows in a batch, else 1; where `inputs` are given, those say it.
-        seq: tokens in a row, else what the config allows up to 2048; where `inputs` are given, those say it.
+        batch: rows in a batch, else 1; `inputs` replace it.
+        seq: tokens in a row, else what the config allows up to 2048; `inputs` replace it.
         precision: dtype of the weights; ``mixed`` is fp32 weights under autocast.
         train: everything, or LoRA adapters on frozen weights.
         lora_rank: rank of the adapters.
@@ -185,7 +185,7 @@ def default_folder(model: str) -> Path:
 
 
 class _Notes:
-    """Collects notes and passes each on."""
+    """Collects notes, and passes each to the caller's function."""
 
     def __init__(self, note: Note | None) -> None:
         self._note = note
@@ -208,13 +208,8 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
     return source
 
 
-def _check_target(source: CheckpointSource, out: Path, force: bool) -> None:
-    """Refuse before the walk what the writer would refuse after it."""
-    check_space(check_target(out, source.root, force=force), source.space_needed)
-
-
 def _walk(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
-    """Sites, and the batch that drove the walk: the user's, one that the model's processor made, or None."""
+    """Sites, and the batch that the walk ran with: the user's, the processor's, or None for guessed inputs."""
     config = load_config(source.root, trust_remote_code=trust_remote_code)
     return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
 
@@ -235,7 +230,7 @@ def _check_rewrites(source: CheckpointSource, plan: Plan) -> None:
 
 
 def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
-    """The plan that the files allow, as the writer would find it."""
+    """The plan that the files allow, as the writer carries it out."""
     if not source.shards:
         note("The weights are not downloaded yet, so their names and dtypes were not checked.")
         return plan
@@ -246,7 +241,7 @@ def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:
 
 
 def _record(inputs: Mapping[str, Any] | str | Path | None, driven: Batch | None) -> InputsRecord | None:
-    """The form of the batch that drove the walk, for the manifest."""
+    """The form of the batch that the walk ran with, for the manifest."""
     if driven is None:
         return None
     file = Path(inputs).name if isinstance(inputs, str | Path) else None

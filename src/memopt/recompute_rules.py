@@ -1,9 +1,8 @@
 """The registry of tensors that can be recomputed in backward: one rule per kind of autograd node.
 
-A rule belongs to the node (``tensor.grad_fn``) of the operation that made a tensor. It says whether the node saved
-enough to compute its own output again, and does so with one elementwise pass. Nothing new is saved: the rule reads the
-node's own saved tensors. The rules of PyTorch's operations are in `memopt.saved.rules`; memopt's operators register
-theirs with :func:`recomputable` beside the operator.
+A rule belongs to the node (``tensor.grad_fn``) of a tensor's producer. It tells whether the node saved enough to
+recompute its output, and does so in one elementwise pass from the node's saved tensors. The rules of PyTorch's
+operations are in `memopt.saved.rules`; memopt's operators register theirs with :func:`recomputable`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ Node = Any
 
 @dataclass(frozen=True)
 class Rule:
-    """How to make the output of one kind of node again."""
+    """How the output of one kind of node is recomputed."""
 
     recompute: Callable[[Node], Tensor]
     """The node's output from the tensors that the node saved."""
     keeps_enough: Callable[[Node], bool]
-    """Whether this very node saved all that `recompute` reads."""
+    """Whether this node saved all that `recompute` reads."""
     family: str
     """The group that patches switch: one of `FAMILIES`."""
     of_copies_only: bool = False
-    """The node keeps its output itself: only what was cast from it, or copied into another layout, need not be kept."""
+    """The node saves its output itself, so only casts of it and copies in another layout are recomputed."""
 
 
 RULES: dict[str, Rule] = {}
@@ -58,14 +57,14 @@ _rule_of_type: dict[type, Rule | None] = {}
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of `node`, if there is one. Names are compared once for each type of node."""
+    """The rule of `node`, if there is one; cached by the type of the node."""
     kind = type(node)
     try:
         return _rule_of_type[kind]
     except KeyError:
         name = node.name()
         rule = RULES.get(name)
-        # Nodes that PyTorch gives no type of their own share one, under another name.
+        # Nodes of operations without a type of their own share one, whose name is another.
         if kind.__name__ == name:
             _rule_of_type[kind] = rule
         return rule

@@ -1,13 +1,13 @@
-"""Data with the numbers of its samples, so that sampled linears draw rows by their gradients of the last epoch.
+"""Data sets that number their samples, so that sampled linears draw rows by their gradients of the last epoch.
 
     memopt.patch(model, "sampled")
     data = IndexedDataset(data)
     memory = remember_gradients(model, data, max_tokens=128)   # or GradientMemoryCallback() for transformers.Trainer
-    print(memory)                                              # what it takes
+    print(memory)                                              # its size
     for batch in DataLoader(data, ...):
         model(**batch).loss.backward()                         # the batch holds "memopt_index"
 
-Without it rows are drawn by their own norms, which is right on average as well, with more noise.
+Without it rows are drawn by their own norms, which is unbiased too, with more noise.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""Who saves which tensor for backward: in which module, and by which operation.
+"""Which operation saves which tensor for backward, and in which module.
 
-Built from global module hooks, a function mode and the saved-tensor hooks. It observes only: what a tensor is, and what
-its bytes mean, is for `memopt.walk` and `memopt.reporting`.
+Built from global module hooks, a function mode and saved-tensor hooks. It only observes; `memopt.walk` and
+`memopt.reporting` interpret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt.torch_compat import is_operator, operator_schema
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
-#: A module whose own steps save tensors holds the name of the operation under this one.
+#: Global variable of a module whose code saves tensors: the name of the operation to report.
 _OPERATION = "__memopt_saves__"
 _DEEPEST_SAVER = 6
 
@@ -42,7 +42,7 @@ class Save:
     functions_called: int
     """How many calls of functions had begun."""
     saver: str
-    """Without a function: name of the `torch.autograd.Function`, or of the step, that saved it; empty if not known."""
+    """Without a function: name of the `torch.autograd.Function` or memopt's step that saved it; empty if unknown."""
     differentiable: bool
     """Whether the tensor is part of the graph (an attention mask is not)."""
 
@@ -59,7 +59,7 @@ class Save:
 class SavedTensorObserver:
     """Context manager that follows which module and function run; `pack` and `unpack` are the saved-tensor hooks.
 
-    What `unpack` returns is the tensor itself, detached: a tensor that its own node saved would own that node.
+    `unpack` returns a detached alias: with its node, a tensor that this node saved would be a reference cycle.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SavedTensorObserver:
         self._active.__exit__(*error)
 
     def saves(self) -> Iterator[tuple[Tensor, Save]]:
-        """The tensors that autograd still holds, in the order in which they were saved."""
+        """The tensors that autograd still holds, in the order of their saves."""
         for reference, save in self._saves:
             slot = reference()
             if slot is not None:
@@ -116,12 +116,12 @@ class SavedTensorObserver:
         return pack
 
 
-# memopt's own hooks are more careful under hooks that they do not know; these only look.
+# memopt's scopes recompute less under unknown hooks; this marks hooks that only observe.
 SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 
 
 class ObservedTensor:
-    """What autograd holds in the place of a tensor; it lives exactly as long as autograd keeps the tensor."""
+    """What autograd holds in the place of a tensor, for as long as it would hold the tensor."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -134,11 +134,11 @@ class ObservedTensor:
 
 
 class RunningModules:
-    """Context manager that follows which modules of `model` run; a module that is none of its own counts as its caller.
+    """Context manager that follows which modules of `model` run; a module outside of it counts as its caller.
 
     Args:
         entered: called with the name of each module whose forward begins, and its positional arguments.
-        left: called whenever a forward has ended, by an error too.
+        left: called whenever a forward has ended, also by an error.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ def _name(function: Any) -> str:
 
 
 def _saver(frame: Any) -> str:
-    """Name of the `autograd.Function` (or of the step) that is saving: only the call stack tells."""
+    """Name of the `autograd.Function` (or of memopt's step) that is saving, found on the call stack."""
     for _ in range(_DEEPEST_SAVER):
         if frame is None:
             break

@@ -1,7 +1,7 @@
-"""What every command shares: streams, the JSON document, progress, and how an error becomes an exit code.
+"""What the commands share: streams, the JSON document, progress, and exit codes of errors.
 
-stdout carries the result and nothing else; notes, progress and errors go to stderr. Only the standard library and typer
-are imported at the top, so that `memopt --help` stays fast.
+stdout carries the result alone; notes, progress and errors go to stderr. Only the standard library and typer are
+imported at the top, so that `memopt --help` is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import memopt
 from memopt.errors import MemoptError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 InputsOption = Annotated[
     Path | None,
@@ -32,6 +32,11 @@ InputsOption = Annotated[
         show_default=False,
     ),
 ]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
+]  # fmt: skip
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
@@ -42,9 +47,9 @@ def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
     """The JSON document of a command.
 
     Args:
-        command: name of the command; None when none was recognised.
+        command: its name; None where none was recognised.
         status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
-        fields: what the command has to say.
+        fields: the command's own.
     """
     head = {"schema_version": SCHEMA_VERSION, "tool": "memopt", "version": memopt.__version__}
     return {**head, "command": command, "status": status, **fields, "error": fields.get("error")}
@@ -62,19 +67,21 @@ def print_text(text: str = "") -> None:
 
 def print_rich(*renderables: RenderableType) -> None:
     """Print tables and the like as part of the result: 80 columns and no colour off a terminal."""
-    console = _console()
+    from rich.console import Console
+
+    console = Console(highlight=False)
     for renderable in renderables:
         console.print(renderable)
 
 
 def note(text: str) -> None:
-    """Tell something that is not the result."""
+    """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def only_results_on_stdout() -> Iterator[None]:
-    """Send what other people's code prints to stderr."""
+    """Send what libraries print to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -146,12 +153,6 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
         "Run it again with --debug for the traceback.",
         EXIT_ERROR,
     )
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _plain_progress(label: str) -> Callable[[int, int], None]:

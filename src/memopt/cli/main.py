@@ -1,7 +1,6 @@
-"""The `memopt` command: which sub-commands there are, the global options, and the last word on every error.
+"""The `memopt` command: its sub-commands, the global options, and the exit code of every error.
 
-A sub-command lives in a module of its own name, as a typer function that returns its exit code and imports what is
-slow inside itself.
+A sub-command is a typer function in a module of its name. It returns its exit code, and does slow imports inside.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         code = _run(rest, command, as_json=as_json, debug=debug)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader is gone. Python flushes stdout again at exit: let that go nowhere.
+        # Nobody reads stdout any more, and Python flushes it again at exit: discard that.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return common.EXIT_BROKEN_PIPE
     return code
@@ -62,7 +61,7 @@ def _globals(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")] = False,
 ) -> None:
-    pass  # --version, --debug and --no-color are taken before parsing: they work anywhere in the line
+    pass  # handled before parsing, so that they work anywhere in the line
 
 
 def _take_globals(arguments: Sequence[str]) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""`memopt patch`: write a patched checkpoint. Options and printing; the steps are those of `memopt.pipeline`."""
+"""`memopt patch`: write a patched checkpoint. Options and printing around `memopt.pipeline`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ def patch(
     inputs: common.InputsOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a folder that memopt wrote before.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
-    ] = False,
+    revision: common.RevisionOption = None,
+    trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="One row for every site of the model.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json_output: common.JsonOption = False,
 ) -> int:
     """Write a patched checkpoint of MODEL.
 

@@ -13,7 +13,7 @@ def recipes(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A recipe to print: a name of the list, or a YAML file.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json_output: common.JsonOption = False,
 ) -> int:
     """List the shipped recipes, or print one."""
     import yaml

@@ -1,4 +1,4 @@
-"""`memopt report`: who keeps which bytes for backward, before and after patching."""
+"""`memopt report`: which operation saves which bytes for backward, before and after patching."""
 
 from __future__ import annotations
 
@@ -46,16 +46,14 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
-    ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    revision: common.RevisionOption = None,
+    trust_remote_code: common.TrustOption = False,
+    json_output: common.JsonOption = False,
 ) -> int:
-    """Show who keeps which bytes for backward, before and after patching.
+    """Show which operation saves which bytes for backward, before and after patching.
 
     Computed from the model's config alone: no weights, no GPU. Only for a recipe that samples, and where the weights
-    are in a local folder, one training step on the CPU tells what the sampling costs.
+    are in a local folder, one training step on the CPU measures the noise of the sampling.
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 4096 --train lora
     """

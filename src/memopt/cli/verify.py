@@ -1,28 +1,17 @@
-"""`memopt verify`: prove that a patched checkpoint is the same model. Options and printing; no logic of its own."""
+"""`memopt verify`: prove that a patched checkpoint is the same model. Options and printing."""
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from memopt.checks import Check, Level
 from memopt.cli import common
 
 if TYPE_CHECKING:
-    from memopt.checks import Check, Level
     from memopt.verification.verdict import Verdict
-
-
-class LevelChoice(str, Enum):
-    """What to verify."""
-
-    weights = "weights"
-    forward = "forward"
-    gradient = "gradient"
-    memory = "memory"
-    all = "all"
 
 
 def verify(
@@ -33,17 +22,15 @@ def verify(
         str | None,
         typer.Option(metavar="MODEL", help="The original, if it is not where memopt.json says.", show_default=False),
     ] = None,
-    level: Annotated[LevelChoice, typer.Option(help="What to verify.")] = LevelChoice.all,
+    level: Annotated[Literal[Level, "all"], typer.Option(help="What to verify.")] = "all",
     allow_skips: Annotated[bool, typer.Option("--allow-skips", help="Exit 0 although a check was skipped.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
-    ] = False,
+    trust_remote_code: common.TrustOption = False,
     inputs: common.InputsOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json_output: common.JsonOption = False,
 ) -> int:
-    """Prove that DIR holds the same model as the one it was made from.
+    """Prove that DIR holds the same model as its original.
 
-    Exits with 0 if every check passed, 1 if one failed, 3 if one could not be made.
+    Exits with 0 if every check passed, 1 if one failed, 3 if one was skipped.
     """
     from memopt.verification.run import verify as run_levels
 
@@ -52,7 +39,7 @@ def verify(
         verdict = run_levels(
             directory,
             against=against,
-            level=level.value,
+            level=level,
             trust_remote_code=trust_remote_code,
             inputs=inputs,
             progress=_tell,
@@ -80,7 +67,7 @@ def _summary(verdict: Verdict, directory: Path, code: int) -> str:
         return f"{directory}: all checks passed" + (f", {common.plural(warnings, 'warning')}." if warnings else ".")
     if verdict.status == "fail":
         if all(check.level == "memory" for check in verdict.checks if check.status == "fail"):
-            return f"{directory}: it does not keep the bytes that the plan promises, see the failed checks."
+            return f"{directory}: it does not save the bytes of its plan, see the failed checks."
         return f"{directory}: NOT the same model, see the failed checks."
     end = "." if code else "; the other checks passed."
     return f"{directory}: inconclusive, a check was skipped{end}"

@@ -1,4 +1,4 @@
-"""Operators that keep little for backward. One file an operator: formula, reference, autograd.
+"""Operators that save little for backward, a folder each: formula, reference, autograd, Triton kernels.
 
-Imports torch and the rule registry of `memopt.saved`; knows nothing of models, sites or recipes.
+They know nothing of models, sites or recipes.
 """

@@ -1,4 +1,4 @@
-"""Sites x recipe -> what is rewritten, how, and what is left, with a reason for each. Pure data, no torch."""
+"""Sites x recipe -> an action and a reason for each site. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Entry", "Plan", "make_plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe does to a model."""
+    """What a recipe does to a model: one entry for each site."""
 
     recipe: Recipe
     sites: Sites
@@ -34,41 +34,41 @@ class Plan:
 
     @property
     def why_nothing(self) -> str:
-        """Why nothing is rewritten, where that is so: a few reasons, as one phrase."""
+        """The reasons, as one phrase, of a plan that rewrites nothing."""
         usual = [patch for patch in patches() if _is_usual(patch)]
         reasons = sorted({entry.reason for entry in self.refusals if entry.kind in {patch.kind for patch in usual}})
         return "; ".join(reasons[:3]) or f"it has no {_one_of(usual)}"
 
     @property
     def does_nothing(self) -> bool:
-        """Whether the model keeps what it kept: nothing is rewritten, and no block's tensors are compressed."""
+        """Whether nothing is rewritten and no block's saved tensors are compressed."""
         return not self.rewrites and not any(any(True for _ in patch.compressed(self)) for patch in patches())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of this plan should know."""
-        return (*self._idle_notes(), *self._price())
+        """Sentences for the user of this plan."""
+        return (*self._idle_notes(), *self._effects())
 
-    def _price(self) -> Iterator[str]:
+    def _effects(self) -> Iterator[str]:
         if "approximate" in self.recipe.effects:
             yield (
                 f"Recipe '{self.recipe.name}' is approximate: the forward is exact, the gradient is off by up to "
                 f"{self.recipe.gradient_error:.0%} (relative, declared; `memopt verify` measures it on this model). "
-                "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows what it keeps."
+                "The exact alternative is `--recipe exact`; `memopt report --recipe exact` shows its bytes."
             )
         for patch in patches():
             yield from patch.notes(self)
 
     def _idle_notes(self) -> Iterator[str]:
         """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
-        asked = [patch for patch in patches() if patch.kind and patch.key]
-        if all(_is_usual(patch) or _rules(self.recipe, patch).is_off for patch in asked):
-            asked = [patch for patch in asked if _is_usual(patch)]
-        known = {name for patch in asked for name in patch.targets(self)}
+        about = [patch for patch in patches() if patch.kind and patch.key]
+        if all(_is_usual(patch) or self.recipe.rules(patch.rules).is_off for patch in about):
+            about = [patch for patch in about if _is_usual(patch)]
+        known = {name for patch in about for name in patch.targets(self)}
         for key, patterns in (("targets", self.recipe.targets), ("ignore", self.recipe.ignore)):
             for pattern in patterns if known else ():
                 if not any(matches(name, pattern) for name in known):
-                    yield f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no {_one_of(asked)} of this model."
+                    yield f"Recipe '{self.recipe.name}': {key} '{pattern}' matches no {_one_of(about)} of this model."
 
     def chosen(self, kind: str, *actions: str) -> tuple[Any, ...]:
         """Sites of a kind whose action is one of `actions`; without any, all that are rewritten."""
@@ -135,12 +135,8 @@ def make_plan(sites: Sites, recipe: Recipe) -> Plan:
 
 
 def _is_usual(patch: Patch) -> bool:
-    """Whether every recipe may rewrite its sites: the patch is not off by default."""
+    """Whether the patch has sites and is on by default."""
     return bool(patch.kind and patch.key) and not patch.rules().is_off
-
-
-def _rules(recipe: Recipe, patch: Patch) -> Any:
-    return recipe.rules(patch.rules)
 
 
 def _one_of(patches: Sequence[Patch]) -> str:

@@ -29,8 +29,8 @@ class Recipe(Strict):
     name: str
     description: str = ""
     gradient_error: float = Field(default=0.0, ge=0.0)
-    """The relative error of the gradient that the recipe declares, of its norm; 0 for exact ones. Sampling adds noise
-    to it, which is no error on average and depends on the model and its data."""
+    """The relative error of the gradient (of its norm) that the recipe declares; 0 for exact ones. It does not include
+    the noise of sampling, which is unbiased and depends on the model and its data."""
     targets: tuple[str, ...] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
     ignore: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Recipe(Strict):
 
     @property
     def effects(self) -> frozenset[Effect]:
-        """What the rules do to gradients, beside rounding."""
+        """Effects of the rules on gradients, beside rounding."""
         return frozenset(rules.effect for rules in self._all_rules().values()) - {"exact"}
 
     @property
@@ -55,11 +55,11 @@ class Recipe(Strict):
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
 
     def without(self, *effects: Effect) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) that switch off what has one of these effects."""
+        """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
         return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
 
     def unfolded(self) -> Recipe:
-        """The recipe for a model in memory, whose weights are left alone."""
+        """The recipe for a model in memory, whose weights do not change."""
         settings = (
             f"{key}.{field}={to}" for key, r in self._all_rules().items() for field, to in r.in_memory().items()
         )

@@ -1,14 +1,13 @@
 """Every private name of PyTorch that memopt uses, each with what it is and what is lost without it.
 
 PyTorch may rename or drop such a name in any release. Each is therefore looked up once, when this package is imported
-(:func:`memopt.torch_compat.lookup.find`). Where it is absent, a stand-in switches off exactly the mechanism that
-needs it, so that less is saved and nothing is wrong; :func:`missing` lists these, and :func:`memopt.patch` warns of
-them once.
-``tests/test_torch_compat.py`` holds every name to its description and removes each in turn.
+(:func:`memopt.torch_compat.lookup.find`). Where it is absent, a stand-in switches off exactly the mechanism that needs
+it; :func:`missing` lists these, and :func:`memopt.patch` warns of them once. ``tests/test_torch_compat.py`` checks each
+name against its description and removes each in turn.
 
 Where possible a name here *is* PyTorch's own function, so that a call costs nothing more. Bind names at module level.
 
-Not here, because PyTorch documents them or checks that they stay compatible: ``Tensor._version`` and ``Tensor._base``;
+Not here, because PyTorch documents them or tests their compatibility: ``Tensor._version`` and ``Tensor._base``;
 the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``; ``name()``, ``metadata`` and
 ``next_functions`` of graph nodes; names of ATen operators that begin with an underscore (``aten._unsafe_view``).
 """
@@ -58,48 +57,3 @@ from memopt.torch_compat.modules import (
     no_forward_hooks,
     selective_checkpoint_arguments,
 )
-
-__all__ = [
-    "SAVED_FIELDS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "Missing",
-    "TorchDispatchMode",
-    "compiled_module",
-    "current_graph_task_id",
-    "forward_mode_level",
-    "has_any_global_hook",
-    "input_metadata",
-    "interpreter_stack",
-    "is_dropout",
-    "is_legacy_batched",
-    "is_operator",
-    "is_traceable_wrapper_subclass",
-    "is_transformed",
-    "living_storage",
-    "missing",
-    "module_forward_hooks",
-    "module_hooks",
-    "names",
-    "next_sequence_number",
-    "no_dispatch",
-    "no_forward_hooks",
-    "operator_name",
-    "operator_schema",
-    "saved",
-    "saved_tensors_hooks_disabled",
-    "selective_checkpoint_arguments",
-    "sequence_number",
-    "shows_saved",
-    "storage_id",
-    "storage_use_count",
-    "tensor_hooks",
-    "top_saved_tensors_hooks",
-    "tracing_state",
-    "tree_leaves",
-    "tree_map",
-    "unpack_hooks",
-    "unset_fake_temporarily",
-    "warn_once_of_missing",
-    "weak_storage",
-]

@@ -35,15 +35,14 @@ def _unknown_message() -> str | None:
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = find(_TOP, _unknown_hooks, _NO_SCOPE)
 """The innermost pair of saved-tensor hooks that is active in this thread; None where none is.
 
-Its argument: False, or True to look at them while hooks are being traced. Hooks do not stack in PyTorch, the innermost
-wins, so a scope has to know the one outside and hand on what it keeps. Without this name no scope opens and no linear
-takes an offer to recompute its input.
+Its argument: True to see hooks while they are traced, else False. Only the innermost hooks of PyTorch run, so a scope
+passes what it saves to the pair outside. Without this name no scope opens and no linear recomputes its input.
 """
 
 saved_tensors_hooks_disabled: Callable[[], str | None] = find(_DISABLED, _unknown_message, _NO_SCOPE)
 """Why saved-tensor hooks may not be entered now (function transforms disable them); None where they may.
 
-Entering them all the same is an error, so without this name no scope opens.
+Entering them then is an error, so without this name no scope opens.
 """
 if not is_found(_TOP):
     saved_tensors_hooks_disabled = _unknown_message
@@ -68,12 +67,12 @@ sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_fou
 _METADATA = "torch._C._functions.AccumulateGrad._input_metadata"
 input_metadata: Callable[[Any], Any] | None = (
     attrgetter("_input_metadata")
-    if find(_METADATA, None, "casts and reshaped copies of recomputable tensors are kept") is not None
+    if find(_METADATA, None, "casts and reshaped copies of recomputable tensors are saved") is not None
     else None
 )
 """One entry for each output of a node's forward operation (input of its backward) with its ``dtype`` and ``shape``.
 
-Autograd's casts and views do not say otherwise to what they cast or reshaped. None where PyTorch lacks it.
+The only place where nodes of casts and views show the dtype and shape of their input. None where PyTorch lacks it.
 """
 
 current_graph_task_id: Callable[[], int] = find(
@@ -81,7 +80,7 @@ current_graph_task_id: Callable[[], int] = find(
 )
 """The number of the backward that this thread is running; -1 where it runs none.
 
-What a forward saves inside backward (reentrant checkpointing) is used up at once, so exchanging it frees nothing.
+What a forward saves inside backward (reentrant checkpointing) is used at once, so replacing it frees nothing.
 Without this name every forward counts as one inside backward.
 """
 
@@ -106,7 +105,7 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Kind of node (its ``name()``) -> the fields of it that memopt reads, by :func:`saved`."""
 
-_NOT_RECOMPUTED = "outputs of some operations are kept instead of recomputed"
+_NOT_RECOMPUTED = "outputs of some operations are saved instead of recomputed"
 _UNSHOWN = frozenset(
     node
     for node, fields in SAVED_FIELDS.items()
@@ -138,11 +137,11 @@ _RAW_FIELDS = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw
 
 
 def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
-    """The hook that gives back each tensor that `node` saved, or None where autograd itself holds it.
+    """The unpack hook of each tensor that `node` saved, or None where autograd itself holds the tensor.
 
     Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read. A foreign hook
-    (checkpointing of one module inside a block) may give a tensor back only once, so such nodes are not recomputed
-    from. Without ``SavedTensor.unpack_hook`` or the raw fields that cannot be told, and no node is recomputed from.
+    (checkpointing of one module inside a block) may unpack a tensor only once, so such nodes are not recomputed from.
+    Without ``SavedTensor.unpack_hook`` or the raw fields nothing is recomputed from any node.
 
     Raises:
         RuntimeError: backward has been through the node and released it, or PyTorch lacks the fields.
@@ -170,7 +169,7 @@ for _name in (_UNPACK_HOOK, _RAW_OF_FUNCTIONS, _RAW_OF_OPERATIONS):
 _TENSOR_HOOKS = "torch.Tensor._backward_hooks"
 tensor_hooks: Callable[[Tensor], object] = (
     attrgetter("_backward_hooks")
-    if find(_TENSOR_HOOKS, True, "linears keep their input") is not True
+    if find(_TENSOR_HOOKS, True, "linears save their input") is not True
     else lambda tensor: True
 )
 """The hooks of ``Tensor.register_hook``, None or empty where there are none. A hooked tensor is not recomputed inside
@@ -190,7 +189,7 @@ Without this name, that of its Python object, which lives as long.
 storage_use_count: Callable[[int], float] = find(_COUNT, lambda identity: math.inf, _STORAGES)
 """How many tensors and other owners refer to the storage with this :func:`storage_id`.
 
-A storage that autograd alone refers to may be exchanged for something smaller. Without this name, others always do.
+A storage that autograd alone refers to may be replaced by something smaller. Without this name none is.
 """
 if not is_found(_ADDRESS):
     storage_use_count = lambda identity: math.inf  # noqa: E731 - the number would be read as an address
@@ -204,7 +203,7 @@ _revive: Any = find(_REVIVE, None, _AT_ADDRESS)
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """A weak reference to a storage, for :func:`living_storage`; while it exists no other gets its :func:`storage_id`.
 
-    Without PyTorch's own (``StorageWeakRef``), Python's, which does not hold the address back.
+    Without PyTorch's own (``StorageWeakRef``), Python's, which does not reserve the address.
     """
     return weakref.ref(storage) if _weak is None or _revive is None else _weak(storage)
 

@@ -133,7 +133,7 @@ def _is_always(tensor: Tensor) -> bool:
 interpreter_stack: Callable[[], object] = find("torch._C._functorch.peek_interpreter_stack", _unknown, _STEPS_ASIDE)
 """The innermost function transform (`torch.func`) that is running; None where none is.
 
-Transforms need operations that they know. Without this name one might always be running.
+Transforms need operations that they know. Without this name one counts as running.
 """
 
 _LEVEL = "torch.autograd.forward_ad._current_level"
@@ -143,13 +143,13 @@ forward_mode_level: Callable[[], int] = functools.partial(
 )
 """The level of forward-mode derivatives (`torch.autograd.forward_ad.dual_level`); -1 outside of them.
 
-memopt's operators have no forward-mode derivative. Without this name a level might always be active.
+memopt's operators have no forward-mode derivative. Without this name a level counts as active.
 """
 
 tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unknown, _STEPS_ASIDE)
 """The state of the `torch.jit.trace` that is running; None where none is. Traces need stock operations.
 
-Without this name one might always be running.
+Without this name one counts as running.
 """
 
 is_transformed: Callable[[Tensor], bool] = find(
@@ -157,10 +157,10 @@ is_transformed: Callable[[Tensor], bool] = find(
 )
 """Whether a tensor belongs to a function transform, though its type is plain: no kernel can read its memory.
 
-Without this name any might.
+Without this name any does.
 """
 
 is_legacy_batched: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
 )
-"""The same of what ``torch.autograd.grad(..., is_grads_batched=True)`` hands to a backward."""
+"""The same for gradients of ``torch.autograd.grad(..., is_grads_batched=True)``."""

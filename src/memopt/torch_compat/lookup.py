@@ -18,7 +18,7 @@ class Missing:
     name: str
     """Where it is looked for: ``torch._C._storage_Use_Count``."""
     lost: str
-    """What is off without it, as the rest of a sentence: "views are not copied out of larger storages"."""
+    """What is off without it, as a clause: "views are not copied out of larger storages"."""
 
 
 #: Names that a warning lists for one loss.
@@ -29,7 +29,7 @@ _names: dict[str, None] = {}
 
 
 def find(name: str, otherwise: Any, lost: str) -> Any:
-    """What the dotted `name` leads to. Where it leads nowhere, `otherwise`, and :func:`missing` says what is `lost`."""
+    """The object of the dotted `name`. Where there is none, `otherwise`, and :func:`missing` lists what is `lost`."""
     _names[name] = None
     try:
         return resolve(name)
@@ -44,11 +44,11 @@ def is_found(name: str) -> bool:
 
 
 def resolve(name: str) -> Any:
-    """What the dotted `name` leads to; attributes of ``torch.nn.Module`` are those of an instance.
+    """The object of the dotted `name`; attributes of ``torch.nn.Module`` are those of an instance.
 
     Raises:
-        ImportError: a module on the way does not exist.
-        AttributeError: something else on the way does not.
+        ImportError: a module on the path does not exist.
+        AttributeError: something else on the path does not exist.
     """
     owner, _, attribute = name.rpartition(".")
     if owner == "torch.nn.Module":
@@ -68,7 +68,7 @@ def missing() -> tuple[Missing, ...]:
 
 @functools.cache
 def warn_once_of_missing() -> None:
-    """Warn, once a process, of what is off because this PyTorch lacks the names that it needs."""
+    """Warn, once a process, of what is off because this PyTorch lacks names."""
     if not _missing:
         return
     by_loss: dict[str, list[str]] = {}

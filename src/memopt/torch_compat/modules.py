@@ -52,7 +52,7 @@ def no_forward_hooks() -> dict[str, OrderedDict[int, Any]]:
 has_any_global_hook: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook", lambda: True, _WATCHED)
 """Whether a hook is registered for all modules (``register_module_forward_hook`` and the like).
 
-It watches every module. Without this name one might always be there.
+Without this name one counts as registered.
 """
 
 
@@ -74,7 +74,7 @@ _RESPECT = "respect_saved_tensors_hooks"
 
 
 def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) -> dict[str, Any]:
-    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` keep what `policy` selects.
+    """Keyword arguments that make `torch.utils.checkpoint.checkpoint` save what `policy` selects.
 
     The same dictionary serves as transformers' ``gradient_checkpointing_kwargs``. PyTorch stages a change here
     (pytorch#191236): where saved-tensor hooks are active around a selectively checkpointed region, leaving
@@ -84,10 +84,10 @@ def selective_checkpoint_arguments(policy: Any, *, respect_hooks: bool = False) 
     For code that checkpoints a part of a patched block, or a whole model under `memopt.reporting`'s observer.
 
     Args:
-        policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators to keep,
-            or a function that decides for each.
-        respect_hooks: hand what `policy` keeps to the saved-tensor hooks around the region. False is what PyTorch
-            always did; True has no effect where it knows no such argument.
+        policy: as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it: a list of operators whose
+            results to save, or a function that decides for each.
+        respect_hooks: pass what `policy` saves to the saved-tensor hooks around the region. False is what PyTorch
+            always did; True has no effect where it has no such argument.
     """
     create: Any = checkpoint.create_selective_checkpoint_contexts
     own = {_RESPECT: respect_hooks} if _takes(create, _RESPECT) else {}

@@ -141,11 +141,11 @@ class ActivationSite:
     """Name of the gated MLP that it belongs to."""
 
     @property
-    def keeps_its_output(self) -> bool:
+    def saves_its_output(self) -> bool:
         """Whether autograd saves its output, not its input."""
-        from memopt.activations import keeps_its_output  # sites are read where torch is not imported
+        from memopt.activations import saves_its_output  # sites are read where torch is not imported
 
-        return self.operations == 1 and keeps_its_output(self.kind)
+        return self.operations == 1 and saves_its_output(self.kind)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the operators' autograd functions share."""
+"""Shared by the autograd functions of the operators."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class DirectFunction(torch.autograd.Function):
-    """An autograd function whose `apply` leaves out the question for function transforms (`torch.func`).
+    """An autograd function whose `apply` does not check for function transforms (`torch.func`).
 
-    That question is half of what applying a function costs. Callers have put it before: modules step aside there.
+    That check is half the cost of applying a function. Patched modules make it before: they run stock there.
     """
 
     @classmethod
@@ -29,8 +29,8 @@ DIRECT_APPLY: CodeType = DirectFunction.apply.__func__.__code__  # type: ignore[
 def refuse_double_backward() -> None:
     """Call it first in a backward that is not itself differentiable.
 
-    `torch.autograd.function.once_differentiable` raises only where the incoming gradient has a graph of its own, and
-    otherwise loses the second derivative without a word.
+    `torch.autograd.function.once_differentiable` raises only where the incoming gradient has a graph, and otherwise
+    loses the second derivative silently.
 
     Raises:
         RuntimeError: backward runs with ``create_graph=True``.
@@ -43,7 +43,7 @@ def refuse_double_backward() -> None:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives to what a linear reads on this tensor's device; None where autocast is off."""
+    """The dtype to which autocast casts inputs of linears on this tensor's device; None where it is off."""
     device = tensor.device.type
     if not _is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -62,9 +62,9 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
 
 
 def not_a_view(output: Tensor) -> Tensor:
-    """What the forward of an autograd function returns of `output`, a new tensor, so that it may be changed in place.
+    """`output`, a new tensor, as one that may be changed in place after a forward of an autograd function returns it.
 
-    Autograd refuses that for views, and `F.linear` with a bias returns a view of a matrix that nobody else has.
+    Autograd refuses that for views, and `F.linear` with a bias returns a view of a matrix without other references.
     """
     if output._base is None:
         return output

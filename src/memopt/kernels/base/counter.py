@@ -1,8 +1,7 @@
-"""Random numbers that are a function of an element's index and a seed, and of nothing else.
+"""Random numbers that are a function of an element's index and a seed alone.
 
-Operators that round or sample at random draw from here, so that a run is repeated by its seed alone, whatever the order
-of the launches and the sizes of the tiles. :mod:`memopt.kernels.base.counter_triton` gives the same numbers, bit for
-bit, inside a kernel. Not for cryptography.
+So a run is repeated by its seed, whatever the order of launches and the sizes of tiles.
+:mod:`memopt.kernels.base.counter_triton` gives the same bits inside a kernel. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def uniform(index: Tensor, seed: int) -> Tensor:
     """
     first, second = _keys(seed)
     low, high = index & _WORD, (index >> 32) & _WORD
-    # The high word comes in between two rounds: added before the first, it would only shift where the low word starts.
+    # The high word is added between two rounds: before the first it would only shift the low word.
     bits = _mix((_mix(low ^ first) + high * _GOLDEN + second) & _WORD)
     return (bits >> 8).to(torch.float32) * 2.0**-24
 
 
 def draw_seed() -> int:
-    """A seed from torch's default CPU generator, as dropout draws from it: repeated by ``torch.manual_seed``."""
-    with no_dispatch():  # a number, also where tensors are traced without any
+    """A seed from torch's default CPU generator: repeated by ``torch.manual_seed``."""
+    with no_dispatch():  # a real number under fake tensors too
         return int(torch.randint(2**31 - 1, ()))
 
 

@@ -1,4 +1,4 @@
-"""The random numbers of `memopt.kernels.base.counter` inside a Triton kernel, the same to the last bit."""
+"""The random numbers of `memopt.kernels.base.counter`, bit for bit, inside a Triton kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _mix(word):  # type: ignore[no-untyped-def]
     return word ^ (word >> 16)
 
 
-# They wrap around on purpose, which Triton's checks in debug mode would stop at.
+# They wrap around on purpose; Triton's debug mode would report an overflow.
 @triton.jit
 def _sum(a, b):  # type: ignore[no-untyped-def]
     return tl.add(a, b, sanitize_overflow=False)

@@ -1,7 +1,7 @@
 """Where an operator runs: its Triton kernels, or plain PyTorch.
 
-Knows no operator. The Triton kernels stand in the ``*_triton.py`` file beside each operator, which is imported only
-when :func:`runs_triton` says so: without Triton, or without a GPU, nothing of it is loaded.
+The Triton kernels are in the ``*_triton.py`` file beside each operator, which is imported only where
+:func:`runs_triton` is true.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from memopt.torch_compat import is_legacy_batched, is_transformed
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DEVICE = "cpu" if INTERPRETED else "cuda"
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-#: Fake and sharded tensors have no memory that a kernel could read. Nor have those inside function transforms, though
-#: their type is plain.
+#: Fake and sharded tensors have no memory that a kernel can read.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
-    """Whether the Triton kernels take these tensors; otherwise the operator's PyTorch reference does.
+    """Whether the Triton kernels run on these tensors, and not the operator's PyTorch reference.
 
-    They take fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
+    They run on fp32, bf16 and fp16 on a CUDA or ROCm device. ``MEMOPT_TRITON=0`` in the environment switches them off.
     """
     if not _triton_is_there():
         return False

@@ -1,9 +1,8 @@
 """How a Triton kernel is launched: tile sizes and warps by hidden size and dtype, looked up in a table.
 
-The table that memopt brings (launch.json) is made by ``python -m memopt.kernels.tools.tune``, so no user waits for a
-tuner.
-``MEMOPT_LAUNCH_TABLE=path`` in the environment names another one, made by the same command on the GPU at hand: its
-kernels replace those of launch.json, one by one. It is read at the first launch. Nothing here imports Triton.
+``python -m memopt.kernels.tools.tune`` writes the table (launch.json). ``MEMOPT_LAUNCH_TABLE=path`` in the environment
+names another one, written by the same command on the GPU at hand: its kernels replace those of launch.json, one by one.
+It is read at the first launch. Nothing here imports Triton.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class LaunchConfig:
 
     rows: int
     block: int
-    """Columns of a tile. Rows that are longer are walked through in a loop."""
+    """Columns of a tile. A loop covers longer rows."""
     num_warps: int
     """In the table: warps of 32 threads."""
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """The configuration for rows of at most `up_to` elements; None for all that are longer than those before."""
+    """The configuration for rows of at most `up_to` elements; None: for all longer than those before."""
 
     up_to: int | None
     config: LaunchConfig
@@ -73,11 +72,11 @@ def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
     """The configuration of `kernel` for rows of `hidden` elements of `dtype` (0 < hidden).
 
     Raises:
-        LaunchTableError: the table that MEMOPT_LAUNCH_TABLE names cannot be read or does not fit.
+        LaunchTableError: the table that MEMOPT_LAUNCH_TABLE names cannot be read or is not valid.
     """
     entries = _table()[kernel][str(dtype.itemsize * 8)]
     config = next(entry.config for entry in entries if entry.up_to is None or hidden <= entry.up_to)
-    # As many threads whatever the GPU calls a warp, so that each reads as wide a vector.
+    # The same number of threads for warps of 32 and 64, so that each reads as wide a vector.
     return dataclasses.replace(config, num_warps=max(1, config.num_warps * 32 // _threads_of_a_warp))
 
 
@@ -85,7 +84,7 @@ def read_table(path: Path) -> Table:
     """The table in a file that ``python -m memopt.kernels.tools.tune`` wrote.
 
     Raises:
-        LaunchTableError: the file cannot be read, or something in it does not fit.
+        LaunchTableError: the file cannot be read or is not valid.
     """
     try:
         text = path.read_text()
@@ -137,7 +136,7 @@ _threads_of_a_warp = 64 if torch.version.hip else 32
 
 
 def _read_tables() -> Table:
-    """memopt's table, with the kernels of the user's own in place of its own."""
+    """launch.json, with the kernels of the user's table in place of its own."""
     shipped = resources.files("memopt.kernels.base").joinpath("launch.json").read_text()
     table = parse_table(shipped, "launch.json")
     path = os.environ.get(VARIABLE)

@@ -1,7 +1,4 @@
-"""Where the rows of a strided tensor lie, so that a kernel reads slices and transposed heads in place.
-
-A row is the last dimension. Plain integers; nothing here imports Triton.
-"""
+"""Where the rows (last dimension) of a strided tensor are: kernels read slices and transposed heads in place."""
 
 from __future__ import annotations
 
@@ -56,6 +53,6 @@ def rows_in(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
             merged.append((size, step))
     if len(merged) > 3:
         return None
-    # Sizes of 1 stand last: they merge with anything, and evenly spaced rows keep their spacing in the first place.
+    # Sizes of 1 are last: they merge with anything, and evenly spaced rows have their spacing in strides[0].
     (_, s0), (n1, s1), (n2, s2) = merged + [(1, 0)] * (3 - len(merged))
     return Rows(count, (n1, n2), (s0, s1, s2))

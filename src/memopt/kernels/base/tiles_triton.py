@@ -1,7 +1,7 @@
 """How the elementwise kernels divide their work: one tile of elements per program.
 
-A tile is a run of adjacent elements where all tensors lie in memory alike (flat), and some rows by some columns where
-they do not. In both each thread reads one vector of 128 bits per tensor.
+A tile is a run of adjacent elements where all tensors have one dense layout (flat), else some rows by some columns.
+In both each thread reads one vector of 128 bits per tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tile(count, hidden, FLAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constex
 
 @triton.jit
 def offsets(row, col, n1, n2, s0, s1, s2, FLAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the elements of a tile lie in a tensor with these `Rows`, in elements from its pointer."""
+    """Offsets of a tile's elements in a tensor with these `Rows`, in elements from its pointer."""
     offset = col
     if not FLAT:
-        # n1 and n2 are 1 for evenly spaced rows; Triton compiles a 1 into the kernel, and no division is left.
+        # n1 and n2 are 1 for evenly spaced rows; Triton specialises on 1 and removes the divisions.
         offset = (row // (n1 * n2)) * s0 + ((row // n2) % n1) * s1 + (row % n2) * s2 + col
     return offset
 
@@ -77,10 +77,10 @@ _FLAT_ROWS = (1, 1, 0, 0, 0)
 
 
 def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
-    """How `kernel` walks over `tensors`, which have one shape and at least one element.
+    """The tiles of `kernel` over `tensors`, which have one shape and at least one element.
 
     Returns:
-        None where a tensor has elements that neither lie like those of the others nor in rows (see `rows_of`).
+        None where the layouts differ and a tensor has no rows (see `rows_of`).
     """
     first = tensors[0]
     return _tiling(kernel, first.dtype, tuple(first.shape), tuple([tensor.stride() for tensor in tensors]))
@@ -90,7 +90,7 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
 def _tiling(
     kernel: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
 ) -> Tiling | None:
-    flat = _lie_alike(shape, strides)
+    flat = _have_one_layout(shape, strides)
     rows = [] if flat else [rows_in(shape, stride) for stride in strides]
     described = [r for r in rows if r is not None]
     if len(described) != len(rows):
@@ -117,7 +117,7 @@ def _tiling(
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """`tensor` itself where its elements lie in rows, else a contiguous copy."""
+    """`tensor` itself where it has rows (see `rows_of`), else a contiguous copy."""
     return tensor if rows_of(tensor) is not None else tensor.contiguous()
 
 
@@ -131,8 +131,8 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 _ON_DEVICE: AbstractContextManager[object] = nullcontext()
 
 
-def _lie_alike(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> bool:
-    """Whether element i of memory is the same element of every tensor, and there are no gaps."""
+def _have_one_layout(shape: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> bool:
+    """Whether element i of memory is the same element of every tensor, without gaps."""
     if all(_is_contiguous(shape, stride) for stride in strides):
         return True
     return _is_dense(shape, strides[0]) and all(stride == strides[0] for stride in strides)

@@ -1,8 +1,8 @@
-"""An activation's derivative in 2, 3, 4 or 8 bits an element, and the gradient taken from them.
+"""An activation's derivative in 2, 3, 4 or 8 bits an element, and the gradient from them.
 
-What the codes mean is in `memopt.kernels.derivative_codes.schemes`. Here are the codes of each activation, their
-packing and the reference in PyTorch. Thresholds and levels are those that `memopt.kernels.derivative_codes.fit` found
-(codes.json), but for the published ones. Nothing here imports Triton.
+The codes of each activation, their packing and the reference in PyTorch; `memopt.kernels.derivative_codes.schemes`
+defines codes. Thresholds and levels are fitted by `memopt.kernels.derivative_codes.fit` (codes.json), but for the
+published ones. Nothing here imports Triton.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
 
 
 def apply_code(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
-    """dh * f'(z), where `packed` is what :func:`encode` gave for z.
+    """dh * f'(z), where `packed` is ``encode(z, code)``.
 
     Args:
         dh: shaped like z; any strides.
 
     Returns:
-        Contiguous, with the shape and dtype of dh. Computed in fp32 (fp64 for fp64 dh) and rounded once. All elements
-        that share a flag which is set are NaN.
+        Contiguous, with the shape and dtype of dh. Computed in fp32 (fp64 for fp64 dh) and rounded once. NaN where an
+        element's flag is set.
 
     Raises:
-        ValueError: `packed` does not hold the codes of so many elements.
+        ValueError: `packed` has another number of elements.
     """
     if packed.numel() != code.packed_bytes(dh.numel()):
         raise ValueError(
             f"{code.packed_bytes(dh.numel())} bytes hold the {code.bits}-bit codes of {dh.numel()} elements, "
-            f"not {packed.numel()}. Pass the tensor that encode() gave for an activation of the gradient's shape."
+            f"not {packed.numel()}. Pass the result of encode() for an activation of the gradient's shape."
         )
     if runs_triton(dh):
         from memopt.kernels.derivative_codes.codes_triton import launch_apply
@@ -103,7 +103,7 @@ def derivative_code(kind: str, scheme: str) -> DerivativeCode:
 
 
 def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
-    """The code of any smooth activation, fitted now (about a second). Keep what it returns.
+    """The code of any smooth activation. Fits it, which takes about a second.
 
     Args:
         function: elementwise, without randomness, differentiable by autograd in fp64; its derivative has a limit on
@@ -111,7 +111,7 @@ def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
         scheme: one of :data:`SCHEMES` but "published".
 
     Raises:
-        CodeError: the scheme is unknown or belongs to known activations, or the derivative has no limits.
+        CodeError: the scheme is unknown or "published", or the derivative has no limits.
     """
     require_scheme(scheme)
     if scheme == "published":
@@ -185,7 +185,7 @@ def _apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Eight codes make `bits` bytes; what is missing at the end counts as 0."""
+    """Eight codes in `bits` bytes; padded with 0 at the end."""
     eights = _padded(codes, 8).view(-1, 8)
     words = torch.zeros(len(eights), dtype=torch.int64, device=codes.device)
     for i in range(8):

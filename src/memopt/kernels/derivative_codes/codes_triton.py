@@ -1,7 +1,7 @@
-"""Triton kernels of the codes of an activation's derivative: one packs them, one multiplies a gradient with levels.
+"""Triton kernels of the codes of an activation's derivative: one packs them, one multiplies a gradient by levels.
 
-A program works on the 1024 elements that share a flag, in logical order. Thresholds, levels and the kind are compiled
-in, so nothing has to be brought to the device, and a captured graph holds nothing that could be freed.
+A program works on the 1024 elements that share a flag, in logical order. Thresholds, levels and the kind are constants
+of the kernel, so nothing is copied to the device, and a captured graph refers to no tensor that could be freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memopt.kernels.base.rows import rows_of
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, DerivativeCode, fp32_below
 
-#: As many threads whatever the GPU calls a warp: each reads one vector of a 16-bit tensor.
+#: The same number of threads for warps of 32 and 64: each reads one vector of a 16-bit tensor.
 _WARPS = 2 if torch.version.hip else 4
 
 
@@ -93,7 +93,7 @@ def apply_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _places(index, hidden, n1, n2, s0, s1, s2, FLAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the elements lie; those of a tensor that is not contiguous lie in rows."""
+    """Offsets of the elements, by rows where the tensor is not contiguous."""
     place = index
     if not FLAT:
         row = index // hidden
@@ -153,7 +153,7 @@ def _load_bytes(packed_ptr, place, code_bytes, EVEN: tl.constexpr):  # type: ign
 
 
 def launch_encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
-    """The packed codes and flags of z, whose strides may be any.
+    """The packed codes and flags of z (any strides).
 
     Moves z in and `code.packed_bytes(n)` out, once each, which is the floor.
     """
@@ -175,7 +175,7 @@ def launch_encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
 
 
 def launch_apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
-    """dh times the levels of the codes in `packed`; contiguous. The strides of dh may be any.
+    """dh (any strides) times the levels of the codes in `packed`; contiguous.
 
     Moves dh and `packed` in and the result out, once each, which is the floor.
     """
@@ -196,7 +196,7 @@ def launch_apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
 
 
 def _in_logical_order(tensor: Tensor) -> tuple[Tensor, tuple[int, int, int, int, int, int]]:
-    """The tensor, or a copy where its elements do not lie in rows; the length of a row and the `Rows`."""
+    """The tensor, or a contiguous copy where it has no rows; the length of a row and the `Rows`."""
     rows = None if tensor.is_contiguous() else rows_of(tensor)
     if rows is None:
         return tensor.contiguous(), (1, 1, 1, 0, 0, 0)

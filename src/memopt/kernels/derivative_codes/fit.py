@@ -1,11 +1,11 @@
-"""Finds the thresholds and levels of the codes of an activation's derivative.
+"""Fits the thresholds and levels of the codes of an activation's derivative.
 
     python -m memopt.kernels.derivative_codes.fit            write codes.json beside this file
-    python -m memopt.kernels.derivative_codes.fit --check    exit 1 where codes.json is not what this finds
+    python -m memopt.kernels.derivative_codes.fit --check    exit 1 where codes.json differs from the fit
 
-A step code minimises the integral of (f' - its steps)**2 over the whole line, with the outer levels at the limits of
-f' so that the integral is finite. Dynamic programming on a grid finds the best segments. Newton's method then solves
-what holds at a minimum: f' at a threshold is the mean of the levels beside it, and a level is the mean of f' over its
+A step code minimises the integral of (f' - its steps)**2 over the real line, with the outer levels at the limits of f'
+so that the integral is finite. Dynamic programming on a grid finds the best segments. Newton's method then solves the
+conditions of a minimum: f' at a threshold is the mean of the levels beside it, and a level is the mean of f' over its
 segment, (f(b) - f(a)) / (b - a). A value code's levels run from the minimum to the maximum of f'. All in fp64.
 """
 
@@ -33,8 +33,8 @@ from memopt.kernels.derivative_codes.schemes import (
 )
 
 SHIPPED = Path(__file__).with_name("codes.json")
-#: The kinds with a continuous derivative that goes from one limit to another. That of tanh and sigmoid comes back to
-#: the same one: of its best steps there are two sets, each the other's mirror image.
+#: The kinds with a continuous derivative that has two different limits. With equal ones (tanh, sigmoid) the best steps
+#: are not unique: the mirror image is as good.
 KINDS = tuple(
     kind for kind, row in ACTIVATIONS.items() if row.continuous and row.slopes is not None and len({*row.slopes}) == 2
 )
@@ -42,7 +42,7 @@ TOLERANCE = 1e-9
 
 _CELLS = 1600
 _DECIMALS = 12
-#: Where the derivative is taken for its limit.
+#: Where the derivative counts as its limit.
 _FAR = 64.0
 _NORMAL_RANGE, _NORMAL_POINTS = 10.0, 2**20 + 1
 
@@ -172,8 +172,8 @@ def _best_edges(function: Elementwise, edges: Tensor, limits: tuple[float, float
 
 
 def _polished(function: Elementwise, coarse: Tensor, limits: tuple[float, float]) -> Tensor:
-    """The thresholds at which the conditions of a minimum hold, near the `coarse` ones; those where f' has a jump or a
-    kink there, which Newton's method does not get past."""
+    """The thresholds near `coarse` where the conditions of a minimum hold; `coarse` where Newton's method fails, at a
+    jump or kink of f'."""
 
     def residual(thresholds: Tensor) -> Tensor:
         levels = _levels(function, thresholds, limits)
@@ -181,7 +181,7 @@ def _polished(function: Elementwise, coarse: Tensor, limits: tuple[float, float]
 
     thresholds, shift = coarse, 1e-5 * torch.eye(len(coarse), dtype=torch.float64)
     for _ in range(20):
-        # Row i: how everything changes with threshold i.
+        # Row i: derivatives with respect to threshold i.
         jacobian = (residual(thresholds + shift) - residual(thresholds - shift)) / 2e-5
         step, info = torch.linalg.solve_ex(jacobian.T, residual(thresholds))
         if info:
@@ -203,8 +203,8 @@ def _levels(function: Elementwise, thresholds: Tensor, limits: tuple[float, floa
 def _fit_values(function: Elementwise, bits: int) -> tuple[float, float]:
     """The lowest level and the distance of 2**bits levels that span the values of f'.
 
-    Both are multiples of a power of two that is small (2**-22 for values up to 2) and large enough for every level to
-    be exact in fp32: level i is low + i * step without a table and without a rounding.
+    Both are multiples of a power of two (2**-22 for values up to 2), so that every level low + i * step is exact in
+    fp32.
     """
     _limits(function)
     least, most = -_greatest(lambda z: -derivative(function, z)), _greatest(lambda z: derivative(function, z))

@@ -1,11 +1,11 @@
-"""An elementwise activation that keeps a few bits an element: a code of the derivative.
+"""An elementwise activation that saves a few bits an element: a code of the derivative.
 
     forward   h = f(z), exact          backward   dz = level(code(z)) * dh
 
-The codes are those of `memopt.kernels.derivative_codes.codes`. `coded_activation` keeps the code from the start;
-`CodableFunction` keeps z in a slot that may exchange it for the code (`memopt.patches.activation.slot`), and
-differentiates exactly while it has z.
-`MaskableReluFunction` keeps h in such a slot, as a stock ReLU does, or its mask, which is exact.
+The codes are those of `memopt.kernels.derivative_codes.codes`. `coded_activation` saves the code in forward;
+`CodableFunction` saves z in a slot that may replace it by the code (`memopt.patches.activation.slot`), and
+differentiates exactly while it has z. `MaskableReluFunction` saves h in such a slot, as a stock ReLU does, or its mask,
+which is exact.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from memopt.recompute_rules import ELEMENTWISE, RULES, Rule, recomputable
 
 
 class CodeSlot(Protocol):
-    """Where the input of an activation is kept."""
+    """Where the input of an activation is saved."""
 
     is_coded: bool
 
 
 def encode_anew(z: Tensor, code: DerivativeCode) -> Tensor:
-    """`encode` with a seed of its own, where the code rounds at random."""
+    """`encode` with a fresh seed, where the code rounds stochastically."""
     return encode(z, code, draw_seed() if code.stochastic else 0)
 
 
 def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
-    """function(z), keeping code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
+    """function(z), saving code(z) only: z.numel() * bits / 8 bytes and a flag for every 1,024 elements.
 
     Args:
         z: any shape, floating point.
@@ -52,7 +52,7 @@ def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> 
 
 
 class CodedFunction(torch.autograd.Function):
-    """Keeps the code."""
+    """Saves the code."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
@@ -68,12 +68,12 @@ class CodedFunction(torch.autograd.Function):
 
 
 class CodableFunction(torch.autograd.Function):
-    """Keeps z; in backward it finds z or, if its slot says so, the code."""
+    """Saves z; backward finds z or, if its slot was replaced, the code."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode, slot: CodeSlot | None) -> Tensor:
         ctx.function, ctx.code, ctx.dtype = function, code, z.dtype
-        # Autograd owns the slot, and lets it go after backward, however long the graph stays.
+        # Autograd owns the slot and frees it after backward; a strong reference would keep it as long as the graph.
         ctx.slot = None if slot is None else weakref.ref(slot)
         ctx.autocast = autocast_dtype(z)
         ctx.save_for_backward(z)
@@ -100,7 +100,7 @@ def _output(node: Any) -> Tensor:
 
 
 class MaskableReluFunction(torch.autograd.Function):
-    """Keeps h; in backward it finds h or, if its slot says so, one bit for each element."""
+    """Saves h; backward finds h or, if its slot was replaced, one bit for each element."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, slot: CodeSlot | None) -> Tensor:

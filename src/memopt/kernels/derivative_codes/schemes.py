@@ -1,8 +1,8 @@
-"""What a code of an activation's derivative is: the schemes, and the thresholds and levels of one code.
+"""Codes of an activation's derivative: the schemes, and the thresholds and levels of one code.
 
     forward   code[i] = a small number that stands for f'(z[i])          backward   dz[i] = dh[i] * levels[code[i]]
 
-The forward value stays exact and z need not be kept; the gradient is approximate. Two families of codes:
+The forward is exact and z is not saved; the gradient is approximate. Two families of codes:
 
 - Step codes (2 and 3 bits): the number of thresholds below z. f' is taken as a step function of z.
 - Value codes (4 and 8 bits): the nearest of equally spaced levels to f'(z), or, stochastic, one of the two around it
@@ -49,7 +49,7 @@ class CodeError(MemoptError, ValueError):
 
 @dataclass(frozen=True)
 class DerivativeCode:
-    """What the codes of one activation mean."""
+    """The code of one activation."""
 
     name: str
     kind: str

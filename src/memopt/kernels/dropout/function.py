@@ -1,16 +1,14 @@
-"""Dropout that keeps its seed instead of its mask, and whose output can be made again.
+"""Dropout that saves its seed instead of its mask, and whose output can be recomputed.
 
     forward   y_i = x_i * m_i          backward   dx_i = dy_i * m_i
     m_i = 1 / (1 - p)  where uniform(i, seed) >= p,  else 0
 
-i is the element's index in logical order and `uniform` that of `memopt.kernels.base.counter`, so the mask is a
-function of
-the seed, and of nothing that would have to be kept. A product of a mask and a tensor that can be made again can itself
-be made again: a dropped-out copy of an activation's, a norm's or a softmax's output is a handle inside a
-`memopt.saved.RecomputeScope` (`memopt.saved.copies`).
+i is the element's index in logical order and `uniform` that of `memopt.kernels.base.counter`, so the mask is a function
+of the seed and is not saved. Where x can be recomputed, so can y: after the output of an activation, a norm or a
+softmax it is a handle inside a `memopt.saved.RecomputeScope` (`memopt.saved.copies`).
 
-Products are rounded as by PyTorch's own dropout with that mask: on a CPU 1 / (1 - p) is rounded to the dtype of x
-first, elsewhere to fp32.
+Products are rounded as by PyTorch's dropout with that mask: on a CPU 1 / (1 - p) is rounded to the dtype of x first,
+elsewhere to fp32.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from memopt.kernels.base.precision import accumulation_dtype
 from memopt.recompute_rules import MASKED
 from memopt.torch_compat import FakeTensor, no_dispatch
 
-#: Elements whose random numbers the reference draws at a time: few enough for a cache.
+#: Elements whose random numbers the reference draws at a time: they fit a CPU's cache.
 _CHUNK = 2**18
 
 
 class Mask(NamedTuple):
-    """What every element of a tensor is multiplied by. Equal masks multiply equal tensors alike, on any device."""
+    """The factors of a tensor's elements. Equal masks give equal results on any device."""
 
     seed: int
     p: float
@@ -42,11 +40,11 @@ class Mask(NamedTuple):
 
     @property
     def threshold(self) -> float:
-        """Random numbers below it drop: p itself for multiples of 2**-24, and exact in fp32."""
+        """Elements with a random number below it are dropped: p rounded up to a multiple of 2**-24, exact in fp32."""
         return math.ceil(self.p * 2**24) * 2.0**-24
 
     def on(self, x: Tensor) -> Tensor:
-        """x times the mask: the same shape and dtype, rounded once; nothing is recorded for autograd."""
+        """x times the mask, rounded once: the shape and dtype of x, without a graph."""
         if runs_triton(x):
             from memopt.kernels.dropout.function_triton import launch_dropout
 
@@ -56,7 +54,7 @@ class Mask(NamedTuple):
 
 
 def seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Dropout of the elements of `x`, keeping no tensor for backward.
+    """Dropout of the elements of `x` that saves no tensor for backward.
 
     An element is kept with probability 1 - p (to 2**-24). As in PyTorch, a NaN or an infinity that is dropped is NaN.
 
@@ -81,18 +79,18 @@ def seeded_dropout(x: Tensor, p: float, seed: int) -> Tensor:
 
 
 class SeededDropoutFunction(torch.autograd.Function):
-    """Keeps the numbers of its mask."""
+    """Saves the seed and constants of its mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Mask) -> Tensor:
         ctx.mask = mask
-        # The output may be made again from what x was made from only if x was still that when it was read.
+        # The output is recomputed from a recomputed x, so x must not have been changed in place before.
         ctx.read_unchanged = x.requires_grad and x._version == 0
         return mask.on(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # Linear in dy, by the same mask: so it is its own derivative's derivative.
+        # Linear in dy with the same mask, so this function is its own backward.
         return SeededDropoutFunction.apply(dy, ctx.mask), None  # type: ignore[no-untyped-call]
 
 
@@ -101,12 +99,12 @@ MASKED.add("SeededDropoutFunctionBackward")
 
 @functools.lru_cache(maxsize=256)
 def _scale(p: float, dtype: torch.dtype, device: str) -> float:
-    """1 / (1 - p) in the precision in which PyTorch's dropout has it on a `device` of this type."""
+    """1 / (1 - p), rounded as PyTorch's dropout rounds it on a `device` of this type."""
     if p == 1:
         return 0.0
     if device != "cpu" and dtype != torch.float64:
         dtype = torch.float32
-    with no_dispatch():  # a number, also where tensors are traced without any
+    with no_dispatch():  # a real number under fake tensors too
         return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
@@ -120,5 +118,5 @@ def _dropped_out(x: Tensor, mask: Mask) -> Tensor:
         part = flat[start : start + _CHUNK]
         index = torch.arange(start, start + part.numel(), device=x.device)
         part.masked_fill_(uniform(index, mask.seed) >= mask.threshold, mask.scale)
-    # Of the factors of 16-bit tensors each product is exact in fp32, or rounded as on a GPU.
+    # For 16-bit tensors each product is exact in fp32, or rounded as on a GPU.
     return (x * factors).to(x.dtype)

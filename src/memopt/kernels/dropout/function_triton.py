@@ -1,4 +1,4 @@
-"""Triton kernel of seeded dropout: one pass, which draws the mask as it goes."""
+"""Triton kernel of seeded dropout: one pass that draws the mask on the fly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read, tile, tiling, write
 
-#: Whose tiles are taken: with them too a thread has one vector of each tensor, and drawing takes registers.
+#: The kernel whose tiles are used: there too a thread has one vector of each tensor, which leaves registers to draw.
 _TILES_OF = "activation_backward"
 
 
@@ -27,7 +27,7 @@ def dropout_kernel(  # type: ignore[no-untyped-def]
     row, col, inside = tile(count, hidden, FLAT, ROWS, COLS)
     index = col if FLAT else row * hidden + col
     x = read(x_ptr, offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, FLAT), inside, EVEN)
-    # A product and not a choice: NaN and infinity stay visible where they are dropped.
+    # A product and no select, so that NaN and infinity propagate where they are dropped.
     y = x * tl.where(uniform(index, seed) >= threshold, scale, 0.0)
     write(y_ptr, offsets(row, col, y_n1, y_n2, y_s0, y_s1, y_s2, FLAT), y, inside, EVEN)
 
@@ -40,7 +40,7 @@ def launch_dropout(x: Tensor, seed: int, threshold: float, scale: float) -> Tens
     y = torch.empty_like(x)
     if not x.numel():
         return y
-    # It stands for the index: tensors that lie alike are walked through in the order of memory only if that is it.
+    # Contiguous, so that tiles are flat only where the order in memory is the order of the index.
     logical = torch.empty(x.shape, dtype=x.dtype, device="meta")
     tiles = tiling(_TILES_OF, x, y, logical)
     if tiles is None:

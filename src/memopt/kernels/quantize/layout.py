@@ -1,4 +1,4 @@
-"""How a quantised tensor lies in memory: its groups, codes and scales. Nothing here imports Triton."""
+"""The layout of a quantised tensor: groups, codes and scales. Nothing here imports Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GROUP = 128
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A tensor as :func:`memopt.kernels.quantize.quantize.quantize` keeps it."""
+    """The result of :func:`memopt.kernels.quantize.quantize.quantize`."""
 
     codes: Tensor
     """uint8, (ceil(numel * bits / 8),). With 4 bits, element i is in byte i // 2 at bits 4 * (i % 2)."""

@@ -1,15 +1,13 @@
-"""Group-wise 8-bit and 4-bit codes of a tensor, as saved activations are kept.
+"""Group-wise 8-bit and 4-bit quantisation of saved tensors.
 
     code = floor((x - low) / step + u)      low = min(x)
        x ~ low + code * step                step = (max(x) - low) / (2**bits - 1)
 
-with one `low` and `step` for each group of 128 consecutive elements, so that an outlier costs its own group alone. u is
-uniform in [0, 1) (stochastic rounding: the decoded tensor is right on average, to within the arithmetic's own rounding)
-or 1/2 (nearest). The method is Mesa's (https://arxiv.org/abs/2111.11124), with the range of the very tensor in place of
-a running one, which a value can leave.
+with one `low` and `step` for each group of 128 consecutive elements, so that an outlier widens its own group alone. u
+is uniform in [0, 1) (stochastic rounding: unbiased, to within the rounding of the arithmetic) or 1/2 (nearest). The
+method is Mesa's (https://arxiv.org/abs/2111.11124), with the tensor's own range in place of a running one.
 
-The PyTorch reference here and the Triton kernels give the same bytes: each operation is rounded alike and in the same
-order. Which tensors are worth their codes, and the seeds, are for the caller to decide.
+The PyTorch reference here and the Triton kernels give the same bytes: the same roundings in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, Quantized
 
-#: Elements that the reference works on at a time. It needs some forty bytes for each.
+#: Elements that the reference quantises at a time, with about forty bytes of temporaries for each.
 _CHUNK = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,16 +29,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
     """The codes of `x`.
 
-    A group that has a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), decodes to NaN altogether. A
-    constant group decodes to itself.
+    A group with a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), dequantises to NaN as a whole. A
+    constant group dequantises to itself.
 
     Args:
-        x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous; nothing of it is kept.
+        x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous.
         bits: 8 or 4.
-        seed: of stochastic rounding: the same seed gives the same codes. None rounds to the nearest.
+        seed: of stochastic rounding; the same seed gives the same codes. None rounds to the nearest.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is not as above.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, not {bits!r}")
@@ -60,7 +58,7 @@ def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """What the codes stand for: (numel,) of the dtype of the original.
+    """The values of the codes: (numel,) in the dtype of the original.
 
     minimum + code * step in fp32 (fp64 for fp64), rounded once to the dtype.
     """
@@ -98,12 +96,12 @@ def _dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: tor
 
 
 def _range(groups: Tensor, inside: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Minimum and step of each row, (rows, 1) each. The step is NaN where the row cannot be coded."""
+    """Minimum and step of each row, (rows, 1) each. The step is NaN where the row cannot be quantised."""
     finite = groups.isfinite()
     counted = inside & finite
     low = groups.where(counted, torch.inf).amin(1, keepdim=True)
     high = groups.where(counted, -torch.inf).amax(1, keepdim=True)
-    # Of 0 and -0, which are equal, either may have been found.
+    # The minimum of 0 and -0 may be either.
     low, high = low.where(low != 0, 0.0), high.where(high != 0, 0.0)
     # A tensor, since CUDA multiplies by the reciprocal of a number.
     step = (high - low) / torch.full_like(low, levels)
@@ -121,9 +119,9 @@ def _encode(groups: Tensor, low: Tensor, step: Tensor, levels: int, start: int, 
         up = fraction > 0.5
     else:
         index = torch.arange(start, start + groups.numel(), device=groups.device).view_as(groups)
-        # As floor(position + u) in law, without the rounding of the sum, which would move a whole position.
+        # Distributed as floor(position + u), without the rounding of that sum.
         up = uniform(index, seed) < fraction
-    # The quotient of the largest element may come out above `levels`.
+    # The quotient of the largest element may be rounded above `levels`.
     return (below + up).clamp(0, levels).to(torch.uint8)
 
 
@@ -135,5 +133,5 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(codes: Tensor, bits: int) -> Tensor:
-    """The code of each element; after an odd number of 4-bit codes, one more."""
+    """The code of each element, and one more after an odd number of 4-bit codes."""
     return codes if bits == 8 else torch.stack((codes & 0xF, codes >> 4), 1).view(-1)

@@ -1,6 +1,6 @@
 """Triton kernels of `memopt.kernels.quantize.quantize`: one row of a tile is one group of elements.
 
-They give the bytes of the PyTorch reference: quotients are IEEE's, and no product is fused with a sum.
+They give the bytes of the PyTorch reference: IEEE division, and no fused multiply-add.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     finite = tl.abs(x) < _INFINITY
     low = tl.min(tl.where(finite & inside, x, _INFINITY), axis=1)
     high = tl.max(tl.where(finite & inside, x, -_INFINITY), axis=1)
-    # Of 0 and -0, which are equal, either may have been found.
+    # The minimum of 0 and -0 may be either.
     low = tl.where(low == 0, 0.0, low)
     high = tl.where(high == 0, 0.0, high)
     step = tl.div_rn(high - low, tl.full((ROWS,), LEVELS, tl.float32))
@@ -52,7 +52,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     below = tl.floor(position)
     fraction = position - below
     up = uniform(index, seed) < fraction if STOCHASTIC else fraction > 0.5
-    # The quotient of the largest element may come out above LEVELS.
+    # The quotient of the largest element may be rounded above LEVELS.
     code = tl.minimum(tl.maximum(below + up.to(tl.float32), 0.0), LEVELS).to(tl.int32)
     if BITS == 4:
         code = tl.where(inside, code, 0)  # the half byte after an odd number of them
@@ -102,7 +102,7 @@ def launch_quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Ten
 
 
 def launch_dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The elements that the codes stand for, (numel,) of `dtype`.
+    """The values of the codes, (numel,) of `dtype`.
 
     Moves the codes and scales in and x out, once each, which is the floor.
     """

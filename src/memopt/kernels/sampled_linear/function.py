@@ -4,10 +4,10 @@
     backward    dx = dy W,   db = sum over rows of dy, both exact
                 dW = sum_j weight_j dy[row_j]^T x[row_j], if its slot holds a sample; else dy^T x, exact
 
-With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is kept
-in a slot that may exchange it for its rows (`memopt.patches.sampled_linear.slot`). After WTA-CRS
-(https://arxiv.org/abs/2305.15265), which scales rows of x; here the few rows of dy are scaled, in fp32, so that rows of
-x are kept as they are.
+With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is saved
+in a slot that may replace it by a sample of its rows (`memopt.patches.sampled_linear.slot`). After WTA-CRS
+(https://arxiv.org/abs/2305.15265), which scales rows of x; here rows of x are saved unscaled, and the few rows of dy
+are scaled, in fp32.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from memopt.kernels.sampled_linear.rows import row_norms, sampled_weight_gradien
 
 
 class Unpacked(Protocol):
-    """A tensor that is kept for backward."""
+    """A tensor that is saved for backward."""
 
     def unpack(self) -> Tensor: ...
 
 
 class RowSample(Protocol):
-    """Rows of an input that stand for all."""
+    """A sample of an input's rows, and their weights."""
 
     rows: Unpacked
     weights: Unpacked
 
 
-#: Told the norms of the output gradient's rows, fp32 (n,).
+#: Called with the norms of the output gradient's rows, fp32 (n,).
 Report = Callable[[Tensor], None]
 
 
 class SampleSlot(Protocol):
-    """Where the input is kept, and what is kept with it."""
+    """Where the input, or its sample, is saved."""
 
     sample: RowSample | None
     dtype: torch.dtype | None
@@ -51,7 +51,7 @@ class SampleSlot(Protocol):
 
 
 class SampledLinearFunction(torch.autograd.Function):
-    """Keeps x, or rows of it, and the weight."""
+    """Saves x, or rows of it, and the weight."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class SampledLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         """`stock(x)`, which is x W^T + b; with `transposed` the weight is (in, out)."""
         ctx.transposed = transposed
-        # Autograd owns the slot, and lets it go after backward, however long the graph stays.
+        # Autograd owns the slot and frees it after backward; a strong reference would keep it as long as the graph.
         ctx.slot = weakref.ref(slot)
         autocast = None if x.dtype == torch.float64 else autocast_dtype(x)  # fp64 is not cast
         ctx.shape, ctx.dtype, ctx.compute = x.shape, x.dtype, autocast or x.dtype
@@ -98,8 +98,8 @@ class SampledLinearFunction(torch.autograd.Function):
 
 
 def _no_casts_left(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast as it is, without its cache: in older PyTorch (its issue 158232) a cast that is made inside a function
-    has no graph, and who reads the weight later in the same region would find that one, and give it no gradient."""
+    """Autocast without its cache: in older PyTorch (issue 158232) a cast inside an autograd function has no graph, and
+    a later reader of the weight in the same region would take it from the cache and give the weight no gradient."""
     dtype = autocast_dtype(x)
     return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype, cache_enabled=False)
 

@@ -1,11 +1,11 @@
-"""What a sampled linear computes with rows: their norms, the rows that are kept, and the weight gradient made of them.
+"""Operations on rows of a sampled linear: norms, the gather of saved rows, and the weight gradient from them.
 
     norm_i = |x_i|                                   the score of row i, or a factor of it
     kept_j = x[row_j]
     dW     = sum_j weight_j * dy[row_j]^T kept_j
 
-Which rows, and with which weights, is for `memopt.kernels.sampled_linear.sampling` to say. Rows are kept as they
-are: the weights are applied in fp32 to the k rows of dy that are read.
+`memopt.kernels.sampled_linear.sampling` chooses rows and weights. Rows of x are saved unscaled: the weights are applied
+in fp32 to the k rows of dy that are read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memopt.kernels.base.precision import accumulation_dtype
 def row_norms(x: Tensor) -> Tensor:
     """|x_i| of each row, fp32 (n,); fp64 for fp64.
 
-    No square of a 16-bit or fp32 number overflows or is lost: only a row of zeros has norm 0, and only a norm that fp32
-    cannot hold is infinite. NaN and infinity stay what they are. On Triton x is read once and no copy of it is made.
+    No square of a 16-bit or fp32 number overflows or underflows: only a row of zeros has norm 0, and only a norm beyond
+    fp32 is infinite. NaN and infinity propagate. Triton reads x once and copies nothing.
 
     Args:
         x: (n, d), floating, any strides.
@@ -53,7 +53,7 @@ def sampled_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Ten
     """sum_j weights_j * dy[rows_j]^T kept_j, (out, in) in the dtype of `kept`.
 
     weights_j * dy[rows_j] is computed in fp32 (fp64 for fp64) and rounded once to the dtype of `kept`; the sum over the
-    rows is accumulated in fp32 (fp64). On Triton the k rows of dy are read where they are.
+    rows is accumulated in fp32 (fp64). Triton reads the k rows of dy in place.
 
     Args:
         dy: (n, out), any strides.

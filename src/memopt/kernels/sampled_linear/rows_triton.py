@@ -14,7 +14,7 @@ from memopt.kernels.base.tiles_triton import on_device_of
 _TILE, _COLS = 2048, 1024
 #: Tiles of dW: out, in, and the rows that are added at a time; rows of tiles that share what they read of `kept`.
 _LARGE, _SMALL, _STEP, _GROUP = 128, 64, 32, 8
-#: Large tiles are for a dW that has at least so many of them: about a data-centre GPU's multiprocessors.
+#: Large tiles are for a dW of at least so many of them: about the multiprocessors of a data-centre GPU.
 _FULL = 128
 #: Numbers beyond these are squared in units of _UNIT or its inverse, and summed apart (Blue, ACM TOMS 4, 1978).
 _BIG, _TINY, _UNIT = tl.constexpr(2.0**50), tl.constexpr(2.0**-50), tl.constexpr(2.0**80)
@@ -89,7 +89,7 @@ def weight_gradient_kernel(  # type: ignore[no-untyped-def]
     dw = tl.zeros((OUT, IN), tl.float32)
     for start in range(0, count, STEP):
         slot = start + tl.arange(0, STEP).to(tl.int64)
-        # Slots behind the last have weight 0 and read row 0.
+        # Slots past the last one have weight 0 and read row 0.
         row = tl.load(rows_ptr + slot, mask=slot < count, other=0).to(tl.int64)
         weight = tl.load(weights_ptr + slot, mask=slot < count, other=0.0)
         dy_place = dy_ptr + row[:, None] * dy_row_stride + out_col[None, :] * dy_col_stride
@@ -141,7 +141,7 @@ def launch_gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """dW (out, in) in the dtype of `kept`, each element a sum in one fixed order. No memory beside the result."""
+    """dW (out, in) in the dtype of `kept`, each element a sum in a fixed order. Allocates the result alone."""
     outs, (count, ins) = dy.size(1), kept.shape
     dw = kept.new_empty(outs, ins)
     if not count:
@@ -162,12 +162,12 @@ def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tens
 
 
 def _tile(count: int, hidden: int) -> tuple[int, int, bool]:
-    """Rows and columns of a tile, and whether tiles of that size fit without a rest."""
+    """Rows and columns of a tile, and whether tiles of that size cover the tensor exactly."""
     cols = min(triton.next_power_of_2(hidden), _COLS)
     rows = _TILE // cols
     return rows, cols, count % rows == 0 and hidden % cols == 0
 
 
 def _precision() -> str:
-    """How fp32 is multiplied: as PyTorch was told to."""
+    """The precision of fp32 products, as set by `torch.set_float32_matmul_precision`."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

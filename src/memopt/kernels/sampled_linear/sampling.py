@@ -1,6 +1,6 @@
-"""Which rows of a linear's input to keep, so that the weight gradient made from them is right on average.
+"""Which rows of a linear's input to save, so that the weight gradient from them is unbiased.
 
-    dW = sum_i dy_i^T x_i   ~   sum_j weight_j * dy[row_j]^T x[row_j]       (n rows, k of them kept)
+    dW = sum_i dy_i^T x_i   ~   sum_j weight_j * dy[row_j]^T x[row_j]       (n rows, k of them saved)
 
 Row i has a score w_i, at best |x_i| |dy_i|. The c largest are certain: always taken, with weight 1. R is the sum of the
 other scores; k - c of those rows are drawn:
@@ -14,7 +14,7 @@ other scores; k - c of those rows are drawn:
 
 CRS is Drineas, Kannan and Mahoney's (SIAM J. Comput. 36, 2006), WTA-CRS is https://arxiv.org/abs/2305.15265 (Theorems 1
 and 2, and the rule for c), systematic sampling with unequal probabilities is Madow's (Ann. Math. Stat. 20, 1949) with
-Horvitz and Thompson's weights. Here are the samplers and their expected errors; nothing here knows layers or kernels.
+Horvitz and Thompson's weights. Here are the samplers and their expected errors, as functions of tensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from torch import Tensor
 Method = Literal["wta-crs", "systematic", "crs", "uniform"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-#: Budgets are meant to so many digits: 0.07 * 100 is 7 rows, though the product of the floats is above 7.
+#: Relative tolerance of a budget: 0.07 * 100 is 7 rows, though the product of the floats is above 7.
 _DIGITS = 1e-9
 #: Scores are rounded up to whole numbers that add up to about this much. Their sums are then exact in any order, so the
-#: same scores give the same rows on a device that adds in another order each time, and weights follow what was rounded.
+#: same scores give the same rows on a device whose order of addition varies; weights are those of the rounded scores.
 _UNITS = 2.0**48
-#: Offsets of systematic sampling at which its error is looked at, if it has more than these; and rows of products
-#: that are in memory at a time.
+#: Most offsets of systematic sampling at which its error is evaluated; and rows of products in memory at a time.
 _OFFSETS, _ROWS = 1024, 1024
 
 
@@ -53,21 +52,21 @@ def rows_kept(rows: int, budget: float) -> int:
 def sample_rows(
     scores: Tensor, k: int, method: Method, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """k rows and their weights; the sum above is right on average wherever each row that counts has a score > 0.
+    """k rows and their weights; the sum above is unbiased where each row with a nonzero term has a score > 0.
 
-    Where at most k rows have a score > 0, the sum is exact: those rows have weight 1 and what is left of the k has
-    weight 0. A row with score 0 never has another weight. A score that is negative or not finite makes every weight
-    NaN. Only ratios of scores matter. Those below n / 2**48 of the largest are drawn as if they were that large, with
-    the weight that goes with it; below 1e-300 they count as 0.
+    Where at most k rows have a score > 0, the sum is exact: those rows have weight 1, the others of the k weight 0. A
+    row with score 0 always has weight 0. A score that is negative or not finite makes every weight NaN. Only ratios of
+    scores matter. Scores below n / 2**48 of the largest are drawn as if they were that large, with the weight of that;
+    below 1e-300 they count as 0.
 
-    The number of random numbers depends on n, k and `method` alone, and nothing waits for the device. Under
-    ``torch.compile`` the generator must be None, since a graph cannot hold one. Systematic sampling goes through the
-    rows in their order, so that the k rows are spread over the batch.
+    The number of random numbers depends on n, k and `method` alone, and nothing synchronises with the device. Under
+    ``torch.compile`` the generator must be None, since a graph cannot hold one. Systematic sampling takes the rows in
+    their order, so the k rows are spread over the batch.
 
     Args:
         scores: (n,), any floating dtype, n < 2**31.
-        k: number of rows, also beyond n.
-        generator: of the device of `scores`; None takes that device's default one.
+        k: number of rows, possibly more than n.
+        generator: of the device of `scores`; None for the default one.
 
     Returns:
         Indices, int32 (k,), each in [0, n) whatever the scores are; weights, fp32 (k,).
@@ -92,12 +91,12 @@ def sample_rows(
 def expected_error(x: Tensor, dy: Tensor, scores: Tensor, k: int, method: Method) -> float:
     """Relative root mean square error of the estimate, sqrt(E |estimate - dW|^2) / |dW| (Frobenius norms).
 
-    0 where the estimate is exact or dW is 0; NaN where a score is negative or not finite. What rows with score 0 bring
-    to dW is missing in every estimate and counts as error.
+    0 where the estimate is exact or dW is 0; NaN where a score is negative or not finite. The terms of rows with score
+    0 are missing in every estimate and count as error.
 
     The mean over the draws is a formula. For systematic sampling, which has one random number u, it is the mean over
     the intervals of u in which the same rows are drawn, or over 1024 equally spaced u if those are fewer. That takes
-    time in proportion to n^2 and memory to n; the others take two products of the size of dW.
+    O(n^2) time and O(n) memory; the others take two products of the size of dW.
 
     Args:
         x: (n, in).
@@ -142,12 +141,12 @@ def _check(scores: Tensor, k: int, method: str) -> None:
 
 
 def _scaled(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores as whole numbers in fp64 (see `_UNITS`), all 0 where one is not sound; and whether all are."""
+    """The scores as whole numbers in fp64 (see `_UNITS`), all 0 where one is not valid; and whether all are valid."""
     w = scores.detach().double()
     if not w.numel():
         return w, w.new_ones((), dtype=torch.bool)
     sound = ((w >= 0) & (w < torch.inf)).all()
-    w = w.where(sound, 0.0)  # what NaN is as an integer is not defined
+    w = w.where(sound, 0.0)  # the conversion of NaN to an integer is undefined
     largest = w.amax()
     return (w / largest.where(largest > 0, 1.0) * (_UNITS / w.numel())).ceil(), sound
 
@@ -171,7 +170,7 @@ def _by_score(w: Tensor, k: int, method: str, generator: torch.Generator | None)
         points = u * cumulated[-1]
     drawn = _rows_under(points, cumulated, rest)
     weights = torch.where(rest > 0, each / rest, 0.0).index_select(0, drawn)
-    # The largest scores stand first in `order`: the certain rows, and where the sum is exact all that count.
+    # `order` begins with the certain rows; where the sum is exact, with all rows of weight 1.
     count = (w > 0).sum()
     exact = count <= k
     taken = exact | (slot < certain)
@@ -179,7 +178,7 @@ def _by_score(w: Tensor, k: int, method: str, generator: torch.Generator | None)
 
 
 def _uniform(w: Tensor, k: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Rows and weights of a simple random sample, k < n. No order of the rows can coincide with a period in them."""
+    """Rows and weights of a simple random sample, k < n."""
     keys = _random(w.numel(), w, generator)
     rows = keys.where(w > 0, 2.0).topk(k, largest=False).indices
     weight = ((w > 0).sum() / k).clamp(min=1.0).to(w.dtype)
@@ -188,7 +187,7 @@ def _uniform(w: Tensor, k: int, generator: torch.Generator | None) -> tuple[Tens
 
 def _random(count: int, w: Tensor, generator: torch.Generator | None) -> Tensor:
     """Uniform in [0, 1), (count,), of the dtype and device of `w`."""
-    if generator is None:  # the function that takes one has no graph for sizes that vary
+    if generator is None:  # the overload with a generator has no graph for dynamic sizes
         return torch.rand(count, dtype=w.dtype, device=w.device)
     return torch.rand(count, dtype=w.dtype, device=w.device, generator=generator)
 
@@ -203,7 +202,7 @@ def _split(w: Tensor, k: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
     elif method == "wta-crs":
         certain = (tail / left).argmin()
     else:
-        # A probability that is 1 but for the rounding of the points counts as 1, so that no row is drawn twice.
+        # A probability of 1 less rounding counts as 1, so that no row is drawn twice.
         slack = 1 - k * 2.0**-50
         certain = (ordered[:k] * left >= tail * slack).to(torch.int32).cumprod(0).sum().clamp(max=k - 1)
     is_certain = torch.arange(w.numel(), device=w.device) < certain
@@ -211,8 +210,7 @@ def _split(w: Tensor, k: int, method: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows_under(points: Tensor, cumulated: Tensor, scores: Tensor) -> Tensor:
-    """The row whose part of the cumulated scores holds each point, which is at least 0 and by rounding may lie behind
-    the end."""
+    """The row whose interval of the cumulated scores contains each point; by rounding a point may lie past the end."""
     last = torch.arange(len(scores), device=scores.device).where(scores > 0, 0).amax()
     return torch.searchsorted(cumulated, points, right=True).clamp(max=last)
 
@@ -238,7 +236,7 @@ def _variance_of_systematic(x: Tensor, dy: Tensor, w: Tensor, k: int) -> float:
     x, dy, rest = x[rest > 0], dy[rest > 0], rest[rest > 0]
     slots, cumulated = k - int(certain), _cumulated(rest)
     each = cumulated[-1] / slots
-    # The rows that are drawn change where u passes the end of a row.
+    # The drawn rows change where u passes the end of a row's interval.
     ends = (cumulated / each).remainder(1).sort().values
     ends = torch.cat((ends.new_zeros(1), ends, ends.new_ones(1)))
     u, share = (ends[1:] + ends[:-1]) / 2, ends.diff()
@@ -247,7 +245,7 @@ def _variance_of_systematic(x: Tensor, dy: Tensor, w: Tensor, k: int) -> float:
         share = torch.full_like(u, 1 / _OFFSETS)
     points = (torch.arange(slots, device=w.device) + u[:, None]) * each
     rows = _rows_under(points, cumulated, rest)
-    # Weights less 1, what each row is off by: (offsets, n).
+    # Weights less 1, the error of each row: (offsets, n).
     off = torch.full((len(u), len(rest)), -1.0, dtype=w.dtype, device=w.device)
     off.scatter_add_(1, rows, (each / rest)[rows])
     total = 0.0

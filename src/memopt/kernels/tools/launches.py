@@ -1,6 +1,6 @@
 """Every kernel of the launch table as calls of its real launcher, on tensors of a chosen size, dtype and device.
 
-One list for who compiles them (tests, table of resources, tuner) and who times them on a GPU. Imports Triton.
+One list for those that compile them (tests, table of resources, tuner) or time them on a GPU. Imports Triton.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class CallShape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to call a launcher. Kernels compile to something else for each."""
+    """One way to call a launcher, with a binary of its own."""
 
     kernel: str
     """Its name in the launch table."""
     name: str
     prepare: Callable[[CallShape], Call]
-    """Makes the tensors; what it returns launches the kernel on them."""
+    """Allocates the tensors; the result launches the kernel on them."""
     heaviest: bool = False
-    """Whether it takes the most registers of its kernel, so that the tuner looks at it."""
+    """Whether it takes the most registers of its kernel; the tuner compiles it."""
 
     def __str__(self) -> str:
         return f"{self.kernel}, {self.name}"

@@ -1,8 +1,8 @@
 """How many warps of a kernel an NVIDIA multiprocessor holds at a time, from what one block takes.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (limits a multiprocessor), and
-NVIDIA's occupancy calculator (how registers and shared memory are handed out: registers by 256 a warp, warps in fours,
-shared memory by 128 bytes after 1 KiB that the system takes from every block).
+NVIDIA's occupancy calculator (units of allocation: 256 registers a warp, four warps, 128 bytes of shared memory after
+1 KiB that the system takes from every block).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What one multiprocessor has."""
+    """The resources of one multiprocessor."""
 
     warps: int
     blocks: int

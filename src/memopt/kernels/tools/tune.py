@@ -1,13 +1,13 @@
 """Makes the table of launch configurations.
 
-    python -m memopt.kernels.tools.tune --check               exit 1 where launch.json is not what this makes
+    python -m memopt.kernels.tools.tune --check               exit 1 where launch.json differs from the result
     python -m memopt.kernels.tools.tune --out PATH            from binaries compiled ahead of time; needs no GPU
     python -m memopt.kernels.tools.tune --measure --out PATH  from timings on the GPU at hand
 
 MEMOPT_LAUNCH_TABLE=PATH in the environment then uses the table. Without a GPU a candidate is refused where one of its
-binaries spills registers or reads less than 128 bits a thread. Of the rest the one with the fewest warps is
-taken among those that fill a multiprocessor to three quarters (see `memopt.kernels.tools.occupancy`): these kernels
-wait for memory, more warps hide no more of that, and sums over a row cost a barrier where they cross warps.
+binaries spills registers or reads less than 128 bits a thread. The choice is the one with the fewest warps among those
+that fill a multiprocessor to three quarters (`memopt.kernels.tools.occupancy`): these kernels are bound by memory, more
+warps hide no more latency, and sums over a row cost a barrier where they cross warps.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MEASURED_BYTES = 2**28
 
 @dataclass(frozen=True)
 class TuningCase:
-    """One entry of the table to be found."""
+    """One entry of the table to fill."""
 
     kernel: str
     bits: str
     up_to: int | None
     hidden: int
-    """The rows that candidates are judged by."""
+    """Length of the rows on which candidates are compared."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +106,7 @@ def candidates(case: TuningCase) -> list[LaunchConfig]:
 
 
 def choose(case: TuningCase) -> LaunchConfig | None:
-    """The best candidate by what its binaries take; None where each of them is refused."""
+    """The best candidate by the resources of its binaries; None where all are refused."""
     best: tuple[int, LaunchConfig] | None = None
     for config in candidates(case):
         warps = _warps_of(case, config)
@@ -137,7 +137,7 @@ def _warps_of(case: TuningCase, config: LaunchConfig) -> int | None:
 
 def _spills(case: TuningCase, config: LaunchConfig) -> bool:
     """Whether a variant spills, in full rows or in masked ones (of a model's sizes: multiples of 16)."""
-    # The variants of a norm differ in what they hold; those of the other kernels in one formula.
+    # The variants of a norm differ in their tensors; those of the other kernels in a formula.
     is_norm = case.kernel.startswith("norm")
     variants = [variant for variant in VARIANTS if variant.kernel == case.kernel] if is_norm else _heaviest(case)
     return any(
@@ -149,7 +149,7 @@ def _spills(case: TuningCase, config: LaunchConfig) -> bool:
 
 
 def _is_wide(binary: Binary) -> bool:
-    # Stores follow the layout of the loads, but for sums over rows, which are few.
+    # Stores have the layout of the loads, but for a few sums over rows.
     return max(binary.widths["load"]) >= 8 * _VECTOR_BYTES
 
 

@@ -56,7 +56,7 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
         ValueError: the module cannot be swapped, or its derivative has no such code.
     """
     rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
-    if rules is not None and site.keeps_its_output:
+    if rules is not None and site.saves_its_output:
         rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
     elif rules is not None and rules.code != "none":
         known = site.kind in ACTIVATIONS

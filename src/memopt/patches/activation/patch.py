@@ -35,7 +35,7 @@ class ActivationPatch(Patch):
             return LEFT, "the recipe leaves activations alone"
         if not recipe.selects(site.name):
             return LEFT, EXCLUDED
-        if site.keeps_its_output and not gated:
+        if site.saves_its_output and not gated:
             return _of_kept_output(site, rules)
         if not site.replays:
             return LEFT, "random or different in train mode: it cannot be run again"
@@ -71,7 +71,7 @@ class ActivationPatch(Patch):
             and site.gated_mlp is None
             and site.name not in rewritten
             # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be recomputed.
-            and not (site.keeps_its_output and plan.recipe.selects(site.name))
+            and not (site.saves_its_output and plan.recipe.selects(site.name))
         }
 
     def settles(self, plan: PlanView) -> bool:
@@ -109,7 +109,7 @@ class ActivationPatch(Patch):
 def gains_alone(site: ActivationSite) -> bool:
     """Whether an activation is rewritten whatever reads it: a single operation keeps its input only, and a scope takes
     care of its output, unless the next linear reads a copy of it."""
-    return site.operations > 1 or site.parameters or (site.copied and not site.keeps_its_output)
+    return site.operations > 1 or site.parameters or (site.copied and not site.saves_its_output)
 
 
 def _of_kept_output(site: ActivationSite, rules: ActivationRules) -> tuple[str, str]:
