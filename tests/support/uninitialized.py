@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 _FUNCTIONS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 #: Elements of the largest tensor that is filled: models of real size are allocated for their structure alone.
-_LARGEST = 2**22
+_LARGEST = 2**18
 
 
 @contextmanager
