@@ -89,7 +89,13 @@ def patch_checkpoint(
     rules = load_recipe(recipe, overrides)
     batch = given_batch(inputs)
     target = Path(out) if out is not None else default_folder(str(source))
-    notes = _Notes(note)
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        if note is not None:
+            note(text)
+
     checkpoint = _open(str(source), revision=revision, allow_pickle=allow_pickle, weights=not dry_run)
     if not dry_run:  # before the walk, what the writer would refuse after it
         check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
@@ -97,14 +103,14 @@ def patch_checkpoint(
         opened(checkpoint)
     sites, driven = _walk(checkpoint, batch, trust_remote_code)
     plan = make_plan(sites, rules)
-    _tell(plan, notes, made_by_processor=driven if batch is None else None)
+    _tell(plan, tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
     if dry_run:
-        return PatchResult(checkpoint, _check_files(checkpoint, plan, notes), target, None, notes.taken)
+        return PatchResult(checkpoint, _check_files(checkpoint, plan, tell), target, None, tuple(notes))
     written = write_checkpoint(
-        checkpoint, plan, target, force=force, inputs=_record(inputs, driven), progress=progress, note=notes
+        checkpoint, plan, target, force=force, inputs=_record(inputs, driven), progress=progress, note=tell
     )
-    return PatchResult(checkpoint, written.plan, target, written, notes.taken)
+    return PatchResult(checkpoint, written.plan, target, written, tuple(notes))
 
 
 def report(
@@ -182,23 +188,6 @@ def default_folder(model: str) -> Path:
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else Path(model).name
     return Path(f"{name or 'model'}-memopt")
-
-
-class _Notes:
-    """Collects notes, and passes each to the caller's function."""
-
-    def __init__(self, note: Note | None) -> None:
-        self._note = note
-        self._taken: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        self._taken.append(text)
-        if self._note is not None:
-            self._note(text)
-
-    @property
-    def taken(self) -> tuple[str, ...]:
-        return tuple(self._taken)
 
 
 def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool) -> CheckpointSource:

@@ -11,7 +11,6 @@ import pytest
 
 from memopt.checkpoint.fold import Fold, FoldedConsumer
 from memopt.checkpoint.manifest import (
-    EntryRecord,
     FileRecord,
     FoldRecord,
     Manifest,
@@ -21,6 +20,7 @@ from memopt.checkpoint.manifest import (
     read_manifest,
 )
 from memopt.errors import ModelError
+from memopt.patches.base import Entry
 from memopt.plan.recipe import load_recipe
 
 
@@ -35,7 +35,7 @@ def manifest() -> Manifest:
         memopt_version="0.1.0",
         source=SourceRecord("some/model", "/models/x", "main", "abc", {"model.safetensors": FileRecord("0f", 10)}),
         recipe=load_recipe("exact"),
-        entries=(EntryRecord("norm", "norm", "fold", "into a.weight"),),
+        entries=(Entry("norm", "norm", "fold", "into a.weight"),),
         folds=(FoldRecord(fold, "BF16", 0.25, 1, 2, 3),),
         files={"config.json": FileRecord("1e", 3)},
         notes=("a note",),

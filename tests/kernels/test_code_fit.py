@@ -9,10 +9,11 @@ from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
 from memopt.errors import MemoptError
-from memopt.kernels.derivative_codes import fit as code_fit
 from memopt.kernels.derivative_codes.codes import apply_code, code_of, derivative_code, encode
-from memopt.kernels.derivative_codes.fit import KINDS, differences, fit
+from memopt.kernels.derivative_codes.fit import KINDS, fit
 from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES, CodeError, derivative
+from tools import fit_codes
+from tools.fit_codes import differences
 
 CODES = [(kind, scheme) for kind in KINDS for scheme in SCHEMES if scheme != "published" or kind in PUBLISHED]
 every_code = pytest.mark.parametrize(("kind", "scheme"), CODES)
@@ -150,21 +151,21 @@ def test_codes_shifted_by_one_and_a_scale_off_by_five_percent_are_noticed(kind, 
 
 
 def test_the_shipped_codes_are_what_the_fit_finds():
-    shipped = code_fit.json.loads(code_fit.SHIPPED.read_text())["codes"]
+    shipped = fit_codes.json.loads(fit_codes.SHIPPED.read_text())["codes"]
     for kind, scheme in [("gelu_erf", "2bit"), ("silu", "3bit"), ("mish", "8bit")]:
         assert not list(differences(shipped[kind][scheme], fit(ACTIVATIONS[kind].value, scheme)))
 
 
 def test_the_check_ends_with_code_1_where_a_number_differs(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(code_fit, "KINDS", ("gelu_tanh",))
-    monkeypatch.setattr(code_fit, "SHIPPED", tmp_path / "codes.json")
-    assert code_fit.main([]) == 0
-    assert code_fit.main(["--check"]) == 0
-    text = code_fit.SHIPPED.read_text()
+    monkeypatch.setattr(fit_codes, "KINDS", ("gelu_tanh",))
+    monkeypatch.setattr(fit_codes, "SHIPPED", tmp_path / "codes.json")
+    assert fit_codes.main([]) == 0
+    assert fit_codes.main(["--check"]) == 0
+    text = fit_codes.SHIPPED.read_text()
     number = str(derivative_code("gelu_tanh", "2bit").levels[1])
     assert number in text
-    code_fit.SHIPPED.write_text(text.replace(number, str(float(number) + 1e-8)))
-    assert code_fit.main(["--check"]) == 1
+    fit_codes.SHIPPED.write_text(text.replace(number, str(float(number) + 1e-8)))
+    assert fit_codes.main(["--check"]) == 1
     assert "gelu_tanh, 2bit, levels[1]" in capsys.readouterr().err
 
 

@@ -130,8 +130,8 @@ def test_all_readers_of_a_norm_recompute_it_once(monkeypatch):
     model, inputs = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
     step(model, inputs)
     calls, readers = [], []
-    affine, forward = ops.remade_output, RecomputedInputFunction.forward
-    monkeypatch.setattr(ops, "remade_output", lambda *a, **k: calls.append(1) or affine(*a, **k))
+    affine, forward = ops.recompute_output, RecomputedInputFunction.forward
+    monkeypatch.setattr(ops, "recompute_output", lambda *a, **k: calls.append(1) or affine(*a, **k))
     monkeypatch.setattr(RecomputedInputFunction, "forward", lambda *a: readers.append(1) or forward(*a))
     step(model, inputs)
     layers = model.config.num_hidden_layers

@@ -14,6 +14,7 @@ from typing import Any
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.sources.source import MANIFEST
 from memopt.errors import ModelError
+from memopt.patches.base import Entry
 from memopt.plan.recipe import Recipe, modernised
 
 SCHEMA_VERSION = 1
@@ -57,16 +58,6 @@ class FoldRecord:
 
 
 @dataclass(frozen=True)
-class EntryRecord:
-    """One row of the plan."""
-
-    kind: str
-    site: str
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class InputsRecord:
     """Form (no values) of the batch that the walk ran with, where its inputs were not guessed."""
 
@@ -82,7 +73,7 @@ class Manifest:
     memopt_version: str
     source: SourceRecord
     recipe: Recipe
-    entries: tuple[EntryRecord, ...]
+    entries: tuple[Entry, ...]
     folds: tuple[FoldRecord, ...]
     files: dict[str, FileRecord]
     """Every other file of the folder."""

@@ -20,7 +20,6 @@ from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
     CONFIG_KEY,
     SCHEMA_VERSION,
-    EntryRecord,
     FileRecord,
     FoldRecord,
     InputsRecord,
@@ -196,6 +195,9 @@ def _manifest(
     inputs: InputsRecord | None,
 ) -> Manifest:
     """The manifest, with digests of the files in `stage` and of the source's weights."""
+    written = [*(shard.name for shard in source.shards), *source.side_files, "config.json"]
+    if source.weights.index is not None:
+        written.append(INDEX)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         memopt_version=memopt.__version__,
@@ -207,9 +209,9 @@ def _manifest(
             files=workers.digests(source.root, [s.origin.relative_to(source.root).as_posix() for s in source.shards]),
         ),
         recipe=plan.recipe,
-        entries=tuple(EntryRecord(e.kind, e.site, e.action, e.reason) for e in plan.entries),
+        entries=plan.entries,
         folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
-        files=workers.digests(stage, _written(source)),
+        files=workers.digests(stage, sorted(written)),
         notes=tuple(notes),
         inputs=inputs,
         changed_outputs=plan.changed_outputs(),
@@ -228,8 +230,3 @@ def _fold_record(source: CheckpointSource, fold: Fold, changes: Mapping[str, Ran
         new_zeros=sum(change.zeros for change in touched),
         new_subnormals=sum(change.subnormals for change in touched),
     )
-
-
-def _written(source: CheckpointSource) -> list[str]:
-    index = [INDEX] if source.weights.index is not None else []
-    return sorted([*(shard.name for shard in source.shards), *source.side_files, *index, "config.json"])

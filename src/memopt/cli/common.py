@@ -60,11 +60,6 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def print_text(text: str = "") -> None:
-    """Print a line of the result, never wrapped."""
-    print(text)
-
-
 def print_rich(*renderables: RenderableType) -> None:
     """Print tables and the like as part of the result: 80 columns and no colour off a terminal."""
     from rich.console import Console

@@ -76,7 +76,7 @@ def _take_globals(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 def _run(arguments: list[str], command: str | None, *, as_json: bool, debug: bool) -> int:
     if arguments[:1] == ["--version"]:
-        common.print_text(f"memopt {memopt.__version__}")
+        print(f"memopt {memopt.__version__}")
         return common.EXIT_OK
     try:
         code = build_app()(arguments, prog_name="memopt", standalone_mode=False)

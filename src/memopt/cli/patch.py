@@ -79,24 +79,24 @@ def _print(result: PatchResult, verbose: bool) -> None:
     from memopt.reporting.terminal import coverage_table
 
     common.print_rich(coverage_table(result.plan, verbose=verbose))
-    common.print_text()
+    print()
     if result.written is None:
         source = result.source
         files = common.plural(len(source.shards), "weight file")
         size = f", {common.format_bytes(source.nbytes)}" if source.shards else ""
-        common.print_text(f"Dry run: nothing was written. It would write {files}{size} to {result.out}")
+        print(f"Dry run: nothing was written. It would write {files}{size} to {result.out}")
         return
     written, out = result.written, shlex.quote(str(result.out))
     nbytes, changed = common.format_bytes(written.nbytes), common.format_bytes(written.changed_nbytes)
     tensors = common.plural(written.changed_tensors, "tensor")
-    common.print_text(f"Wrote {result.out}: {nbytes} of weights, {tensors} ({changed}) changed.")
+    print(f"Wrote {result.out}: {nbytes} of weights, {tensors} ({changed}) changed.")
     if written.changed_tensors:
-        common.print_text(_FOLD_SENTENCE)
+        print(_FOLD_SENTENCE)
     near_zero = sum(record.near_zero for record in written.manifest.folds)
     if near_zero:
         channels = common.plural(near_zero, "channel")
-        common.print_text(f"{channels} had a scale near zero: the fold cannot be undone there, so keep the original.")
-    common.print_text(f"Next:\n  memopt verify {out}\n  memopt report {out}")
+        print(f"{channels} had a scale near zero: the fold cannot be undone there, so keep the original.")
+    print(f"Next:\n  memopt verify {out}\n  memopt report {out}")
 
 
 def _document(result: PatchResult) -> dict[str, Any]:

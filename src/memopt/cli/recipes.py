@@ -25,7 +25,7 @@ def recipes(
         if json_output:
             common.print_json(common.document("recipes", "pass", recipe=recipe))
         else:
-            common.print_text(yaml.safe_dump(recipe, sort_keys=False, width=100).rstrip())
+            print(yaml.safe_dump(recipe, sort_keys=False, width=100).rstrip())
         return common.EXIT_OK
     listed = [load_recipe(each) for each in shipped()]
     if json_output:

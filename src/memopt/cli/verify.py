@@ -52,7 +52,7 @@ def verify(
     from memopt.reporting.terminal import checks_table
 
     common.print_rich(checks_table(verdict.checks))
-    common.print_text(_summary(verdict, directory, code))
+    print(_summary(verdict, directory, code))
     return code
 
 

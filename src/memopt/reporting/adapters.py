@@ -51,7 +51,8 @@ def add_adapters(
 
 
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
-    names = sorted({site.module.rpartition(".")[2] for site in sites.linears if _in_block(site.module, sites)})
+    inside = tuple(f"{block}." for block in sites.blocks) or ""
+    names = sorted({site.module.rpartition(".")[2] for site in sites.linears if site.module.startswith(inside)})
     chosen: list[str] = []
     for target in targets:
         found = [name for name in names if name == target] or [name for name in names if name.startswith(target)]
@@ -59,7 +60,3 @@ def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
             raise ModelError(f"No linear of the model is named '{target}'.", f"It has: {', '.join(names)}.")
         chosen += found
     return chosen
-
-
-def _in_block(module: str, sites: Sites) -> bool:
-    return not sites.blocks or any(module.startswith(block + ".") for block in sites.blocks)

@@ -110,7 +110,8 @@ def _compare(
         notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
         training = replace(training, seq=None)
     else:
-        training = replace(training, seq=seq or default_seq(config))
+        longest = max_positions(config) or _LONGEST_DEFAULT_SEQ
+        training = replace(training, seq=seq or min(_LONGEST_DEFAULT_SEQ, longest))
     if manifest is not None or not rules.folds:
         # The folded norms are known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)
@@ -149,8 +150,3 @@ def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
 def reads_tokens(config: PreTrainedConfig) -> bool:
     """Whether the model of `config` reads token ids (and not images or sounds alone)."""
     return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)
-
-
-def default_seq(config: PreTrainedConfig) -> int:
-    """The number of positions that the model has, up to 2048."""
-    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)

@@ -23,15 +23,12 @@ class FakeReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
-            return True if args[0].dtype == torch.bool else 1
-        real = not any(map(_is_fake, tensors)) if tensors else _counts(func, args, kwargs or {})
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and fakes and fakes[0].constant is None:
+            return True if fakes[0].dtype == torch.bool else 1
+        real = not fakes if tensors else _counts(func, args, kwargs or {})
         with unset_fake_temporarily() if real else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
@@ -40,7 +37,3 @@ def _counts(func: Any, args: Any, kwargs: Any) -> bool:
     if dtype is None:
         return func.overloadpacket is torch.ops.aten.arange and all(isinstance(leaf, int) for leaf in args)
     return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _is_unknown(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.constant is None

@@ -83,7 +83,8 @@ def verify_gradient(
     source = f"{reference.name} run of stock modules on the same weights"
     missing = sorted(set(patched_gradients) - set(stock.gradients))
     if missing:
-        return [_fail(f"stock modules give {missing[0]} no gradient, patched ones do")]
+        why = f"stock modules give {missing[0]} no gradient, patched ones do"
+        return [Check("gradient.parameters", "gradient", "parameters", "fail", detail=why)]
     return list(
         compare_gradients(patched_gradients, stock.gradients, truth, stock.dtype, source, stock.loss, patched_loss)
     )
@@ -179,7 +180,3 @@ def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
 
 def _skip(reason: str) -> Check:
     return Check(id="gradient.median_error_ratio", level="gradient", subject="parameters", status="skip", detail=reason)
-
-
-def _fail(reason: str) -> Check:
-    return Check(id="gradient.parameters", level="gradient", subject="parameters", status="fail", detail=reason)

@@ -1,7 +1,4 @@
-"""Fits the thresholds and levels of the codes of an activation's derivative.
-
-    python -m memopt.kernels.derivative_codes.fit            write codes.json beside this file
-    python -m memopt.kernels.derivative_codes.fit --check    exit 1 where codes.json differs from the fit
+"""Fits the thresholds and levels of the codes of an activation's derivative; `tools/fit_codes.py` writes codes.json.
 
 A step code minimises the integral of (f' - its steps)**2 over the real line, with the outer levels at the limits of f'
 so that the integral is finite. Dynamic programming on a grid finds the best segments. Newton's method then solves the
@@ -11,54 +8,26 @@ segment, (f(b) - f(a)) / (b - a). A value code's levels run from the minimum to 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS, Elementwise
-from memopt.kernels.derivative_codes.schemes import (
-    PUBLISHED,
-    SCHEMES,
-    CodeError,
-    bits_of,
-    derivative,
-    published_code,
-)
+from memopt.kernels.derivative_codes.schemes import CodeError, bits_of, derivative
 
-SHIPPED = Path(__file__).with_name("codes.json")
 #: The kinds with a continuous derivative that has two different limits. With equal ones (tanh, sigmoid) the best steps
 #: are not unique: the mirror image is as good.
 KINDS = tuple(
     kind for kind, row in ACTIVATIONS.items() if row.continuous and row.slopes is not None and len({*row.slopes}) == 2
 )
-TOLERANCE = 1e-9
 
 _CELLS = 1600
-_DECIMALS = 12
+DECIMALS = 12
 #: Where the derivative counts as its limit.
 _FAR = 64.0
 _NORMAL_RANGE, _NORMAL_POINTS = 10.0, 2**20 + 1
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where codes.json differs")
-    arguments = parser.parse_args(argv)
-    codes = {kind: {scheme: _entry(kind, scheme) for scheme in _schemes_of(kind)} for kind in KINDS}
-    if not arguments.check:
-        SHIPPED.write_text(_document(codes))
-        return 0
-    lines = list(differences(json.loads(SHIPPED.read_text())["codes"], codes))
-    for line in lines:
-        print(line, file=sys.stderr)
-    return 1 if lines else 0
 
 
 def fit(function: Elementwise, scheme: str) -> dict[str, Any]:
@@ -71,14 +40,14 @@ def fit(function: Elementwise, scheme: str) -> dict[str, Any]:
     bits = bits_of(scheme)
     if bits <= 3:
         thresholds, levels = _fit_steps(function, bits)
-        rounded = ([round(x, _DECIMALS) + 0.0 for x in numbers] for numbers in (thresholds.tolist(), levels.tolist()))
+        rounded = ([round(x, DECIMALS) + 0.0 for x in numbers] for numbers in (thresholds.tolist(), levels.tolist()))
         found: dict[str, Any] = dict(zip(("thresholds", "levels"), rounded, strict=True))
         error = step_error(function, found["thresholds"], found["levels"])
     else:
         low, step = _fit_values(function, bits)
         found = {"low": low, "step": step}
         error = _value_error(function, low, step, 2**bits, stochastic="stochastic" in scheme)
-    return {**found, "error": round(error, _DECIMALS)}
+    return {**found, "error": round(error, DECIMALS)}
 
 
 def step_error(function: Elementwise, thresholds: list[float], levels: list[float]) -> float:
@@ -89,29 +58,6 @@ def step_error(function: Elementwise, thresholds: list[float], levels: list[floa
     codes = torch.bucketize(z, torch.tensor(thresholds, dtype=z.dtype))
     squares = (torch.tensor(levels, dtype=z.dtype)[codes] - slope).square()
     return math.sqrt((weight @ squares).item() / (weight @ slope.square()).item())
-
-
-def differences(shipped: Any, found: Any, where: str = "codes.json") -> Iterator[str]:
-    """One sentence for everything in which two documents differ by more than 1e-9."""
-    if isinstance(found, dict) and isinstance(shipped, dict) and found.keys() == shipped.keys():
-        for key, value in found.items():
-            yield from differences(shipped[key], value, f"{where}, {key}")
-    elif isinstance(found, list) and isinstance(shipped, list) and len(found) == len(shipped):
-        for i, value in enumerate(found):
-            yield from differences(shipped[i], value, f"{where}[{i}]")
-    elif not (isinstance(found, float) and isinstance(shipped, float) and abs(found - shipped) <= TOLERANCE):
-        yield f"{where}: {shipped!r} is there, {found!r} is found."
-
-
-def _schemes_of(kind: str) -> tuple[str, ...]:
-    return SCHEMES if kind in PUBLISHED else SCHEMES[1:]
-
-
-def _entry(kind: str, scheme: str) -> dict[str, Any]:
-    if scheme != "published":
-        return fit(ACTIVATIONS[kind].value, scheme)
-    code = published_code(kind)
-    return {"error": round(step_error(ACTIVATIONS[kind].value, list(code.thresholds), list(code.levels)), _DECIMALS)}
 
 
 # --- step codes ------------------------------------------------------------------------------------------------------
@@ -241,17 +187,3 @@ def _normal() -> tuple[Tensor, Tensor]:
     z = torch.linspace(-_NORMAL_RANGE, _NORMAL_RANGE, _NORMAL_POINTS, dtype=torch.float64)
     weight = (-0.5 * z.square()).exp()
     return z, weight / weight.sum()
-
-
-def _document(codes: dict[str, dict[str, Any]]) -> str:
-    """JSON with one code a line."""
-    kinds = []
-    for kind, schemes in codes.items():
-        lines = ",\n".join(f"      {json.dumps(scheme)}: {json.dumps(entry)}" for scheme, entry in schemes.items())
-        kinds.append(f"    {json.dumps(kind)}: {{\n{lines}\n    }}")
-    made = json.dumps({"made": "python -m memopt.kernels.derivative_codes.fit"})[1:-1]
-    return f'{{\n  {made},\n  "codes": {{\n' + ",\n".join(kinds) + "\n  }\n}\n"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -149,13 +149,14 @@ def launch_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tens
     if not dw.numel():
         return dw
     full = triton.cdiv(outs, _LARGE) * triton.cdiv(ins, _LARGE) >= _FULL
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     # fp32 operands take twice the shared memory and registers.
     size = _LARGE if full and kept.dtype.itemsize == 2 else _SMALL
     with on_device_of(kept):
         weight_gradient_kernel[(triton.cdiv(outs, size) * triton.cdiv(ins, size),)](
             dy, kept, rows.contiguous(), weights.contiguous(), dw,
             outs, ins, count, *dy.stride(), *kept.stride(),
-            PRECISION=_precision(), EVEN=outs % size == 0 and ins % size == 0 and count % _STEP == 0,
+            PRECISION=precision, EVEN=outs % size == 0 and ins % size == 0 and count % _STEP == 0,
             OUT=size, IN=size, STEP=_STEP, GROUP=_GROUP, num_warps=8 if size == _LARGE else 4, num_stages=3,
         )  # fmt: skip
     return dw
@@ -166,8 +167,3 @@ def _tile(count: int, hidden: int) -> tuple[int, int, bool]:
     cols = min(triton.next_power_of_2(hidden), _COLS)
     rows = _TILE // cols
     return rows, cols, count % rows == 0 and hidden % cols == 0
-
-
-def _precision() -> str:
-    """The precision of fp32 products, as set by `torch.set_float32_matmul_precision`."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -129,7 +129,8 @@ def measure(case: TuningCase) -> LaunchConfig:
 def _warps_of(case: TuningCase, config: LaunchConfig) -> int | None:
     """Warps on a multiprocessor, counted up to `ENOUGH_WARPS`; None where a binary spills or reads too little."""
     binaries = [binary for target in LIMITS for binary in _compiled(case, config, case.hidden, target, _heaviest(case))]
-    if any(binary.spilled or not _is_wide(binary) for binary in binaries):
+    # Stores have the layout of the loads, but for a few sums over rows.
+    if any(binary.spilled or max(binary.widths["load"]) < 8 * _VECTOR_BYTES for binary in binaries):
         return None
     resident = (resident_warps(b.target, b.num_warps, b.registers, b.shared) for b in binaries)
     return min(ENOUGH_WARPS, *resident)
@@ -146,11 +147,6 @@ def _spills(case: TuningCase, config: LaunchConfig) -> bool:
         for hidden in {case.hidden, max(16, case.hidden - 16)}
         for binary in _compiled(case, config, hidden, target, variants)
     )
-
-
-def _is_wide(binary: Binary) -> bool:
-    # Stores have the layout of the loads, but for a few sums over rows.
-    return max(binary.widths["load"]) >= 8 * _VECTOR_BYTES
 
 
 def _heaviest(case: TuningCase) -> list[Variant]:
