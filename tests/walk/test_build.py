@@ -233,7 +233,7 @@ class TestBuildMeta:
     def test_leaves_the_config_as_it_was(self) -> None:
         config = make_config("gemma2")
         before = copy.deepcopy(vars(config))
-        build_meta(config, attn_implementation="eager")
+        build_meta(config)
         assert vars(config) == before
 
     def test_turns_the_cache_off_in_nested_configs_too(self) -> None:

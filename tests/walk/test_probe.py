@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from memopt.walk.probes.probe import NormProbe, probe_activation, probe_norm
+from memopt.walk.probes.elementwise import probe_activation
+from memopt.walk.probes.probe import NormProbe, probe_norm
 
 WIDTH = 12
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import LIGHT_PARAMETERS, MAX_PARAMETERS, shrink, shrunken
-from memopt.walk.models.shrink.rest import cut_rest, halved
+from memopt.walk.models.shrink.rest import cut_rest
+from memopt.walk.models.shrink.width import halved
 from tests.walk.configs import make_config
 
 

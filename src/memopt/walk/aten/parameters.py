@@ -45,7 +45,7 @@ def storage_key(tensor: Tensor) -> int | None:
     """Identity of the storage, on meta too; None for wrapper tensors, which have none. Valid while the tensor lives."""
     try:
         return storage_id(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
 
 

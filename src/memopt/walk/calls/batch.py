@@ -169,7 +169,8 @@ def _load(path: Path) -> Any:
 
 
 def _value(name: str, value: Any, path: Path) -> Any:
-    if isinstance(value, list | tuple) and value and all(_is_number(leaf) for leaf in tree_leaves(value)):
+    numbers = isinstance(value, list | tuple) and all(isinstance(leaf, int | float) for leaf in tree_leaves(value))
+    if numbers and value:
         try:
             value = torch.tensor(value)
         except ValueError:
@@ -182,10 +183,6 @@ def _value(name: str, value: Any, path: Path) -> Any:
             shape = " x ".join(map(str, leaf.shape))
             raise InputsError(f"'{name}' in '{path}' is an empty tensor ({shape}).", _MAKE_IT)
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)
 
 
 def _is_size(name: str, value: Tensor) -> bool:

@@ -129,7 +129,8 @@ def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runne
     for candidates_of_label in by_label.values():
         fallback: Call | None = None
         for name, call in candidates_of_label:
-            here, there = _attempt(model, call, run)
+            here = _error_of(model, call, run, model.training)
+            there = _error_of(model, call, run, not model.training) if here is None else None
             if here is None and there is None:
                 calls.append(call)
                 break
@@ -212,12 +213,6 @@ def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     device = parameters[0].device if parameters else torch.device("cpu")
     floating = (parameter.dtype for parameter in parameters if parameter.is_floating_point())
     return device, next(floating, torch.float32)
-
-
-def _attempt(model: nn.Module, call: Call, run: Runner | None) -> tuple[str | None, str | None]:
-    """Errors in the present mode and in the other one; None for a run without error."""
-    here = _error_of(model, call, run, model.training)
-    return (here, None) if here is not None else (None, _error_of(model, call, run, not model.training))
 
 
 def _error_of(model: nn.Module, call: Call, run: Runner | None, training: bool) -> str | None:

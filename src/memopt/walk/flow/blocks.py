@@ -38,13 +38,11 @@ def find_blocks(
 def _lists(model: nn.Module, norms: Collection[str], linears: Collection[str]) -> Iterator[tuple[str, list[str], bool]]:
     """(name, names of children, all of one type) of every list whose children all look like blocks."""
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-        if not children:
-            continue
-        wanted = (1, 1) if norms else (0, 2)
-        if all(_count(norms, c) >= wanted[0] and _count(linears, c) >= wanted[1] for c in children):
+        few_norms, few_linears = (1, 1) if norms else (0, 2)
+        if children and all(_count(norms, c) >= few_norms and _count(linears, c) >= few_linears for c in children):
             yield name, children, len({type(child) for child in module.children()}) == 1
 
 

@@ -17,7 +17,7 @@ from memopt.torch_compat import is_dropout, operator_schema
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
-from memopt.walk.probes.probe import ActivationProbe
+from memopt.walk.probes.elementwise import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
 #: Ops whose output has the origin of their input.

@@ -171,9 +171,7 @@ class ShadowMode(TorchDispatchMode):
 
     # -- the dispatcher -----------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._float64:
             args, kwargs = widen(args, kwargs)

@@ -16,7 +16,8 @@ from memopt.walk.calls.parts import every_call
 from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
-from memopt.walk.probes.probe import NormProbe, probe_activation, probe_norm
+from memopt.walk.probes.elementwise import probe_activation
+from memopt.walk.probes.probe import NormProbe, probe_norm
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.walk.aten.rules import FOREIGN, ZERO
-from memopt.walk.flow.records import NormRecord, Use
+from memopt.walk.flow.records import NormRecord
 from memopt.walk.flow.shadow import ShadowMode
 from memopt.walk.probes.probe import NormProbe
 from memopt.walk.sites import Consumer, NormSite, Reach
@@ -61,20 +61,18 @@ class _Weight:
     def __init__(self, mode: ShadowMode, parameter: nn.Parameter) -> None:
         self.mode, self.parameter = mode, parameter
         self.uses = mode.uses[id(parameter)]
-        self.contractions = [use for use in self.uses if use.kind == "contract"]
-        first = self.contractions[0]
-        self.name = mode.parameters.name(parameter, first.module)
-        assert first.reading is not None
-        self.axis = first.reading.axis
+        self.contractions = [(use, use.reading) for use in self.uses if use.kind == "contract" and use.reading]
+        self.readings = [reading for _, reading in self.contractions]
+        self.biases = {use.bias for use, _ in self.contractions}
+        self.name = mode.parameters.name(parameter, self.contractions[0][0].module)
+        self.axis = self.readings[0].axis
         self.clash: str | None = None
         self.channels = self._merge()
-        self.owners = list(mode.owners(torch.cat([u.reading.channels for u in self.contractions if u.reading])))
+        self.owners = list(mode.owners(torch.cat([reading.channels for reading in self.readings])))
 
     def _merge(self) -> Tensor:
         merged = torch.full((self.parameter.shape[self.axis],), _UNREAD)
-        for use in self.contractions:
-            reading = use.reading
-            assert reading is not None
+        for reading in self.readings:
             if reading.axis != self.axis:
                 self.clash = f"{self.name} is applied in two layouts"
                 continue
@@ -88,24 +86,24 @@ class _Weight:
 
     def consumer(self, record: NormRecord, readers: list[_Weight]) -> Consumer:
         """This weight as one of the readers of a norm."""
-        own = [u for u in self.contractions if any(o is record for o in self.mode.owners(_channels(u)))]
+        own = [each for each in self.contractions if any(o is record for o in self.mode.owners(each[1].channels))]
+        uses, readings = [use for use, _ in own], [reading for _, reading in own]
         local = torch.where(
             (self.channels >= record.base) & (self.channels < record.base + record.width),
             self.channels - record.base,
             torch.full_like(self.channels, -1),
         )
         in_order = torch.equal(local, torch.arange(record.width))
-        readings = [u.reading for u in own if u.reading is not None]
         return Consumer(
             parameter=self.name,
-            module=own[0].module,
+            module=uses[0].module,
             axis=self.axis,
             channels=None if in_order else tuple(local.tolist()),
-            bias=own[0].bias,
+            bias=uses[0].bias,
             scale=readings[0].scale,
-            accepts_bias=all(r.shift for r in readings),
-            needs_bias=not self._may_do_without_bias(readers),
-            same_storage=all(u.same_storage for u in own),
+            accepts_bias=all(reading.shift for reading in readings),
+            needs_bias=not self._may_drop_bias(readers),
+            same_storage=all(use.same_storage for use in uses),
         )
 
     def obstacles(self) -> Iterator[str]:
@@ -125,32 +123,28 @@ class _Weight:
             elif use.kind != "contract" and not tied:
                 yield f"{self.name} is also used by {use.operation}{_inside(use.module)}"
 
-    @property
-    def _biases(self) -> set[str | None]:
-        return {use.bias for use in self.contractions}
-
-    def _may_do_without_bias(self, readers: list[_Weight]) -> bool:
+    def _may_drop_bias(self, readers: list[_Weight]) -> bool:
         """Whether the norm's bias may be dropped from this product, which has no bias to absorb it.
 
         True of attention's keys: the same vector added to all keys changes no softmax. Proposed where another
         projection of the same module has a bias; the proof decides.
         """
-        return self._biases == {None} and any(
-            None not in reader._biases and _owner(reader.name) == _owner(self.name) for reader in readers
+        return self.biases == {None} and any(
+            None not in reader.biases and _owner(reader.name) == _owner(self.name) for reader in readers
         )
 
     def bias_obstacles(self, readers: list[_Weight]) -> Iterator[str]:
         """Why a norm's bias cannot move into this weight's bias."""
-        if not all(u.reading.shift for u in self.contractions if u.reading):
+        if not all(reading.shift for reading in self.readings):
             yield f"the norm has a bias, which padding, a mask or dropout before {self.name} keeps from being folded"
-        if len({u.reading.scale for u in self.contractions if u.reading}) > 1:
+        if len({reading.scale for reading in self.readings}) > 1:
             yield f"the norm has a bias and {self.name} reads it at several scales"
-        name = next(iter(self._biases))
-        if len(self._biases) > 1:
+        name = next(iter(self.biases))
+        if len(self.biases) > 1:
             yield f"the norm has a bias and {self.name} is not always followed by the same one"
         elif name is not None:
             yield from self._slot_obstacles(name)
-        elif not self._may_do_without_bias(readers):
+        elif not self._may_drop_bias(readers):
             yield f"the norm has a bias and {self.name} has none"
 
     def _slot_obstacles(self, name: str) -> Iterator[str]:
@@ -178,8 +172,8 @@ def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> 
         yield "each head has numbers of its own"
         return
     hard = {r.what: r for r in record.reaches if not r.auxiliary}
-    for what, reach in hard.items():
-        yield _explain(what, reach, also=bool(readers))
+    for reach in hard.values():
+        yield _explain(reach, also=bool(readers))
     if not readers and not hard:
         yield "no linear reads its output"
     for attribute in filter(None, (probe.weight, probe.bias)):
@@ -192,8 +186,8 @@ def _obstacles(mode: ShadowMode, record: NormRecord, readers: list[_Weight]) -> 
 
 def _cautions(record: NormRecord, readers: list[_Weight], loss_head: str | None) -> Iterator[str]:
     """What a fold would change although the model's function remains."""
-    for what, reach in {r.what: r for r in record.reaches if r.auxiliary}.items():
-        yield _explain(what, reach, also=False)
+    for reach in {r.what: r for r in record.reaches if r.auxiliary}.values():
+        yield _explain(reach, also=False)
     if any(weight.name == loss_head for weight in readers):
         yield f"it is the last norm: its output is the last hidden state, which {loss_head} turns into logits"
 
@@ -209,10 +203,10 @@ def _own_parameter_obstacles(mode: ShadowMode, norm: str, attribute: str) -> Ite
             yield f"its {attribute} is also used by {use.operation}{_inside(use.module)}"
 
 
-def _explain(what: str, reach: Reach, also: bool) -> str:
+def _explain(reach: Reach, also: bool) -> str:
+    what = reach.what
     if what == "model output":
-        returned_by = reach.module or "the model"
-        return f"its output is returned as {reach.operation} by {returned_by}"
+        return f"its output is returned as {reach.operation} by {reach.module or 'the model'}"
     article = "" if what.startswith(_NO_ARTICLE) else "an " if what[0] in "aeiou" else "a "
     where = f" ({reach.operation}{_inside(reach.module)})"
     return f"its output {'also ' if also else ''}goes to {article}{what}{where}"
@@ -225,11 +219,6 @@ def _owner(parameter: str) -> str:
 
 def _inside(module: str) -> str:
     return f" in {module}" if module else ""
-
-
-def _channels(use: Use) -> Tensor:
-    assert use.reading is not None
-    return use.reading.channels
 
 
 def norm_sites(mode: ShadowMode, verdicts: Mapping[str, FoldVerdict]) -> tuple[NormSite, ...]:

@@ -14,24 +14,16 @@ from memopt.torch_compat import storage_id
 from memopt.walk.models.instantiate import instantiate
 
 
-def build_meta(
-    config: PreTrainedConfig, *, dtype: torch.dtype | None = None, attn_implementation: str | None = "sdpa"
-) -> PreTrainedModel:
+def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
 
-    `dtype` defaults to the config's. Attention falls back to eager where the class refuses `attn_implementation`.
+    `dtype` defaults to the config's. Attention is SDPA, eager where the class refuses that.
     Experts run as one batched product, because their eager loop branches on values, which meta tensors lack.
 
     Raises:
         ModelError: transformers has no class for the config, or the class cannot be built from it.
     """
-    model = instantiate(
-        config,
-        device="meta",
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        experts_implementation="batched_mm",
-    )
+    model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
     # Some constructors of parameters ignore the default device.
     nn.Module.to(model, "meta")
     model.eval()

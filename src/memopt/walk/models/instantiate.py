@@ -27,7 +27,7 @@ def instantiate(
     *,
     device: str,
     dtype: torch.dtype | None = None,
-    attn_implementation: str | None = "sdpa",
+    attn_implementation: str = "sdpa",
     experts_implementation: str = "eager",
 ) -> PreTrainedModel:
     """A model of a copy of `config`, with initial values, without a cache, in training mode as torch builds it.
@@ -36,9 +36,7 @@ def instantiate(
         ModelError: the class cannot be built from this config.
     """
     cls = model_class(config)
-    attempts = [attn_implementation]
-    if attn_implementation not in (None, _FALLBACK_ATTENTION):
-        attempts.append(_FALLBACK_ATTENTION)
+    attempts = list(dict.fromkeys((attn_implementation, _FALLBACK_ATTENTION)))
     for attention in attempts:
         prepared = _prepare(config, attention, experts_implementation)
         try:
@@ -60,10 +58,9 @@ def _construct(
         return cls(config)
 
 
-def _prepare(config: PreTrainedConfig, attention: str | None, experts: str) -> PreTrainedConfig:
+def _prepare(config: PreTrainedConfig, attention: str, experts: str) -> PreTrainedConfig:
     prepared = copy.deepcopy(config)
-    if attention is not None:
-        prepared._attn_implementation = attention
+    prepared._attn_implementation = attention
     for node in config_nodes(prepared):
         if "use_cache" in vars(node):
             node.use_cache = False

@@ -71,7 +71,7 @@ def isolate(module: nn.Module) -> Isolated | None:
             for buffer in alone.buffers():
                 buffer.fill_(1)
         alone = alone.to(torch.float64).eval()
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, AttributeError):
         return None
     for hooks in module_hooks(alone):
         hooks.clear()

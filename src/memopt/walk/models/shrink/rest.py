@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.walk.models.config import integer_fields, is_integer, standard_name
+from memopt.walk.models.shrink.width import halved
 
 TABLE = 512
 RANK = 64
@@ -41,6 +42,7 @@ _FOLLOWS = re.compile(r".*groups|.*_features")
 _RATES = re.compile(r".*(up|down)sampl.*(ratios|rates|factors)")
 _FIRST_WIDTH = re.compile(r".*filters|base_(channels|dim)")
 _MULTIPLIERS = re.compile(r".*mult(iplier)?s?")
+_COEFFICIENT = re.compile(r"(width|depth)_(coefficient|mult(iplier)?)")
 
 
 def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links: dict[int, int]) -> None:
@@ -84,13 +86,6 @@ def _smaller(name: str, value: int, links: dict[int, int], target: int, counted:
     return value
 
 
-def halved(value: int, target: int) -> int:
-    """`value`, halved until it is at most `target`, as long as it remains a multiple of 2."""
-    while value > target and value % 4 == 0:
-        value //= 2
-    return value
-
-
 def _target(name: str, node: PreTrainedConfig) -> int:
     """Largest value of the width `name`, where widths double or halve from stage to stage."""
     lists = {name: value for name, value in vars(node).items() if isinstance(value, list | tuple)}
@@ -102,15 +97,12 @@ def _target(name: str, node: PreTrainedConfig) -> int:
 
 def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> bool:
     """Set width and depth coefficients to 1, and adapt the fields that count channels."""
-    found = False
-    for name, value in list(vars(node).items()):
-        if (
-            not re.fullmatch(r"(width|depth)_(coefficient|mult(iplier)?)", name)
-            or not isinstance(value, float)
-            or value <= 1
-        ):
-            continue
-        found = True
+    coefficients = {
+        name: value
+        for name, value in vars(node).items()
+        if _COEFFICIENT.fullmatch(name) and isinstance(value, float) and value > 1
+    }
+    for name, value in coefficients.items():
         setattr(node, name, 1.0)
         if not name.startswith("width"):
             continue
@@ -119,7 +111,7 @@ def _cut_coefficients(node: PreTrainedConfig, old: dict[str, Any], links: dict[i
                 setattr(node, field, int(channels / value))
             elif field == "out_channels" and isinstance(channels, list | tuple) and channels:
                 links.setdefault(int(channels[-1] * value), channels[-1])
-    return found
+    return bool(coefficients)
 
 
 def _cut_width_lists(node: PreTrainedConfig, old: dict[str, Any], links: dict[int, int]) -> None:

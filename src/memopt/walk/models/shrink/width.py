@@ -55,12 +55,13 @@ def decide_widths(node: PreTrainedConfig, links: dict[int, int], *, keep_head_di
         common = math.gcd(hidden, *pyramid)
         return Widths(links, Fraction(1, common))
     if heads is None:
-        new_hidden = links.setdefault(hidden, _halved(hidden, MAX_HEADS * MAX_HEAD_DIM))
+        new_hidden = links.setdefault(hidden, halved(hidden, MAX_HEADS * MAX_HEAD_DIM, multiple=4))
         return Widths(links, Fraction(new_hidden, hidden))
     explicit = integer_field(node, "head_dim")
     size = explicit or hidden // heads
     new_heads = min(heads, MAX_HEADS)
-    new_size = size if keep_head_dim else _halved(size, MAX_HEAD_DIM)
+    # Rotary tables of two axes rotate quarters of a head, so 4 has to remain a divisor.
+    new_size = size if keep_head_dim else halved(size, MAX_HEAD_DIM, multiple=4)
     tied = hidden == heads * size
     if hidden in links:
         new_hidden = links[hidden]
@@ -196,9 +197,9 @@ def _scale_rotary(parameters: dict[Any, Any], ratio: Fraction) -> None:
             parameters[name] = value[: max(1, int(len(value) * ratio))]
 
 
-def _halved(value: int, target: int) -> int:
-    # Rotary tables of two axes rotate quarters of a head, so 4 has to remain a divisor.
-    while value > target and value % 8 == 0:
+def halved(value: int, target: int, *, multiple: int = 2) -> int:
+    """`value`, halved until it is at most `target`, as long as it remains divisible by `multiple`."""
+    while value > target and value % (2 * multiple) == 0:
         value //= 2
     return value
 
