@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.walk.calls.inputs import Calls, runnable_calls
 from memopt.walk.calls.twin import build_twin
+from memopt.walk.models.shrink.config import shrunken
 
 _LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
 _QWEN_VL_TEXT = {
@@ -88,3 +89,8 @@ def twin(family: str) -> PreTrainedModel:
 @cache
 def twin_calls(family: str) -> Calls:
     return runnable_calls(twin(family))
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The first small config of `config` that builds."""
+    return next(shrunken(config))

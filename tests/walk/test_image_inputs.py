@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memopt.walk.calls.arguments import BATCH, LENGTH, candidates
+from memopt.walk.calls.arguments import candidates
+from memopt.walk.calls.arguments.request import BATCH, LENGTH
 from memopt.walk.calls.inputs import runnable_calls
-from memopt.walk.models.shrink.config import shrink
-from tests.walk.configs import make_config
+from tests.walk.configs import make_config, shrink
 
 PATCHES = {"patch_size": 4, "num_channels": 3}
 TOKEN = 50

@@ -18,12 +18,11 @@ from memopt.walk.models.shrink.config import (
     VOCABULARY,
     ShrinkError,
     _cut_experts,
-    shrink,
     shrunken,
 )
 from memopt.walk.models.shrink.rotary import fit_sections
 from memopt.walk.models.shrink.width import decide_widths, scale_widths
-from tests.walk.configs import FAMILIES, llama_70b, make_config, tiny_llama, twin
+from tests.walk.configs import FAMILIES, llama_70b, make_config, shrink, tiny_llama, twin
 
 
 def _token_ids(config: PreTrainedConfig) -> list[int]:

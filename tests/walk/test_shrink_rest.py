@@ -9,10 +9,10 @@ import transformers
 from transformers import PreTrainedConfig
 
 from memopt.walk.models.instantiate import instantiate
-from memopt.walk.models.shrink.config import LIGHT_PARAMETERS, MAX_PARAMETERS, shrink, shrunken
+from memopt.walk.models.shrink.config import LIGHT_PARAMETERS, MAX_PARAMETERS, shrunken
 from memopt.walk.models.shrink.rest import cut_rest
 from memopt.walk.models.shrink.width import halved
-from tests.walk.configs import make_config
+from tests.walk.configs import make_config, shrink
 
 
 def _size(config: PreTrainedConfig) -> int:

@@ -27,7 +27,7 @@ from memopt.reporting.emulate import CudaChoices, unpadded_masks
 from memopt.reporting.fake_reads import FakeReads
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensorMode, tree_map
-from memopt.walk.calls.arguments import BATCH, LENGTH, forward_parameters
+from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
 from memopt.walk.models.build import build_meta

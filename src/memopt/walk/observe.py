@@ -109,8 +109,13 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
             "Patch the model before other tools shard, script or compile it.",
         ) from error
     for module in clone.modules():
-        _drop_hooks(module)
-        _batch_experts(module)
+        # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
+        for hooks in module_hooks(module):
+            hooks.clear()
+        # One batched product: a loop over the experts that were hit reads values, which meta tensors lack.
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"
     with _one_thread():
         sites = find_sites(clone, inputs)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)
@@ -126,19 +131,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    """Hooks of the user, or of a sharding tool, may count calls, read values or gather shards."""
-    for hooks in module_hooks(module):
-        hooks.clear()
-
-
-def _batch_experts(module: nn.Module) -> None:
-    """Run experts as one batched product: a loop over the experts that were hit reads values, which meta lacks."""
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
 
 
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from memopt.errors import InputsError
 from memopt.torch_compat import tree_leaves, tree_map
-from memopt.walk.calls.arguments import forward_parameters, inner_model
+from memopt.walk.calls.arguments.request import forward_parameters, inner_model
 from memopt.walk.models.config import one_line
 
 Batch = Mapping[str, Any]

@@ -18,7 +18,8 @@ from torch import nn
 from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
-from memopt.walk.calls.arguments import candidates, forward_parameters, has_config, inner_model
+from memopt.walk.calls.arguments import candidates
+from memopt.walk.calls.arguments.request import forward_parameters, has_config, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
 from memopt.walk.calls.preserve import preserved

@@ -16,8 +16,7 @@ import numpy as np
 from torch import nn
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor
 
-from memopt.walk.calls.arguments import BATCH, forward_parameters
-from memopt.walk.calls.arguments.request import Request
+from memopt.walk.calls.arguments.request import BATCH, Request, forward_parameters
 from memopt.walk.calls.arguments.singles import complete
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

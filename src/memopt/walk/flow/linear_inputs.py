@@ -174,7 +174,7 @@ class _Contractions(TorchDispatchMode):
                 self.watch.read(b, contraction.a)
             elif a is not None and b is None:
                 self.watch.read(a, contraction.b)
-        elif name in _COPIES or (name in _SCALES and _is_number(args[1])):
+        elif name in _COPIES or (name in _SCALES and (not isinstance(args[1], Tensor) or args[1].numel() == 1)):
             copied, key = self._parameter(args[0]), storage_key(out)
             if copied is not None and key is not None:
                 self._of_weights.setdefault(key, (copied, out))
@@ -224,7 +224,3 @@ def _trained(model: nn.Module) -> Iterator[None]:
 def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...]:
     """All of both, if each call had some."""
     return tuple(dict.fromkeys((*before, *now))) if before and now else ()
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.numel() == 1

@@ -100,7 +100,9 @@ def _does(module: nn.Module, site: SumNormSite) -> bool:
     assert expected is not None
     for call, training in itertools.product((in_order, by_name), (False, True)):
         found = _value_and_gradients(module, stand_ins, call, given, training=training)
-        if found is None or not all(map(_same, found, expected)):
+        if found is None:
+            return False
+        if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(found, expected, strict=True)):
             return False
     return all(_rounds_alike(module, stand_ins, in_order, formula, given, dtype) for dtype in _NARROW)
 
@@ -141,7 +143,3 @@ def _value_and_gradients(
         gradients = torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
         return (y.detach(), *gradients, *(x.detach() for x in inputs))
     return None
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-9, atol=1e-9)

@@ -15,20 +15,10 @@ from torch import nn
 from memopt.walk.calls.arguments.codes import codes
 from memopt.walk.calls.arguments.features import anything, as_documented, as_named, embedded
 from memopt.walk.calls.arguments.images import image_alone, image_in_text
-from memopt.walk.calls.arguments.request import (
-    BATCH,
-    LENGTH,
-    Kwargs,
-    Request,
-    forward_parameters,
-    has_config,
-    inner_model,
-)
+from memopt.walk.calls.arguments.request import Kwargs, Request
 from memopt.walk.calls.arguments.series import series
 from memopt.walk.calls.arguments.sounds import sound, sound_beside_text, sound_in_text, wave_and_spectrogram
 from memopt.walk.calls.arguments.text import text
-
-__all__ = ["BATCH", "LENGTH", "candidates", "forward_parameters", "has_config", "inner_model"]
 
 _FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
     text,

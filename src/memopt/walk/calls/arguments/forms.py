@@ -82,16 +82,14 @@ def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tenso
     """Frames, a pair, or tiles of each image; a batch of one if they are many."""
     if not states_side(request):
         side = side[0] // 2, side[1] // 2
-    channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
-    return request.normal(BATCH if count <= 4 else 1, count, channels, *side)
+    return request.normal(BATCH if count <= 4 else 1, count, request.channels, *side)
 
 
 def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
     """One image of the largest number of tiles."""
     tiles = request.whole("max_num_tiles", default=4)
-    channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
     return {
-        values: request.normal(BATCH, 1, tiles, channels, *side),
+        values: request.normal(BATCH, 1, tiles, request.channels, *side),
         "aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long),
         "aspect_ratio_mask": torch.ones(BATCH, 1, tiles, dtype=torch.long),
     }
@@ -101,8 +99,7 @@ def _tiles_by_size(request: Request, values: str, side: tuple[int, int], resolut
     """Images of the smallest resolution that is cut into tiles, and the whole image as one tile more."""
     height, width = min(resolutions, key=lambda size: size[0] * size[1])
     count = 1 + (height // side[0]) * (width // side[1])
-    channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
     return {
-        values: request.normal(BATCH, count, channels, *side),
+        values: request.normal(BATCH, count, request.channels, *side),
         "image_sizes": torch.tensor([[height, width]] * BATCH),
     }

@@ -154,7 +154,7 @@ def _guesses(request: Request, pixels: Kwargs) -> list[int]:
     grids = [value for name, value in pixels.items() if name.endswith("grid_thw")]
     if grids:
         return [int(grids[0][0].prod()) // merge_of(request) ** 2]
-    patch = request.whole("patch_size", default=16)
+    patch = request.patch_side
     height, width = side_of(request)
     patches = (height // patch) * (width // patch)
     stated = request.setting("mm_tokens_per_image", "image_seq_length", "image_token_num", "num_image_tokens")

@@ -34,19 +34,13 @@ def merge_of(request: Request) -> int:
 
 def flat_patches(request: Request, side: tuple[int, int]) -> torch.Tensor:
     """The patches of whole images, in order."""
-    channels, patch = _patch(request)
+    channels, patch = request.channels, request.patch_side
     return request.normal(BATCH, (side[0] // patch) * (side[1] // patch), channels * patch * patch)
 
 
 def _sides(request: Request) -> tuple[int, int]:
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
     return 2 * merged, (3 if request.variant == "odd" else 2) * merged
-
-
-def _patch(request: Request) -> tuple[int, int]:
-    """(channels, side) of a patch."""
-    channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
-    return channels, request.whole("patch_size", default=16)
 
 
 def _companion(request: Request, video: bool, *ends: str) -> str | None:
@@ -60,7 +54,7 @@ def _by_grid(request: Request, values: str, video: bool, rows: int, columns: int
     grid = _companion(request, video, *_GRIDS, *(f"{end}_videos" for end in _GRIDS))
     if grid is None:
         return
-    channels, side = _patch(request)
+    channels, side = request.channels, request.patch_side
     temporal = request.whole("temporal_patch_size", "patch_temporal", default=1)
     frames = [1] if grid.endswith("thw") else []
     places: Kwargs = {grid: torch.tensor([[*frames, rows, columns]] * BATCH)}
@@ -83,7 +77,7 @@ def _by_shape(request: Request, values: str, rows: int, columns: int) -> Iterato
     """Patches of each image, padded to the longest, its height and width in patches, and a mask of the padding."""
     if not {"spatial_shapes", "pixel_attention_mask"} <= set(request.names):
         return
-    channels, side = _patch(request)
+    channels, side = request.channels, request.patch_side
     shapes = torch.tensor([[rows, columns]] * BATCH)
     mask = torch.ones(BATCH, rows * columns, dtype=torch.long)
     if request.variant == "padded":
@@ -99,7 +93,7 @@ def _by_position(request: Request, values: str, video: bool, rows: int, columns:
     name = next((each for each in (name, "pixel_position_ids") if each in request.names), "")
     if not name:
         return
-    channels, side = _patch(request)
+    channels, side = request.channels, request.patch_side
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     positions = torch.stack([column, row], -1).reshape(1, -1, 2).repeat(BATCH, 1, 1)
     pixels = request.normal(BATCH, rows * columns, channels * side * side)
@@ -113,7 +107,7 @@ def _by_size(request: Request, values: str, video: bool, rows: int, columns: int
     name = "target_sizes_videos" if video else "target_sizes"
     if name not in request.names:
         return
-    channels, side = _patch(request)
+    channels, side = request.channels, request.patch_side
     # Windows and mergers halve the sides twice.
     sizes = torch.tensor([[2 * rows, 2 * columns]] * BATCH)
     pixels = request.normal(1, channels, side, int(sizes.prod(-1).sum()) * side)
@@ -122,7 +116,7 @@ def _by_size(request: Request, values: str, video: bool, rows: int, columns: int
 
 def _flattened(request: Request, rows: int, columns: int) -> Kwargs:
     """Patches that begin with their row and column, counted from 1, as numbers."""
-    channels, side = _patch(request)
+    channels, side = request.channels, request.patch_side
     width = request.whole("patch_embed_hidden_size", default=channels * side * side)
     row, column = torch.meshgrid(torch.arange(1, rows + 1), torch.arange(1, columns + 1), indexing="ij")
     places = torch.stack([row, column], -1).reshape(1, -1, 2).repeat(BATCH, 1, 1)

@@ -13,8 +13,7 @@ _FEW_PATCHES = 8
 
 
 def image(request: Request, side: tuple[int, int]) -> torch.Tensor:
-    channels = request.whole("num_channels", "in_channels", "in_chans", default=3)
-    return request.normal(BATCH, channels, *side)
+    return request.normal(BATCH, request.channels, *side)
 
 
 def side_of(request: Request) -> tuple[int, int]:
@@ -34,14 +33,14 @@ def side_of(request: Request) -> tuple[int, int]:
     merged = request.whole(*_MERGES, default=1) if "input_ids" in request.names else 1
     group = request.whole("num_windows_side", "num_windows", default=merged)
     if group > 1:
-        step = group * request.whole("patch_size", default=16)
+        step = group * request.patch_side
         height, width = height // step * step or height, width // step * step or width
     return height, width
 
 
 def small_side(request: Request) -> tuple[int, int]:
     """(height, width) of an image for models that take any size."""
-    patch = request.whole("patch_size", default=16)
+    patch = request.patch_side
     height, width = side_of(request)
     return min(height, _FEW_PATCHES * patch), min(width, _FEW_PATCHES * patch)
 
@@ -53,7 +52,7 @@ def states_side(request: Request) -> bool:
 
 def odd_side_of(request: Request) -> tuple[int, int]:
     """A slightly smaller image, whose sides in patches no window divides."""
-    patch = request.whole("patch_size", default=16)
+    patch = request.patch_side
     window = request.whole("window_size", default=2) or 2
     # A pyramid halves the side at each stage; its last stage keeps its size, so that a window still fits.
     depths = request.setting("depths", default=())

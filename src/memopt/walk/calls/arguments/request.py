@@ -114,6 +114,15 @@ class Request:
         weight = None if first is None or isinstance(first, nn.Embedding) else first._parameters["weight"]
         return weight.shape[0] if weight is not None and weight.dim() == 1 else 0
 
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+        return self.whole("num_channels", "in_channels", "in_chans", default=3)
+
+    @property
+    def patch_side(self) -> int:
+        return self.whole("patch_size", default=16)
+
     def setting(self, *names: str, default: Any = None) -> Any:
         """First value of one of `names` in the config or, failing that, a nested one, also under standard names."""
         for node in config_nodes(self.config):

@@ -16,10 +16,6 @@ def box(request: Request) -> torch.Tensor:
     return torch.tensor([1, 2, 30, 40]).expand(BATCH, request.length, 4).clone()
 
 
-def _positions(request: Request) -> torch.Tensor:
-    return torch.arange(request.length).expand(BATCH, -1).clone()
-
-
 def features(request: Request) -> torch.Tensor:
     return request.normal(BATCH, request.length, request.hidden)
 
@@ -29,7 +25,7 @@ _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "decoder_input_ids": lambda request: request.ids(),
     "attention_mask": lambda request: request.mask(),
     "token_type_ids": lambda request: torch.zeros(BATCH, request.length, dtype=torch.long),
-    "position_ids": _positions,
+    "position_ids": lambda request: torch.arange(request.length).expand(BATCH, -1).clone(),
     "bbox": box,
     "pixel_values": lambda request: image(request, side_of(request)),
     "inputs_embeds": features,

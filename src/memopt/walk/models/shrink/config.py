@@ -51,11 +51,6 @@ class ShrinkError(ModelError):
     """No small config of this class builds."""
 
 
-def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The first of `shrunken`; a copy of `config` where it is tiny already."""
-    return next(shrunken(config))
-
-
 def shrunken(config: PreTrainedConfig, *, depth: int | None = None, sizes: bool = True) -> Iterator[PreTrainedConfig]:
     """Every small config that builds, strongest recipe first, but those above `LIGHT_PARAMETERS` after the others.
 
