@@ -35,7 +35,7 @@ Dimension = Along | str | None
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A tensor made of the elements of one parameter."""
+    """A tensor whose elements are those of one parameter."""
 
     parameter: nn.Parameter
     dims: tuple[Dimension, ...]
@@ -90,7 +90,7 @@ class ParameterTable:
         self._copies.clear()
 
     def follow(self, name: str, args: tuple[Any, ...], source: Tensor, outputs: list[Tensor]) -> bool:
-        """Follow an op that reads `source`, made of one parameter, into its outputs; False if it is another use."""
+        """Follow an op that views or copies `source`, a `view`, into its outputs; False if it is another use."""
         view = self.view(source)
         assert view is not None
         same_memory = all(storage_key(out) == storage_key(source) for out in outputs)

@@ -38,7 +38,7 @@ _FEW = 64
 def read_batch(path: str | Path) -> dict[str, Any]:
     """The batch in a file of `torch.save` (no code in it is run) or of safetensors; tensors on the CPU.
 
-    Lists of numbers become tensors, as a collator would make them.
+    Lists of numbers become tensors, as in a collator.
 
     Raises:
         InputsError: the file is missing, not readable, not a dict of arguments, or empty.

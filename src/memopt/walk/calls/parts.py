@@ -92,7 +92,7 @@ class _Visits:
 
 
 def _targets(model: nn.Module, visits: _Visits) -> Iterator[tuple[str, str]]:
-    """(part, method) worth calling, while something is idle: feature methods of any model inside, then idle models."""
+    """(part, method) to call while modules are idle: feature methods of any model inside, then idle models."""
     models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     for name, module in models.items():
         for method in _feature_methods(type(module)):
@@ -147,7 +147,7 @@ class _Trial:
                 tries[call.label] += 1
                 if tries[call.label] <= _MOST_TRIES:
                     yield name, call
-        except Exception as error:  # a signature or config that inputs cannot be made from
+        except Exception as error:  # the signature or config is not understood
             self._failed(Call("", {}, self.part, self.method).target, error)
 
     def _failed(self, name: str, error: Exception) -> None:

@@ -115,18 +115,18 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def integer_field(node: PreTrainedConfig, name: str) -> int | None:
-    """The standard field `name` of `node`, where it holds a whole number."""
+    """The standard field `name` of `node`, if it is an integer."""
     value = vars(node).get(standard_name(node, name))
     return value if is_integer(value) else None
 
 
 def integer_fields(node: PreTrainedConfig) -> list[tuple[str, int]]:
-    """(name, value) of the fields of `node` that hold a whole number."""
+    """(name, value) of the integer fields of `node`."""
     return [(name, value) for name, value in vars(node).items() if is_integer(value) and not name.startswith("_")]
 
 
 def one_line(error: BaseException) -> str:
-    """What `error` says, as a phrase for the middle of a sentence."""
+    """The message of `error` as a phrase within a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]).rstrip(".") or type(error).__name__
 

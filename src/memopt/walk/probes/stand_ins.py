@@ -34,10 +34,10 @@ class Scrambler(nn.Module):
 @torch.no_grad()
 def linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
     """A random linear in fp64."""
-    made = nn.Linear(width_in, width_out, dtype=torch.float64, device="cpu")
-    for parameter in made.parameters():
+    random = nn.Linear(width_in, width_out, dtype=torch.float64, device="cpu")
+    for parameter in random.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return made
+    return random
 
 
 def run(

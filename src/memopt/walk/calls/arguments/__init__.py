@@ -38,7 +38,7 @@ _FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
 
 
 def candidates(model: nn.Module, variant: str, seed: int, method: str = "") -> Iterator[tuple[str, Kwargs]]:
-    """(``modality:detail``, kwargs) of every way to call the model worth trying, the likeliest first.
+    """(``modality:detail``, kwargs) of every call of the model to try, the likeliest first.
 
     The modality is ``main`` for the argument `main_input_name`; tensors are on CPU, floating ones in fp32. With
     `method`, of every way to call that method: first with the arguments that it shares with the forward.

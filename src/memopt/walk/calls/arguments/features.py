@@ -63,8 +63,8 @@ def as_documented(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 def as_named(request: Request) -> Iterator[tuple[str, Kwargs]]:
     """Other arguments, by what such names mean: counts, ids, hidden vectors."""
-    told = ("ids", "embeds", "features", "states")
-    names = [name for name in request.names if name.startswith("num_") or name.endswith(told)]
+    endings = ("ids", "embeds", "features", "states")
+    names = [name for name in request.names if name.startswith("num_") or name.endswith(endings)]
     more = {name: value_of(request, name) for name in names if not name.endswith((*_NOT_GIVEN, "input_ids", *_KNOWN))}
     if more and request.main in request.names:
         yield "main:as named", complete(request, {request.main: value_of(request, request.main), **more})

@@ -42,7 +42,7 @@ def _words(*words: str) -> str:
 
 
 def image_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """An image, or a video, beside text that has a placeholder token for each of its features."""
+    """An image, or a video, with text that has a placeholder token for each of its features."""
     if "input_ids" not in request.names:
         return
     yield from in_text(request, "image", image_forms, "get_image_features", IMAGE_TOKENS)

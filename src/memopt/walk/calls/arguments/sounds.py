@@ -1,4 +1,4 @@
-"""Sounds: waves and spectrograms, alone and beside text."""
+"""Sounds: waves and spectrograms, alone and with text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sound_beside_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
 
 
 def sound_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """A sound beside text that has a placeholder token for each of its features."""
+    """A sound with text that has a placeholder token for each of its features."""
     if "input_ids" in request.names:
         yield from in_text(request, "audio", _unpadded, "get_audio_features", AUDIO_TOKENS)
 

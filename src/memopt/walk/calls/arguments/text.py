@@ -15,7 +15,7 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index", "image_pad_token_id", "me
 VIDEO_TOKENS = ("video_token_id", "video_token_index", "video_pad_token_id")
 #: Regions of an image, in models that take another model's features of these.
 _REGIONS = 6
-#: Forms of images that are tried beside text.
+#: Forms of images that are tried with text.
 _FORMS = 4
 
 

@@ -251,12 +251,8 @@ def _cut_unpatched_images(nodes: list[PreTrainedConfig]) -> None:
     owners = [node for node in nodes if "image_size" in vars(node)]
     if len(owners) != 1 or any(name.startswith(("patch", "tubelet")) for name in vars(owners[0])):
         return
-    sides = _numbers(owners[0].image_size)
-    factor = 1
-    while sides and all(side % (2 * factor) == 0 and side // (2 * factor) >= IMAGE_SIDE for side in sides):
-        factor *= 2
-    if factor > 1:
-        owners[0].image_size = _divided(owners[0].image_size, factor)
+    if sides := _numbers(owners[0].image_size):
+        owners[0].image_size = _divided(owners[0].image_size, _factor(sides, 1, IMAGE_SIDE))
 
 
 def _cut_images(nodes: list[PreTrainedConfig]) -> None:
@@ -265,16 +261,20 @@ def _cut_images(nodes: list[PreTrainedConfig]) -> None:
         sides, patch = _numbers(vars(node).get("image_size")), _patch_side(node)
         if not sides or not patch or "depths" in vars(node):
             continue
-        factor = 1
-        while all(
-            side % (2 * factor * patch) == 0 and side // (2 * factor * patch) >= PATCHES_PER_SIDE for side in sides
-        ):
-            factor *= 2
+        factor = _factor(sides, patch, PATCHES_PER_SIDE)
         if factor > 1:
             node.image_size = _divided(node.image_size, factor)
             _cut_features(nodes, node, sides[0] // patch, factor)
         elif is_integer(node.image_size) and min(sides) // patch >= 2 * PATCHES_PER_SIDE and not _counted(nodes):
             node.image_size = PATCHES_PER_SIDE * patch
+
+
+def _factor(sides: list[int], unit: int, fewest: int) -> int:
+    """Largest power of two by which `sides` can be divided into at least `fewest` whole units each."""
+    factor = 1
+    while all(side % (2 * factor * unit) == 0 and side // (2 * factor * unit) >= fewest for side in sides):
+        factor *= 2
+    return factor
 
 
 def _patch_side(node: PreTrainedConfig) -> int:

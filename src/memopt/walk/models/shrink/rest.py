@@ -46,7 +46,7 @@ _COEFFICIENT = re.compile(r"(width|depth)_(coefficient|mult(iplier)?)")
 
 
 def cut_rest(nodes: list[PreTrainedConfig], before: list[dict[str, Any]], links: dict[int, int]) -> None:
-    """Shrink, in place, every field of `nodes` that still holds what it held `before` and is known by its name.
+    """Shrink, in place, every field of `nodes` that still has its value of `before` and is recognised by its name.
 
     `links` maps old widths to new ones across all nodes; widths decided here are added.
     """
