@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
@@ -25,6 +26,9 @@ _LARGEST = 2**18
 @contextmanager
 def poisoned() -> Iterator[None]:
     """`torch.empty` and its kin are filled inside the `with`; compiled and traced code sees the stock functions."""
+    # `torch.device` as a context looks its functions up once, by name: it has to see the stock ones, or it would not
+    # move what they allocate to meta.
+    torch.utils._device._device_constructors()
     stock = [(owner, name, getattr(owner, name)) for owner, name in _FUNCTIONS]
     for owner, name, function in stock:
         setattr(owner, name, _filled(function))
