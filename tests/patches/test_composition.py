@@ -105,7 +105,7 @@ def test_under_autocast_no_linear_keeps_a_cast_of_its_own_of_a_norm_output(name,
         hidden = [
             k for k in kept if k.dtype == "bfloat16" and k.shape[-1] == model.config.hidden_size and k.shape[0] == 2
         ]
-        return [k for k in hidden if all(operation == "linear" for _, operation in k.holders)]
+        return [k for k in hidden if all(operation == "linear" for _, operation in k.savers)]
 
     model = tiny_model(name)
     blocks = memopt.plan_for(model).sites.blocks

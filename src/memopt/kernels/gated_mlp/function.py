@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.linear.function import FusedLinearFunction, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
 from memopt.recompute_specs import Recomputed, attach_spec
 
@@ -53,6 +54,34 @@ def gated_product_fused(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
     """
     _check_halves(gate_up)
     return _product(gate_up, None, kind, gate_first)
+
+
+def gated_linear(
+    gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """``linear(h, weight, bias)`` of the product h as one function, which saves gate and up and never h.
+
+    Args:
+        gate, up, kind: as in :func:`gated_product`; `up` is None where `gate` holds both halves.
+        gate_first: which half of `gate` is the gate.
+        weight, bias: of the linear; (out, intermediate) and (out,) or None.
+
+    Returns:
+        y (..., out); None where the linear has to run on its own: under autocast, where a dtype differs, and where the
+        weight is frozen or not plain.
+    """
+    if up is None:
+        _check_halves(gate)
+    else:
+        _check_shapes(gate, up)
+    alike = gate.dtype == weight.dtype and (up is None or up.dtype == gate.dtype) and autocast_dtype(gate) is None
+    if not alike or not weight.requires_grad or not is_plain(weight) or not gate.requires_grad:
+        return None
+    with torch.no_grad():
+        h = _value(gate, up, kind, gate_first)
+    differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
+    y: Tensor = FusedLinearFunction.apply(differentiate, h, weight, bias, *((gate,) if up is None else (gate, up)))
+    return y
 
 
 # Below, `up` is None where `gate` holds both halves. `gate_first` says nothing where it does not.

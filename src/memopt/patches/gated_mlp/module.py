@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
+from memopt.kernels.gated_mlp.function import gated_linear, gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
@@ -75,22 +75,31 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
 
 
 def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: nn.Module, x: Tensor) -> Any:
-    h = _product(rewrite, children, x)
+    gate_up = _gate_and_up(rewrite, children, x)
     between = children[rewrite.between] if rewrite.between else None
     if between is not None and not _is_off(between):
-        h = between(h)
-    elif type(down) is nn.Linear and not is_watched(down):  # calling it is F.linear of its weight and bias
-        return linear(h, down.weight, down.bias)
-    return down(h)
+        return down(between(_product(rewrite, *gate_up)))
+    if type(down) is not nn.Linear or is_watched(down):
+        return down(_product(rewrite, *gate_up))
+    # Calling it is F.linear of its weight and bias.
+    y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", down.weight, down.bias)
+    return linear(_product(rewrite, *gate_up), down.weight, down.bias) if y is None else y
 
 
-def _product(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x: Tensor) -> Tensor:
+def _gate_and_up(
+    rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], x: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gate and up, or both in one tensor and None."""
     gate, up = children[rewrite.gate], children[rewrite.up]
     assert gate is not None
     assert up is not None
-    if rewrite.form == "separate":
-        return gated_product(gate(x), up(x), rewrite.activation)
-    return gated_product_fused(gate(x), rewrite.activation, rewrite.form == "gate_up")
+    return (gate(x), up(x)) if rewrite.form == "separate" else (gate(x), None)
+
+
+def _product(rewrite: GatedMLPRewrite, gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        return gated_product_fused(gate, rewrite.activation, rewrite.form == "gate_up")
+    return gated_product(gate, up, rewrite.activation)
 
 
 def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:
