@@ -27,7 +27,7 @@ def _module_hooks(module: nn.Module) -> Tables:
 
 
 def _unknown_hooks(module: nn.Module) -> Tables:
-    return ({0: None},)
+    return ({0: None},) * 4
 
 
 module_hooks: Callable[[nn.Module], Tables] = (
