@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved_by(sites: Sites) -> dict[str, tuple[str, ...]]:
-    """Holders by linear, all of them known."""
+    """What else saves the input, by linear; known of all of them."""
     assert not [note for note in sites.notes if "is not known" in note]
     return {linear.parameter.removesuffix(".weight"): linear.saved_by for linear in sites.linears}
 
@@ -54,7 +54,7 @@ def really_saved_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, se
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_holders_are_those_of_real_tensors(family: str) -> None:
+def test_what_else_saves_an_input_is_that_of_real_tensors(family: str) -> None:
     name, settings = FAMILIES[family]
     model = tiny_model(name, **settings)
     really = really_saved_by(model, tiny_inputs(name))

@@ -1,4 +1,4 @@
-"""Small configs of the same make."""
+"""Small configs of the same class."""
 
 from __future__ import annotations
 
