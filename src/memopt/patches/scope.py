@@ -32,13 +32,14 @@ _UNKNOWN: list[_Child] = []
 class ScopeHistory:
     """For which calls of one module the scope replaces nothing. A copy of the module starts with an empty one."""
 
-    __slots__ = ("_calls_closed", "_inside", "_linears")
+    __slots__ = ("_calls_closed", "_linears", "_pre_hooks")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
         """Form of a call -> calls since the scope was open, None where it has to be."""
         self._linears = _UNKNOWN
-        self._inside: list[nn.Module] = []
+        self._pre_hooks: tuple[Any, ...] = ()
+        """The tables of pre-hooks of the modules inside; a module keeps its tables for life."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ScopeHistory, ()
@@ -69,7 +70,8 @@ class ScopeHistory:
             if self._linears is not _UNKNOWN:
                 return False
         self._calls_closed.clear()
-        self._inside = list(module.modules())[1:]
+        inside = list(module.modules())[1:]
+        self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
         self._linears = [
             (parent._modules, name, child)
             for parent in module.modules()
@@ -81,7 +83,7 @@ class ScopeHistory:
     def has_pre_hooks(self) -> bool:
         """Whether a hook may exchange what a module inside is given."""
         # Where hooks are unknown there is one table, which says that every module has some.
-        return any(any(module_hooks(module)[:2]) for module in self._inside)
+        return any(self._pre_hooks)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,8 @@ def is_plain(weight: object) -> bool:
 def reads_spec(x: object, weight: Tensor) -> RecomputeSpec | None:
     """The spec by which :func:`linear` would recompute `x`; None where it would save `x`, or nothing.
 
-    The weight is trained and plain, and no cast stands between it and `x` but autocast's.
+    The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
     """
-    if torch.compiler.is_compiling():
-        return None
     spec = spec_of(x)
     if spec is None or not weight.requires_grad or not is_plain(weight):
         return None
@@ -59,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
     Returns:
         y: (..., out).
     """
-    spec = reads_spec(x, weight)
+    spec = None if torch.compiler.is_compiling() else reads_spec(x, weight)
     if spec is None:
         return F.linear(x, weight, bias)
     return recomputed_linear(x, weight, bias, spec, fuses=fuses)
