@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 #: Lines of src/memopt, all files together. It goes down when something is merged, and up only with a new method.
-LINE_CAP = 24_600
+LINE_CAP = 26_950
 #: A file fits one sitting.
 FILE_CAP = 400
 #: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.

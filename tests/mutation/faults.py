@@ -272,8 +272,8 @@ FAULTS: tuple[Fault, ...] = (
     # Reports.
     Fault(
         "report: what a block keeps is counted for every block",
-        'if kept.part == "block" and kept.block == block)',
-        'if kept.part == "block")',
+        'if each.part == "block" and each.block == block)',
+        'if each.part == "block")',
         _REPORT,
     ),
     Fault(

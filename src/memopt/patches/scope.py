@@ -145,14 +145,19 @@ def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
 def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
+    return run_in_scope(rewrite, stock, module, *args, **kwargs)
+
+
+def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``run(module, *args, **kwargs)``, a call of `module`, inside the scope that `module` is."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
     scope = rewrite.around(module, *args, **kwargs)
     if scope is _CLOSED and not is_under_foreign_hooks():
-        return stock(module, *args, **kwargs)
+        return run(module, *args, **kwargs)
     # FSDP2's hook on a module inside the block wraps its inputs, but not where checkpointing runs it in backward.
     with Region(repeats=not rewrite.history.has_pre_hooks()) as region:
         with scope:
-            output = stock(module, *args, **kwargs)
+            output = run(module, *args, **kwargs)
         region.leaves(output)
     return output

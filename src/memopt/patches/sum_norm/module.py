@@ -7,8 +7,8 @@ without the kernel the stock forward runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.device import runs_triton
 from memopt.patches.norm.module import norm_of_sum
-from memopt.patches.scope import ScopeRewrite
+from memopt.patches.scope import ScopeRewrite, run_in_scope
 from memopt.patches.swap import steps_aside, swap_forward
 from memopt.walk.sites import SumNormSite
 
@@ -42,20 +42,26 @@ def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | N
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
-    with nullcontext() if rewrite.scope is None else rewrite.scope.around(module, *args, **kwargs):
-        given = _bound(rewrite.site, args, kwargs)
-        if given is None or not runs_triton(*given):
-            return stock(module, *args, **kwargs)
-        hidden, residual = given
-        children = module._modules
-        for name in (rewrite.site.dense, rewrite.site.between):
-            if name is not None:
-                child = children[name]
-                assert child is not None
-                hidden = child(hidden)
-        norm = children[rewrite.site.norm]
-        assert norm is not None
-        return norm_of_sum(norm, hidden, residual)
+    run = functools.partial(_run, stock, rewrite.site)
+    if rewrite.scope is None:
+        return run(module, *args, **kwargs)
+    return run_in_scope(rewrite.scope, run, module, *args, **kwargs)
+
+
+def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    given = _bound(site, args, kwargs)
+    if given is None or not runs_triton(*given):
+        return stock(module, *args, **kwargs)
+    hidden, residual = given
+    children = module._modules
+    for name in (site.dense, site.between):
+        if name is not None:
+            child = children[name]
+            assert child is not None
+            hidden = child(hidden)
+    norm = children[site.norm]
+    assert norm is not None
+    return norm_of_sum(norm, hidden, residual)
 
 
 def _bound(site: SumNormSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
