@@ -90,6 +90,23 @@ def test_the_recomputed_tensor_is_made_once_and_let_go_after_its_last_holder(mon
     assert len(made) == 2
 
 
+def test_an_autocast_region_around_backward_does_not_reach_what_is_recomputed(monkeypatch):
+    seen: list[bool] = []
+    silu = F.silu
+
+    def watching_silu(z):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return silu(z)
+
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    with RecomputeScope():
+        loss = second(silu(first(torch.randn(4, 8)))).square().sum()
+    monkeypatch.setattr(F, "silu", watching_silu)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert seen == [False]
+
+
 def test_a_partial_backward_does_not_leave_a_recomputed_tensor_behind(monkeypatch):
     made: list[weakref.ref[Tensor]] = []
     silu = F.silu
