@@ -101,7 +101,7 @@ def _explain(error: Exception, command: str | None) -> UsageError:
         end = "?" if "Did you mean" in message else "."
         return UsageError(f"{message}{end}", f"Did you mean {near[0]}?" if near else _try_help(command))
     full: str = error.format_message()
-    return UsageError(full, _try_help(command))
+    return UsageError(full.replace("Value error, ", ""), _try_help(command))
 
 
 def _try_help(command: str | None) -> str:
