@@ -11,7 +11,6 @@ from torch import Tensor
 from memopt.walk.aten.meta_shapes import MetaShapes
 from memopt.walk.calls.parts import every_call
 from memopt.walk.models.build import build_meta
-from memopt.walk.models.shrink.depth import with_depth
 from tests.walk.configs import make_config
 
 aten = torch.ops.aten
@@ -96,7 +95,6 @@ def test_whole_forwards_are_answered_rightly(family: str, monkeypatch: pytest.Mo
         return answer
 
     monkeypatch.setattr(MetaShapes, "call", checked)
-    # Real widths; more layers would repeat the same calls.
-    assert every_call(build_meta(with_depth(make_config(family), 3)))
-    assert len(compared) > 200
+    assert every_call(build_meta(make_config(family)))
+    assert len(compared) > 1000
     assert [entry for entry in compared if entry[0] != entry[1]] == []
