@@ -34,7 +34,12 @@ _SHRINK = ("tests/walk/test_shrink.py", "tests/walk/test_shrink_rest.py")
 
 FAULTS: tuple[Fault, ...] = (
     # Norms.
-    Fault("norm forward: eps is left out", ".mean(-1, keepdim=True) + spec.eps)", ".mean(-1, keepdim=True))", _NORMS),
+    Fault(
+        "norm forward: eps is left out",
+        ".mean(-1, keepdim=True) + spec.eps_in(x.dtype))",
+        ".mean(-1, keepdim=True))",
+        _NORMS,
+    ),
     Fault(
         "norm forward: a layer norm is not centred",
         "wide = wide - wide.mean(-1, keepdim=True)",

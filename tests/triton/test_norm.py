@@ -536,6 +536,14 @@ def test_the_output_is_made_again_by_the_kernel(launches):
     assert torch.equal(given, y.detach())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_an_eps_it_is_the_machine_epsilon_of_fp32(dtype):
+    x = draw(4, 24, dtype=dtype, scale=1e-4)
+    _, x_hat, _ = launch_forward(x, None, None, NormSpec("rms", None).in_dtype(dtype))
+    expected = torch.nn.functional.rms_norm(x, (24,))
+    assert (x_hat.double() - expected.double()).norm() <= 2 * torch.finfo(dtype).eps * expected.double().norm()
+
+
 @pytest.mark.parametrize("family", [RMS, LAYER, ("rms", 0, False, False)], ids=str)
 def test_the_operators_are_consistent_with_their_fakes(family, launches):
     weight, bias, spec = parameters(family, 24, torch.float32)

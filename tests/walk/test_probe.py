@@ -86,8 +86,10 @@ def test_layer_norm_is_told_with_its_eps(eps: float, device: str) -> None:
     )
 
 
-def test_rms_norm_with_its_default_eps_has_that_of_fp32() -> None:
-    assert probed(nn.RMSNorm(WIDTH)).eps == torch.finfo(torch.float32).eps
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_without_an_eps_has_that_of_the_dtype_it_computes_in(affine: bool) -> None:
+    assert probed(nn.RMSNorm(WIDTH, elementwise_affine=affine)).eps is None
+    assert probed(nn.RMSNorm(WIDTH, eps=torch.finfo(torch.float32).eps)).eps == torch.finfo(torch.float32).eps
 
 
 def test_layer_norm_without_affine_is_found() -> None:

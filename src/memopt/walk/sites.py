@@ -71,7 +71,8 @@ class NormSite:
     name: str
     kind: NormKind
     hidden_size: int
-    eps: float
+    eps: float | None
+    """None for the machine epsilon of the dtype that the statistics are computed in; 0 without a formula."""
     weight: str | None
     """Parameter name of the scale; None for a norm without one."""
     bias: str | None = None

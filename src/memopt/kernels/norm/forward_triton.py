@@ -61,7 +61,7 @@ def launch_forward(
     added = source if residual is None else rows_of(residual)
     assert added is not None
     tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd)
-    sizes = (source.count, hidden, arguments.spec.eps)
+    sizes = (source.count, hidden, arguments.spec.eps_in(x.dtype))
     strides = (*source.arguments, *added.arguments, *target.arguments)
     constants = _affine_options(weight, bias, arguments) | {"RMS": rms}
     with on_device_of(x):

@@ -100,9 +100,9 @@ def _norm(
     bare = weight is None and bias is None
     if torch.compiler.is_compiling():
         if bare:
-            y, _ = norm_ops.ms_normalize(x, spec.kind, spec.eps, dtype, residual)
+            y, _ = norm_ops.ms_normalize(x, spec.kind, spec.eps_in(x.dtype), dtype, residual)
         else:
-            options = (spec.kind, spec.eps, spec.offset, spec.cast, dtype, kept_dtype)
+            options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     elif bare:
         arguments = _arguments(spec, x.dtype, dtype, dtype)

@@ -27,11 +27,16 @@ class NormSpec:
     """Which norm: the numeric family, without its parameters."""
 
     kind: Literal["rms", "layer"]
-    eps: float
+    eps: float | None
+    """None for the machine epsilon of the dtype that the statistics are computed in, as in ``nn.RMSNorm(eps=None)``."""
     offset: Literal[0, 1] = 0
     """1 for the (1 + weight) family."""
     cast: Literal["before", "after"] = "after"
     """Whether x_hat is rounded to the input's dtype before or after it is scaled by the weight."""
+
+    def eps_in(self, dtype: torch.dtype) -> float:
+        """eps for an input of `dtype`."""
+        return torch.finfo(accumulation_dtype(dtype)).eps if self.eps is None else self.eps
 
     def in_dtype(self, dtype: torch.dtype) -> NormArguments:
         """This norm where input, output and x_hat have one dtype."""
@@ -60,12 +65,12 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     if spec.kind == "layer":
         if x.dtype == wide.dtype and x.size(-1):
             # The stock kernel: to the last bit what nn.LayerNorm computes, without temporaries of the input's size.
-            x_hat, _, rstd = torch.native_layer_norm(x, [x.size(-1)], None, None, spec.eps)
+            x_hat, _, rstd = torch.native_layer_norm(x, [x.size(-1)], None, None, spec.eps_in(x.dtype))
             return x_hat, rstd
         # For 16-bit inputs that kernel is less exact than this: it does not subtract the mean before it multiplies.
         wide = wide.contiguous()
         wide = wide - wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps_in(x.dtype))
     return wide * rstd, rstd
 
 

@@ -23,6 +23,8 @@ from memopt.walk.sites import CastOrder, NormKind
 _AGREES = 1e-9
 #: Size of an input so small that only eps is left under the root.
 _TINY = 1e-18
+#: Size of an input that a norm changes in every dtype according to which dtype's machine epsilon it adds.
+_SMALL = 1e-4
 #: Width tried for a norm that has neither parameters nor an attribute with its width.
 _ANY_WIDTH = 24
 _MAX_PER_HEAD = 1 << 16
@@ -44,7 +46,8 @@ class NormProbe:
     kind: NormKind
     hidden_size: int | None
     """None for a norm without parameters that takes any width."""
-    eps: float
+    eps: float | None
+    """None for the machine epsilon of the dtype that the statistics are computed in: fp32 for 16-bit inputs."""
     weight: str | None
     """Attribute that holds the scale."""
     bias: str | None
@@ -88,11 +91,18 @@ def _affine_slots(module: nn.Module) -> tuple[str, ...] | None:
     return tuple(own) if (vectors or _is_per_head(first)) and all(p.is_floating_point() for p in own.values()) else None
 
 
-def _without_affine(copy: Isolated, found: _Affine, x: Tensor) -> Tensor:
+def _without_affine(copy: Isolated, found: _Affine | None, x: Tensor) -> Tensor:
     """The output for a weight of 1 and no bias."""
+    return copy.run(x, _identity(copy, found))
+
+
+def _identity(copy: Isolated, found: _Affine | None) -> dict[str, Tensor]:
+    """Values of the affine that leave the normalised input as it is."""
+    if found is None:
+        return {}
     weight, bias, offset = found
     ones = torch.ones(copy.parameter(weight).numel(), dtype=torch.float64)
-    return copy.run(x, {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})})
+    return {weight: ones * (1 - offset), **({bias: ones * 0} if bias else {})}
 
 
 def _is_per_head(parameter: Tensor) -> bool:
@@ -119,7 +129,7 @@ def _probe_plain(copy: Isolated) -> NormProbe | None:
     """A norm without parameters."""
     for width in (*_declared_widths(copy.module), _ANY_WIDTH):
         with contextlib.suppress(*_FAILURES):
-            fitted = _fit(copy.run, width, copy.floats)
+            fitted = _fit(copy, None, width)
             if fitted:
                 accepts_any = width == _ANY_WIDTH and width not in _declared_widths(copy.module)
                 return NormProbe(fitted[0], None if accepts_any else width, fitted[1], None, None, 0, "after")
@@ -142,10 +152,9 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
     if found is None:
         return "it has its own parameters, which are not a scale and shift of a normalised input"
     weight, bias, offset = found
-    normalise = functools.partial(_without_affine, copy, found)
-    if torch.allclose(normalise(x), x, rtol=_AGREES):
+    if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
         return _SCALES_ONLY
-    fitted = _fit(normalise, width, copy.floats)
+    fitted = _fit(copy, found, width)
     if fitted is None:
         return _without_formula("other", copy, width, found, x)
     cast = _cast_order(copy, weight, bias, offset, *fitted)
@@ -262,26 +271,57 @@ def _keeps_intermediates(copy: Isolated, *inputs: Tensor) -> bool:
         copy.module.requires_grad_(False).double()
 
 
-def _fit(
-    normalise: Callable[[Tensor], Tensor], width: int, attributes: tuple[float, ...]
-) -> tuple[NormKind, float] | None:
-    """(family, eps) that reproduce `normalise` to 1e-9 at inputs of size one, of size sqrt(eps) and below."""
-    x = _tokens(width)
+def _fit(copy: Isolated, found: _Affine | None, width: int) -> tuple[NormKind, float | None] | None:
+    """(family, eps) that reproduce the module to 1e-9 at inputs of size one, of size sqrt(eps) and below."""
+    x, normalise = _tokens(width), functools.partial(_without_affine, copy, found)
     if normalise(x).shape != x.shape:
         return None
     for kind in _FORMULAS:
         eps = _measure_eps(normalise, x, kind)
         if eps is None:
             continue
-        near = [value for value in attributes if math.isclose(value, eps, rel_tol=1e-6)]
+        near = [value for value in copy.floats if math.isclose(value, eps, rel_tol=1e-6)]
         for candidate in (*near, float(f"{eps:.6g}"), eps):
             sizes = (1.0, math.sqrt(candidate) or _TINY, _TINY)
             if all(_same(normalise(x * s), _FORMULAS[kind](x * s, candidate)) for s in sizes):
-                if math.isclose(candidate, torch.finfo(torch.float64).eps):
-                    # The default of torch's rms_norm is the eps of the dtype it computes in: fp32 in training.
-                    return kind, torch.finfo(torch.float32).eps
-                return kind, candidate
+                return _with_machine_eps(copy, found, width, kind, candidate)
     return None
+
+
+def _with_machine_eps(
+    copy: Isolated, found: _Affine | None, width: int, kind: NormKind, eps: float
+) -> tuple[NormKind, float | None] | None:
+    """(family, eps), where an eps that is fp64's machine epsilon may be that of another dtype in another dtype.
+
+    None for a rule that memopt's norms do not know, as the machine epsilon of a 16-bit input itself.
+    """
+    if not math.isclose(eps, torch.finfo(torch.float64).eps):
+        return kind, eps
+    rules: tuple[float | None, ...] = (None, eps)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = (_tokens(width) * _SMALL).to(dtype)
+        y = _in_dtype(copy, x, _identity(copy, found))
+        accuracy = 4 * torch.finfo(dtype).eps  # of y: some roundings
+        rules = tuple(
+            rule
+            for rule in rules
+            if torch.allclose(
+                y.double(),
+                _FORMULAS[kind](x.double(), torch.finfo(torch.float32).eps if rule is None else rule),
+                rtol=accuracy,
+                atol=accuracy,
+            )
+        )
+    return (kind, rules[0]) if rules else None
+
+
+def _in_dtype(copy: Isolated, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+    """Output of the module in the dtype of `x`, without any cast of memopt's."""
+    copy.module.to(x.dtype)
+    try:
+        return copy.run(x, {name: value.to(x.dtype) for name, value in values.items()}, native=True)
+    finally:
+        copy.module.to(torch.float64)
 
 
 def _measure_eps(normalise: Callable[[Tensor], Tensor], x: Tensor, kind: NormKind) -> float | None:
@@ -320,21 +360,20 @@ def _rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64) * 1.3 + 0.4
 
 
-def _cast_order(copy: Isolated, weight: str, bias: str | None, offset: int, kind: NormKind, eps: float) -> CastOrder:
+def _cast_order(
+    copy: Isolated, weight: str, bias: str | None, offset: int, kind: NormKind, eps: float | None
+) -> CastOrder:
     """Which of the two roundings to bf16 the module does, by the number of equal elements."""
     width = copy.parameter(weight).numel()
     x = _rows(16, width).bfloat16()
     values = {weight: (torch.rand(width) * 1.3 + 0.3).bfloat16()}
     if bias:
         values[bias] = torch.randn(width).bfloat16()
-    copy.module.to(torch.bfloat16)
     try:
-        y = copy.run(x, values, native=True)
+        y = _in_dtype(copy, x, values)
     except _FAILURES:
         return "after"
-    finally:
-        copy.module.to(torch.float64)
-    x_hat = _FORMULAS[kind](x.float(), eps)
+    x_hat = _FORMULAS[kind](x.float(), torch.finfo(torch.float32).eps if eps is None else eps)
     before = (offset + values[weight]) * x_hat.bfloat16()
     after = (offset + values[weight].float()) * x_hat
     if bias:
