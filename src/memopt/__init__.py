@@ -5,6 +5,7 @@ Names are imported on first use, so that `import memopt` and the command line st
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,9 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("memopt")
     elif name in _HOMES:
+        state = random.getstate()  # rich draws a number while it is imported
         value = getattr(import_module(_HOMES[name]), name)
+        random.setstate(state)
     elif name in _ROOMS:
         value = import_module(f"memopt.{name}")
     else:

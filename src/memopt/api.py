@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from memopt.errors import ModelError, NegativeVerdict, RecipeError
+from memopt.generators import generators_kept
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.record import Record, drop_record, keep_record, record_of
 from memopt.patches.swap import is_swapped
@@ -57,8 +58,10 @@ def patch(
             f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
         )
-    plan = plan_for(model, rules, inputs=inputs)
-    _finish(model, plan, apply(model, plan))
+    with generators_kept():
+        plan = plan_for(model, rules, inputs=inputs)
+        applied = apply(model, plan)
+    _finish(model, plan, applied)
     return model
 
 
@@ -79,6 +82,7 @@ def summary(model: nn.Module) -> Summary:
     return summarize(sum(is_swapped(module) for module in model.modules()), record_of(model))
 
 
+@generators_kept()
 def plan_for(
     model: nn.Module | str | Path,
     recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
@@ -143,11 +147,13 @@ def load(
     unfolded = load_recipe(recipe, overrides).unfolded()
     modules = (name for name, _ in model.named_modules())
     names = {name for name in modules if folded is None or _same_norm(name, folded)}
-    sites = _walk(model, remembered if batch is None else batch)
-    if batch is None and not sites.ran:  # a model with another head may not take that batch
-        sites = _walk(model, None)
-    plan = make_plan(sites, unfolded)
-    _finish(model, plan, apply(model, plan, folded=names))
+    with generators_kept():  # as `from_pretrained` left them: it draws the weights of a new head
+        sites = _walk(model, remembered if batch is None else batch)
+        if batch is None and not sites.ran:  # a model with another head may not take that batch
+            sites = _walk(model, None)
+        plan = make_plan(sites, unfolded)
+        applied = apply(model, plan, folded=names)
+    _finish(model, plan, applied)
     return model
 
 

@@ -13,6 +13,7 @@ from memopt.checkpoint.manifest import InputsRecord, is_patched
 from memopt.checkpoint.sources.source import CheckpointSource, open_source
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.errors import NegativeVerdict
+from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.reporting.build import chosen_recipe, compare_training
@@ -43,6 +44,7 @@ class PatchResult:
     """Sentences that a user should read."""
 
 
+@generators_kept()
 def patch_checkpoint(
     source: str | Path,
     out: str | Path | None = None,
@@ -113,6 +115,7 @@ def patch_checkpoint(
     return PatchResult(checkpoint, written.plan, target, written, tuple(notes))
 
 
+@generators_kept()
 def report(
     model: str | Path,
     recipe: str | Path | Recipe | None = None,

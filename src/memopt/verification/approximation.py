@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memopt.checks import Check
+from memopt.generators import seed_cpu
 from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
 from memopt.verification.gradient import Gradients
@@ -36,7 +37,7 @@ def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
     everywhere = (setting for patch in patches() for setting in patch.at_most(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
-    torch.manual_seed(0)  # for stochastic rounding of codes
+    seed_cpu(0)  # for stochastic rounding of codes
     with contextlib.ExitStack() as watched:
         errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
         loss, approximate = trial.step(model)

@@ -9,11 +9,13 @@ from typing import Literal
 from memopt.checkpoint.manifest import is_patched, read_manifest
 from memopt.checks import LEVELS, Check, Level
 from memopt.errors import ModelError, NegativeVerdict, UsageError
+from memopt.generators import generators_kept
 from memopt.patches.registry import patches
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
 
 
+@generators_kept()
 def verify(
     directory: str | Path,
     *,

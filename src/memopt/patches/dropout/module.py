@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.generators import seed_cpu
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.swap import steps_aside, swap_forward
@@ -158,7 +159,7 @@ def _draw(shape: tuple[int, ...]) -> Tensor:
 def _run(module: nn.Module, name: str, p: float, x: Tensor, *, seed: int = 2, training: bool = True) -> Tensor:
     alone = with_stand_ins(module, training=training)
     alone.__dict__[name] = p
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     y: Tensor = alone.forward(x)
     return y
 

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from memopt.checks import Check, Status
+from memopt.generators import seed_cpu
 from memopt.patches.base import Trial
 from memopt.patches.registry import patches
 from memopt.patches.sampled_linear.module import samplings_in
@@ -51,7 +51,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
     draws = _Draws({f"{name}.weight" for name in samplings})
     loss = exact_loss
     for seed in range(DRAWS):
-        torch.manual_seed(seed)
+        seed_cpu(seed)
         model.zero_grad()
         loss, gradients = trial.step(model)
         draws.add(gradients, exact)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.generators import seed_cpu
 from memopt.saved_tensors import ObservedTensor, Save, SavedTensorObserver
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.contractions import recognise
@@ -68,7 +69,7 @@ def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> 
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
-        torch.default_generator.manual_seed(seed)  # so that layer drop leaves out other layers in the next call
+        seed_cpu(seed)  # so that layer drop leaves out other layers in the next call
         for module in target.modules():
             if "gradient_checkpointing" in vars(module):
                 vars(module)["gradient_checkpointing"] = False  # it would save nothing in this forward

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memopt.generators import seed_cpu
 from memopt.walk.aten.precision import Float64Mode, default_dtype
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.outputs import output_tensors
@@ -224,7 +225,7 @@ def _outputs_of(model: nn.Module, call: Call, ignoring: Collection[str]) -> _Out
 @contextlib.contextmanager
 def _reproducible() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), default_dtype(torch.float64), Float64Mode():
-        torch.manual_seed(0)
+        seed_cpu(0)
         yield
 
 

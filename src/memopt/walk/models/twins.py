@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.generators import seed_cpu
 from memopt.walk.models.instantiate import instantiate
 
 #: A weight matrix with a standard deviation below the first is scaled to the second: with the usual 0.02 a wrong fold
@@ -22,7 +23,7 @@ def random_twins(configs: Iterator[PreTrainedConfig], seed: int, dtype: torch.dt
     """A twin in eval mode for each config; the same seed gives the same weights, torch's generator is left alone."""
     for small in configs:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            seed_cpu(seed)
             twin = instantiate(small, device="cpu", dtype=torch.float32)
             _randomise(twin, torch.Generator().manual_seed(seed))
         yield nn.Module.to(twin, dtype).eval()

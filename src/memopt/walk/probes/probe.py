@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memopt.generators import seed_cpu
 from memopt.walk.probes.elementwise import replays
 from memopt.walk.probes.isolate import Isolated, isolate, signature
 from memopt.walk.sites import CastOrder, NormKind
@@ -115,7 +116,7 @@ def _probe(module: nn.Module, slots: tuple[str, ...]) -> NormProbe | str | None:
     if copy is None:
         return None if not slots else "it cannot be copied and run alone"
     with torch.random.fork_rng(devices=[]), contextlib.suppress(*_FAILURES):
-        torch.manual_seed(0)
+        seed_cpu(0)
         if slots and _is_per_head(copy.parameter(slots[0])):
             return _probe_per_head(copy, slots)
         return _probe_plain(copy) if not slots else _probe_affine(copy, slots)
