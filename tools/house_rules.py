@@ -13,8 +13,8 @@ import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-#: Lines of src/memopt, all files together. It goes down when something is merged, and up only with a new method.
-LINE_CAP = 26_950
+#: Lines of src/memopt, all files together. It goes down when something is merged, and up only with a new method or a new proof.
+LINE_CAP = 29_000
 #: A file fits one sitting.
 FILE_CAP = 400
 #: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.
