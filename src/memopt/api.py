@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -114,7 +113,7 @@ def load(
     overrides: Iterable[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
-    """Load a folder that `memopt patch` wrote, patched and ready to train.
+    """Load a folder that `memopt patch` wrote, or that such a model was saved to, patched and ready to train.
 
     Args:
         directory: the folder.
@@ -127,6 +126,7 @@ def load(
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
+    from memopt.checkpoint.patched import patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config
     from memopt.walk.models.config import model_class as natural_class
@@ -137,16 +137,16 @@ def load(
         raise ModelError(
             f"Folder '{directory}' does not exist.", f"Write it with: memopt patch MODEL --out {directory}"
         )
-    recipe, folded, remembered = _record_of(directory)
+    record = patched_folder(directory)
+    folded, remembered = record.folded_norms(), record.batch()
     batch = given_batch(inputs)
     trust_remote_code = bool(kwargs.get("trust_remote_code", False))
     cls: Any = model_class
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
     model = from_pretrained(cls, directory, **kwargs)
-    unfolded = load_recipe(recipe, overrides).unfolded()
-    modules = (name for name, _ in model.named_modules())
-    names = {name for name in modules if folded is None or _same_norm(name, folded)}
+    unfolded = load_recipe(record.recipe, overrides).unfolded()
+    names = {name for name, _ in model.named_modules() if _same_norm(name, folded)}
     with generators_kept():  # as `from_pretrained` left them: it draws the weights of a new head
         sites = _walk(model, remembered if batch is None else batch)
         if batch is None and not sites.ran:  # a model with another head may not take that batch
@@ -167,25 +167,6 @@ def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:
     if inputs is None or sites.ran or dtype is None:
         return sites
     return walk_model(model, placed(inputs, None, dtype))
-
-
-def _record_of(directory: Path) -> tuple[str | Recipe, frozenset[str] | None, Mapping[str, Any] | None]:
-    """Recipe of a patched folder, its folded norms (None where only their number is known), and its inputs.
-
-    `save_pretrained` after training writes the key in config.json and no memopt.json. Then every norm with an identity
-    affine counts as folded.
-    """
-    from memopt.checkpoint.manifest import CONFIG_KEY, read_manifest
-    from memopt.checkpoint.sources.source import MANIFEST
-
-    if not (directory / MANIFEST).is_file():
-        try:
-            key = json.loads((directory / "config.json").read_text(encoding="utf-8"))[CONFIG_KEY]
-            return str(key["recipe"]), (None if key["folded_norms"] else frozenset()), None
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-    manifest = read_manifest(directory)
-    return manifest.recipe, manifest.folded_norms(), manifest.batch()
 
 
 def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:

@@ -9,8 +9,9 @@ from typing import Any
 
 from memopt.checkpoint.atomic import check_space, check_target
 from memopt.checkpoint.fold import FoldPlan
-from memopt.checkpoint.manifest import InputsRecord, is_patched
-from memopt.checkpoint.sources.source import CheckpointSource, open_source
+from memopt.checkpoint.manifest import InputsRecord
+from memopt.checkpoint.patched import is_patched, patched_folder
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.errors import NegativeVerdict
 from memopt.generators import generators_kept
@@ -195,9 +196,15 @@ def default_folder(model: str) -> Path:
 
 def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool) -> CheckpointSource:
     source = open_source(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
-    if is_patched(source.root):
+    if not is_patched(source.root):
+        return source
+    if (source.root / MANIFEST).is_file():
         raise NegativeVerdict(f"'{model}' is already patched.", "Patch the model that it was made from.")
-    return source
+    base = patched_folder(source.root).base_model
+    raise NegativeVerdict(
+        f"'{model}' is already patched: it was made from {base}, loaded and saved again.",
+        f"Train it on with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
+    )
 
 
 def _walk(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:

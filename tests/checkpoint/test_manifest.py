@@ -16,9 +16,9 @@ from memopt.checkpoint.manifest import (
     Manifest,
     SourceRecord,
     add_config_key,
-    is_patched,
     read_manifest,
 )
+from memopt.checkpoint.patched import is_patched
 from memopt.errors import ModelError
 from memopt.patches.base import Entry
 from memopt.plan.recipe import load_recipe

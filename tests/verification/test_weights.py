@@ -219,7 +219,7 @@ def test_a_file_that_was_changed_is_found(patched: Path, name: str) -> None:
 
 def test_a_file_that_is_missing_is_found(patched: Path) -> None:
     (patched / "tokenizer.json").unlink()
-    assert by_id(verify_weights(patched), "fail") == {"weights.files"}
+    assert by_id(verify_weights(patched), "fail") == {"weights.files", "weights.side_files"}
 
 
 def test_a_truncated_shard_is_a_failed_check_not_an_error(patched: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_source_that_moved_is_found_with_against(tmp_path: Path, model: Path, 
 def test_a_source_that_changed_since_is_not_compared_with(model: Path, patched: Path) -> None:
     tensors = load_file(model / FILE)
     tensors["model.embed.weight"] += 1
-    save_file(tensors, model / FILE)
+    save_file(tensors, model / FILE, metadata={"format": "pt"})
     checks = verify_weights(patched)
     assert by_id(checks, "skip") == {"weights.source", "weights.fold"}
     assert by_id(verify_weights(patched, str(model)), "fail") == {"weights.unchanged"}
@@ -269,7 +269,7 @@ def test_a_folder_that_was_not_patched_is_an_error(model: Path) -> None:
 def test_a_manifest_that_folds_unknown_tensors_fails(patched: Path) -> None:
     path = patched / "memopt.json"
     path.write_text(path.read_text().replace("model.layers.0.q.weight", "model.layers.0.z.weight"))
-    assert by_id(verify_weights(patched), "fail") == {"weights.fold"}
+    assert by_id(verify_weights(patched), "fail") == {"weights.fold", "weights.manifest"}
 
 
 def test_folds_that_the_manifest_does_not_list_are_found(patched: Path) -> None:
@@ -277,7 +277,7 @@ def test_folds_that_the_manifest_does_not_list_are_found(patched: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["folds"] = manifest["folds"][:1]
     path.write_text(json.dumps(manifest))
-    assert by_id(verify_weights(patched), "fail") == {"weights.unchanged"}
+    assert by_id(verify_weights(patched), "fail") == {"weights.manifest", "weights.unchanged"}
 
 
 def test_a_checkpoint_without_folds_is_compared_byte_by_byte(model: Path) -> None:

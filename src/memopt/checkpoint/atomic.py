@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from memopt.checkpoint.manifest import is_patched
+from memopt.checkpoint.patched import is_patched
 from memopt.checkpoint.sources.hub import cache_folder
 from memopt.errors import OutputError
 

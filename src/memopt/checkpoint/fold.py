@@ -40,11 +40,15 @@ class Fold:
     consumers: tuple[FoldedConsumer, ...]
 
     @property
+    def own(self) -> tuple[str, ...]:
+        """The norm's own tensors."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
     def touched(self) -> frozenset[str]:
         """Every tensor that the fold changes."""
-        own = {self.weight} | ({self.bias} if self.bias else set())
         shifted = {c.bias for c in self.consumers if c.bias and self.bias}
-        return frozenset(own | shifted | {c.weight for c in self.consumers})
+        return frozenset(shifted | {*self.own} | {c.weight for c in self.consumers})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from memopt.checkpoint.fold import Fold
@@ -94,21 +94,17 @@ class Manifest:
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}
-        for record in data["folds"]:
-            for consumer in record["fold"]["consumers"]:
-                consumer["channels"] = _to_runs(consumer["channels"])
+        for record, written in zip(data["folds"], self.folds, strict=True):
+            record["fold"] = fold_to_dict(written.fold)
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def is_patched(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint that memopt wrote."""
-    if (folder / MANIFEST).is_file():
-        return True
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and CONFIG_KEY in config
+def fold_to_dict(fold: Fold) -> dict[str, Any]:
+    """JSON-ready form of a fold, its channels as runs."""
+    data = dataclasses.asdict(fold)
+    for consumer in data["consumers"]:
+        consumer["channels"] = _to_runs(consumer["channels"])
+    return data
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -124,13 +120,17 @@ def read_manifest(folder: Path) -> Manifest:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"'{folder}' has no {MANIFEST}.", "Give a folder that `memopt patch` wrote.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"'{path}' is not readable JSON: {error}.", "Run `memopt patch` again.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         writer = data.get("memopt_version", "a newer version")
         raise ModelError(f"'{path}' was written by memopt {writer}, which is newer than this one.", "Upgrade memopt.")
     try:
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {version!r}")
+        if outside := next((n for n in (*data["files"], *data["source"]["files"]) if _leads_out(n)), None):
+            raise ValueError(f"{outside!r} is no file inside a folder")
         data["recipe"] = modernised(data["recipe"])
         for record in data["folds"]:
             for consumer in record["fold"]["consumers"]:
@@ -153,6 +153,10 @@ def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:
     lines = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     comma = "" if body.endswith("{") else ","
     return f'{body}{comma}\n  "{CONFIG_KEY}": {lines}\n{text[end:]}'.encode()
+
+
+def _leads_out(name: str) -> bool:
+    return not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name
 
 
 def _to_runs(channels: tuple[int, ...] | None) -> list[list[int]] | None:

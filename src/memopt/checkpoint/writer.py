@@ -27,6 +27,7 @@ from memopt.checkpoint.manifest import (
     SourceRecord,
     add_config_key,
 )
+from memopt.checkpoint.patched import config_key, digest_of_affines
 from memopt.checkpoint.shards import restore, write_shard
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
@@ -173,14 +174,8 @@ def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str]
 
 
 def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: Path) -> None:
-    key = {
-        "schema_version": SCHEMA_VERSION,
-        "version": memopt.__version__,
-        "base_model": source.model if source.commit else str(source.root),
-        "commit": source.commit,
-        "recipe": plan.recipe.name,
-        "folded_norms": len(folds.folds),
-    }
+    affines = digest_of_affines(folds.folds, source.read_range)
+    key = config_key(source.model, source.root, source.commit, plan.recipe, folds.folds, affines)
     (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
 
 

@@ -59,6 +59,11 @@ class Rules(Strict):
         """Whether they change the weights of a checkpoint."""
         return False
 
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether folds may change hidden states that the model returns."""
+        return False
+
     def in_memory(self) -> Mapping[str, str]:
         """The fields that differ for a model in memory, whose weights nobody changes."""
         return {}

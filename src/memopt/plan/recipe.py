@@ -50,6 +50,11 @@ class Recipe(Strict):
         """Whether it changes the weights of a checkpoint."""
         return any(rules.folds for rules in self._all_rules().values())
 
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether folds may change hidden states that the model returns."""
+        return any(rules.changes_outputs for rules in self._all_rules().values())
+
     def rules(self, kind: type[R]) -> R:
         """The rules of that kind; their defaults where no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.checkpoint.manifest import Manifest, is_patched, read_manifest
+from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
@@ -49,9 +49,10 @@ def compare_training(
     batch = given_batch(inputs)
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     folder = Path(source).expanduser()
-    manifest, rules = _manifest(folder), chosen_recipe(source, recipe)
-    if batch is None and any_size and manifest is not None:
-        batch = manifest.batch()
+    record, rules = _record(folder), chosen_recipe(source, recipe)
+    manifest = record.manifest if record else None
+    if batch is None and any_size and record is not None:
+        batch = record.batch()
 
     def attempts() -> Iterator[Batch | None]:
         yield batch
@@ -63,7 +64,7 @@ def compare_training(
     first: MemoptError | None = None
     for attempt in attempts():
         try:
-            comparison = _compare(str(source), config, training, seq, rules, manifest, attempt, trust_remote_code)
+            comparison = _compare(str(source), config, training, seq, rules, record, attempt, trust_remote_code)
         except (ModelError, InputsError) as error:
             first = first or error
             continue
@@ -84,12 +85,12 @@ def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Rec
     Raises:
         RecipeError: the recipe is unknown.
     """
-    manifest = None if recipe is not None else _manifest(Path(source).expanduser())
-    return load_recipe(recipe or (manifest.recipe if manifest else DEFAULT_MEMORY_RECIPE))
+    record = None if recipe is not None else _record(Path(source).expanduser())
+    return load_recipe(recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
 
 
-def _manifest(folder: Path) -> Manifest | None:
-    return read_manifest(folder) if folder.is_dir() and is_patched(folder) else None
+def _record(folder: Path) -> PatchedFolder | None:
+    return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 
 
 def _compare(
@@ -98,7 +99,7 @@ def _compare(
     training: Training,
     seq: int | None,
     rules: Recipe,
-    manifest: Manifest | None,
+    record: PatchedFolder | None,
     batch: Batch | None,
     trust_remote_code: bool,
 ) -> Comparison:
@@ -112,10 +113,10 @@ def _compare(
     else:
         longest = max_positions(config) or _LONGEST_DEFAULT_SEQ
         training = replace(training, seq=seq or min(_LONGEST_DEFAULT_SEQ, longest))
-    if manifest is not None or not rules.folds:
+    if record is not None or not rules.folds:
         # The folded norms are known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)
-        folded = manifest.folded_norms() if manifest is not None else frozenset()
+        folded = record.folded_norms() if record is not None else frozenset()
     else:
         sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
         folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
+from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import (
     Pair,
@@ -30,6 +31,7 @@ from memopt.verification.models import (
     load_stock,
     stored_dtype,
 )
+from memopt.verification.side_files import allowed_changes
 from memopt.walk.aten.precision import precise
 
 PASS_RATIO = 1.25
@@ -93,19 +95,25 @@ def verify_forward(pair: Pair) -> list[Check]:
             return _run(model, probes, reference.dtype)
 
     truth = load_run_free(functools.partial(load_original, dtype=reference.dtype), true_outputs)
+    manifest = read_manifest(pair.patched)
+
+    def run_patched(model: nn.Module) -> tuple[list[dict[str, Tensor]], frozenset[str]]:
+        record = record_of(model)
+        changed = allowed_changes(manifest, record.plan.sites) if record else frozenset[str]()
+        return _run(model, probes, dtype, training_path=True), changed
+
+    patched, changed = load_run_free(
+        functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=pair.inputs), run_patched
+    )
     outputs = {
         "original": original.outputs,
-        "patched": load_run_free(
-            functools.partial(load_patched, pair.patched, trust_remote_code=trust, inputs=pair.inputs),
-            lambda model: _run(model, probes, dtype, training_path=True),
-        ),
+        "patched": patched,
         "stock classes on the patched files": load_run_free(
             functools.partial(load_stock, pair.patched, trust_remote_code=trust),
             lambda model: _run(model, probes, dtype),
         ),
     }
     source = f"{reference.name} run of the original weights" + (f"; {reference.note}" if reference.note else "")
-    changed = read_manifest(pair.patched).changed_outputs
     return list(_compare(outputs, truth, dtype, source, probes.source, changed))
 
 

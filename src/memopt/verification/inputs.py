@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.checkpoint.manifest import is_patched, read_manifest
+from memopt.checkpoint.patched import is_patched, patched_folder
 from memopt.errors import InputsError
 from memopt.verification.models import cast_inputs, stored_dtype
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, check_names, does_not_run, rows_of, tokens_of
@@ -122,7 +122,8 @@ def _processed(model: nn.Module, folder: Path, errors: list[str], trust_remote_c
         probes = _driven(model, batch, "made by the model's processor")
         if isinstance(probes, Probes):
             return probes
-    record = read_manifest(folder).inputs if is_patched(folder) else None
+    manifest = patched_folder(folder).manifest if is_patched(folder) else None
+    record = manifest.inputs if manifest is not None else None
     if record is not None and record.file is not None:
         raise NoInputs(
             f"{type(model).__name__} runs with no inputs that are made here; this checkpoint was patched with --inputs "

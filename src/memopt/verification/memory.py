@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.checkpoint.manifest import read_manifest
+from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
 from memopt.reporting.account import Account, account, live_bytes
@@ -50,7 +50,7 @@ class _Stock:
 
 def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
     """Measure one forward of both models on real tensors (eval mode, so no dropout masks) and compare."""
-    manifest = read_manifest(folder)
+    record = patched_folder(folder)
 
     def run_stock(model: nn.Module) -> _Stock:
         probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
@@ -69,11 +69,11 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     precision = _PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
-    recipe = manifest.recipe.unfolded()
+    recipe = record.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
         predicted = trace_account(
-            stock.config, training, sites=sites, recipe=recipe, folded=manifest.folded_norms(), inputs=driven
+            stock.config, training, sites=sites, recipe=recipe, folded=record.folded_norms(), inputs=driven
         )
     except ModelError as error:
         return [*checks, _skip(str(error))]

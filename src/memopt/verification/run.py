@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from memopt.checkpoint.manifest import is_patched, read_manifest
+from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
+from memopt.checkpoint.sources.source import MANIFEST
 from memopt.checks import LEVELS, Check, Level
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.generators import generators_kept
 from memopt.patches.registry import patches
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
+from memopt.walk.models.adapter import refuse_adapter
 
 
 @generators_kept()
@@ -43,7 +45,9 @@ def verify(
     levels, folder = _levels(level), Path(directory)
     if not folder.is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
-    read_manifest(folder)
+    refuse_adapter(folder)
+    if not is_patched(folder):
+        raise ModelError(f"'{directory}' was not patched.", "Give a folder that `memopt patch` wrote.")
     if against is not None:
         against = str(against)
         from memopt.walk.models.config import load_config
@@ -54,7 +58,11 @@ def verify(
     batch = given_batch(inputs)
     checks: list[Check] = []
     for each in levels:
-        done = _run(each, folder, against, trust_remote_code, batch)
+        try:
+            record = patched_folder(folder)
+        except ModelError as error:
+            return Verdict((Check(f"{each}.manifest", each, MANIFEST, "fail", detail=str(error)),))
+        done = _run(each, record, against, trust_remote_code, batch)
         checks += done
         if progress is not None:
             progress(each, done)
@@ -71,25 +79,33 @@ def _levels(level: str | Iterable[str]) -> tuple[Level, ...]:
     return tuple(each for each in LEVELS if each in wanted)
 
 
-def _run(level: Level, folder: Path, against: str | None, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+def _run(
+    level: Level, record: PatchedFolder, against: str | None, trust_remote_code: bool, inputs: Batch | None
+) -> list[Check]:
+    folder, trained = record.folder, record.manifest is None
     if level == "weights":
+        from memopt.verification.side_files import verify_saved_again
         from memopt.verification.weights import verify_weights
 
+        if trained:
+            return verify_saved_again(record, against, trust_remote_code=trust_remote_code)
         return verify_weights(folder, against)
+    if level == "forward" and trained:
+        why = (
+            f"its weights were saved after it was patched, so its outputs may differ from those of {record.base_model}"
+        )
+        return [Check("forward.original", level, "original model", "skip", detail=why)]
     from memopt.verification.inputs import NoInputs
     from memopt.verification.models import find_pair
 
-    pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
-    if pair is None and level == "forward":
-        return [_no_original(level)]
     try:
         if level == "forward":
             from memopt.verification.forward import verify_forward
 
-            assert pair is not None
-            return verify_forward(pair)
+            pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
+            return [_no_original(level)] if pair is None else verify_forward(pair)
         if level == "gradient":
-            return _gradient(folder, trust_remote_code, inputs)
+            return _gradient(record, trust_remote_code, inputs)
         from memopt.verification.memory import verify_memory
 
         return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
@@ -99,10 +115,10 @@ def _run(level: Level, folder: Path, against: str | None, trust_remote_code: boo
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
 
 
-def _gradient(folder: Path, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
     from memopt.verification.trial import CheckpointTrial
 
-    recipe = read_manifest(folder).recipe
+    folder, recipe = record.folder, record.recipe
     trial = CheckpointTrial(folder, recipe, trust_remote_code, inputs)
     if "approximate" in recipe.effects:
         from memopt.verification.approximation import verify_approximation

@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
-from memopt.checkpoint.sources.source import CheckpointSource, needs_allow_pickle, open_source, sha256
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.checks import Check, Status
 from memopt.errors import ModelError
 from memopt.verification.recompute import TensorComparison, compare
+from memopt.verification.side_files import files_of, verify_side_files
 
 _MAX_WORKERS = 4
 _BLOCK = 8 << 20
 _EXACT = "the fold is deterministic: a tolerance would hide a wrong norm, axis or offset"
+_SAVED_OVER = f". If the model was trained and saved into this folder: remove {MANIFEST} and verify again"
 T = TypeVar("T")
 
 
@@ -37,14 +39,15 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     """
     folder = Path(patched_dir)
     manifest = read_manifest(folder)
-    checks = [_check_files(folder, manifest)]
     try:
         patched = open_source(str(folder))
     except ModelError as error:
-        return [*checks, _check("headers", str(folder), "fail", detail=str(error))]
+        damaged = _check("headers", str(folder), "fail", detail=str(error))
+        return [_check_files(folder, manifest, frozenset()), damaged]
+    checks = [_check_files(folder, manifest, files_of(patched))]
     checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
     source, found = _open_original(manifest, against)
-    checks.append(found)
+    checks += [found, *verify_side_files(manifest, patched, source)]
     if source is None:
         return [*checks, _check("fold", "folded tensors", "skip", detail=found.detail)]
     layout = _check_layout(source, patched)
@@ -54,7 +57,7 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     return checks + _check_tensors(source, patched, manifest)
 
 
-def _check_files(folder: Path, manifest: Manifest) -> Check:
+def _check_files(folder: Path, manifest: Manifest, there: frozenset[str]) -> Check:
     def state(name: str) -> str | None:
         path = folder / name
         if not path.is_file():
@@ -64,6 +67,7 @@ def _check_files(folder: Path, manifest: Manifest) -> Check:
         return None if same else f"{name} was changed"
 
     wrong = [text for text in _parallel(state, manifest.files) if text]
+    wrong += [f"{name} was added" for name in sorted(there - manifest.files.keys())]
     return _check(
         "files",
         str(folder),
@@ -72,7 +76,7 @@ def _check_files(folder: Path, manifest: Manifest) -> Check:
         value=len(wrong),
         reference="SHA-256 in memopt.json",
         n=len(manifest.files),
-        detail="; ".join(wrong),
+        detail=_some(wrong, "; ") + (_SAVED_OVER if "config.json was changed" in wrong else ""),
     )
 
 
@@ -209,8 +213,8 @@ def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         return list(pool.map(function, items))
 
 
-def _some(texts: list[str]) -> str:
-    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+def _some(texts: list[str], separator: str = ", ") -> str:
+    return separator.join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _check(name: str, subject: str, status: Status, *, value: float | None = None, **fields: Any) -> Check:

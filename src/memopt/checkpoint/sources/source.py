@@ -22,6 +22,7 @@ from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFormat
 from memopt.errors import ModelError
+from memopt.walk.models.adapter import refuse_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +101,7 @@ def open_source(
         ModelError: nothing is found, a file is missing or damaged, or there is no safetensors file.
     """
     root = locate(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
+    refuse_adapter(root)
     config = read_config(root)
     if not weights and commit_of(root) and not _has_weights(root):
         opened: Weights = NoWeights()

@@ -29,6 +29,10 @@ class NormRules(Rules):
     def folds(self) -> bool:
         return self.fold != OFF
 
+    @property
+    def changes_outputs(self) -> bool:
+        return self.folds and self.hidden_states == "change"
+
     def in_memory(self) -> Mapping[str, str]:
         return {"fold": OFF}
 
@@ -52,8 +56,9 @@ class NormPatch(Patch):
         return (LEFT, site) if isinstance(site, str) else _decide(site, plan)
 
     def changed_outputs(self, plan: PlanView) -> Iterator[str]:
-        for norm in plan.chosen("norm", "fold"):
-            yield from norm.changed_outputs
+        if plan.recipe.rules(NormRules).changes_outputs:
+            for norm in plan.chosen("norm", "fold"):
+                yield from norm.changed_outputs
 
     def families(self, recipe: RecipeView) -> frozenset[str]:
         return frozenset() if recipe.rules(NormRules).is_off else frozenset({NORMALISED})

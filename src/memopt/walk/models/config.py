@@ -30,6 +30,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from memopt.errors import ModelError
+from memopt.walk.models.adapter import refuse_adapter
 
 CONFIG_FILE = "config.json"
 
@@ -143,13 +144,10 @@ def _config_file(source: str | Path, revision: str | None) -> Path:
 
 
 def _config_in_folder(folder: Path) -> Path:
+    refuse_adapter(folder)
     path = folder / CONFIG_FILE
     if path.is_file():
         return path
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"'{folder}' holds a PEFT adapter, not a model: it has no {CONFIG_FILE}.", "Give the base model instead."
-        )
     raise ModelError(
         f"'{folder}' is not a model: it has no {CONFIG_FILE}.", "Give a folder written by save_pretrained, or a hub id."
     )

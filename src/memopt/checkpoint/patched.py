@@ -1,0 +1,159 @@
+"""What a patched folder is, and what it says of itself: one definition for patch, load, verify, report and unpatch.
+
+`memopt patch` leaves two traces: memopt.json, and the key ``memopt`` in config.json. `save_pretrained` of the loaded
+model writes the key again and no memopt.json, so a folder with the key alone holds weights saved later: trained ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import memopt
+from memopt.checkpoint.fold import Fold
+from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, fold_to_dict, read_manifest
+from memopt.checkpoint.sources.source import MANIFEST, read_config
+from memopt.errors import ModelError
+from memopt.plan.recipe import Recipe, modernised
+
+KEY_SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """The value of ``memopt`` in config.json: what a folder that was saved after training still knows."""
+
+    schema_version: int
+    version: str
+    """Of the memopt that patched the model."""
+    base_model: str
+    """The model that was patched: a hub id, or the name of its folder (no path)."""
+    commit: str | None
+    recipe: dict[str, Any]
+    folded_norms: tuple[str, ...]
+    """Module names."""
+    folds: str
+    """Digest of the folds: how they were made."""
+    affines: str
+    """Digest of the original weights and biases of the folded norms."""
+
+
+@dataclass(frozen=True)
+class PatchedFolder:
+    """A patched folder by its traces."""
+
+    folder: Path
+    manifest: Manifest | None
+    """None where the model was loaded and saved again."""
+    key: ConfigKey | None
+    """Read where there is no manifest."""
+    recipe: Recipe
+
+    @property
+    def base_model(self) -> str:
+        """The model that was patched, for a sentence or a command."""
+        if self.manifest is not None:
+            source = self.manifest.source
+            return source.model if source.commit else source.path
+        return self.key.base_model if self.key else "MODEL"
+
+    def folded_norms(self) -> frozenset[str]:
+        """Module names of the norms whose affine was folded into the next linears."""
+        if self.manifest is not None:
+            return self.manifest.folded_norms()
+        return frozenset(self.key.folded_norms if self.key else ())
+
+    def batch(self) -> dict[str, Any] | None:
+        """The batch that the model was patched with, on the meta device; None where it was guessed or is not known."""
+        return None if self.manifest is None else self.manifest.batch()
+
+
+def is_patched(folder: Path) -> bool:
+    """Whether `folder` has a trace of `memopt patch`: it wrote the folder, or what it wrote was loaded and saved."""
+    if (folder / MANIFEST).is_file():
+        return True
+    try:
+        return CONFIG_KEY in read_config(folder)
+    except ModelError:
+        return False
+
+
+def patched_folder(folder: Path) -> PatchedFolder:
+    """What the patched folder says of itself.
+
+    Raises:
+        ModelError: it is no patched folder, or its memopt.json or, without one, its key is damaged.
+    """
+    config = {} if (folder / MANIFEST).is_file() else _config(folder)
+    if CONFIG_KEY not in config:
+        manifest = read_manifest(folder)
+        return PatchedFolder(folder, manifest, None, manifest.recipe)
+    key, recipe = _parse(folder, config[CONFIG_KEY])
+    return PatchedFolder(folder, None, key, recipe)
+
+
+def config_key(
+    model: str,
+    path: str | Path,
+    commit: str | None,
+    recipe: Recipe,
+    folds: Iterable[Fold],
+    affines: str,
+    version: str | None = None,
+) -> dict[str, Any]:
+    """The value of the key for `model`, read from the folder `path`."""
+    folds = tuple(folds)
+    return {
+        "schema_version": KEY_SCHEMA_VERSION,
+        "version": version or memopt.__version__,
+        "base_model": model if commit else Path(path).name,
+        "commit": commit,
+        "recipe": recipe.model_dump(mode="json", exclude={"description"}),
+        "folded_norms": [fold.norm for fold in folds],
+        "folds": digest_of_folds(folds),
+        "affines": affines,
+    }
+
+
+def digest_of_folds(folds: Iterable[Fold]) -> str:
+    """SHA-256 of what the folds are, without any weight."""
+    return hashlib.sha256(json.dumps([fold_to_dict(fold) for fold in folds], sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_affines(folds: Iterable[Fold], read: Callable[[str], bytes | bytearray]) -> str:
+    """SHA-256 of the weights and biases of the folded norms; `read` gives the original bytes of a tensor."""
+    digest = hashlib.sha256()
+    for fold in folds:
+        for name in fold.own:
+            digest.update(read(name))
+    return digest.hexdigest()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return read_config(folder)
+    except ModelError:
+        return {}  # a folder without config.json and memopt.json is no patched one
+
+
+def _parse(folder: Path, value: Any) -> tuple[ConfigKey, Recipe]:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        key = TypeAdapter(ConfigKey).validate_json(json.dumps(value), strict=True)
+        if key.schema_version != KEY_SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {key.schema_version}")
+        return key, Recipe.model_validate_json(json.dumps(modernised(key.recipe)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    except ValueError as error:
+        why = str(error)
+    raise ModelError(
+        f"The key '{CONFIG_KEY}' in config.json of '{folder}' is damaged or of another version of memopt ({why}).",
+        f"Put the {MANIFEST} of the patched folder beside it, or remove the key.",
+    )

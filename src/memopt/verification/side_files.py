@@ -1,0 +1,220 @@
+"""Level "weights", beside the weights: all else that a loader reads, and whether what memopt.json says can be true.
+
+config.json is compared key for key, every other file byte for byte; memopt.json with itself and with the key in
+config.json. No model is built.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
+from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
+from memopt.checkpoint.sources.base import INDEX
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
+from memopt.checks import Check, Status
+from memopt.errors import ModelError
+from memopt.patches.registry import patches
+from memopt.plan.plan import Plan
+from memopt.walk.sites import Sites
+
+#: What `save_pretrained` writes on its own.
+_OF_THE_SAVING = frozenset(
+    {CONFIG_KEY, "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
+)
+
+
+def files_of(checkpoint: CheckpointSource) -> frozenset[str]:
+    """Every file of an opened folder, but memopt.json."""
+    index = {INDEX} if (checkpoint.root / INDEX).exists() else set()
+    shards = {shard.name for shard in checkpoint.shards}
+    return frozenset({*checkpoint.side_files, *checkpoint.left_out, "config.json"} | shards | index)
+
+
+def verify_side_files(
+    manifest: Manifest, patched: CheckpointSource, source: CheckpointSource | None
+) -> Iterator[Check]:
+    """Checks on what lies beside the weights; without `source` those that need none."""
+    wrong = [*_contradictions(manifest), *_key_errors(manifest, patched.config, source)]
+    yield _check("manifest", MANIFEST, wrong, metric="contradictions", reference="memopt.json and config.json")
+    if source is None:
+        return
+    stock = {key: value for key, value in patched.config.items() if key != CONFIG_KEY}
+    yield _check(
+        "config",
+        "config.json",
+        [_phrase(*each) for each in _differences(source.config, stock)],
+        metric="values that differ",
+        reference="the source's config.json",
+        n=len(source.config),
+    )
+    yield _check(
+        "side_files",
+        "tokenizer, code and all other files",
+        list(_file_differences(source, patched)),
+        metric="files that are missing, added or differ",
+        reference="the source's files",
+        n=len(source.side_files),
+        note=f"patch leaves out other weights: {', '.join(source.left_out)}" if source.left_out else "",
+    )
+
+
+def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remote_code: bool = False) -> list[Check]:
+    """What the files of a patched model show that was loaded, trained and saved: all but that it is the original."""
+    folder = record.folder
+    try:
+        patched = open_source(str(folder))
+    except ModelError as error:
+        return [_check("headers", str(folder), [str(error)])]
+    checks = [Check("weights.headers", "weights", str(folder), "pass", n=len(patched.shards))]
+    if against is not None:
+        checks += _against(patched, against, trust_remote_code)
+    why = (
+        f"saved after it was patched, so its weights may differ from those of {record.base_model} on purpose; gradient "
+        f"and memory are checked on its own weights; `memopt unpatch` restores the stock form"
+    )
+    return [*checks, Check("weights.trained", "weights", "tensors", "skip", detail=why)]
+
+
+def allowed_changes(manifest: Manifest, sites: Sites) -> frozenset[str]:
+    """Outputs that may differ from the original's: that the folds of the recipe change, and memopt.json lists."""
+    plan = Plan(manifest.recipe, sites, manifest.entries)
+    listed = frozenset(plan.changed_outputs()).intersection(manifest.changed_outputs)
+    return frozenset(name for name in listed if not _is_result(name))
+
+
+def _against(patched: CheckpointSource, against: str, trust_remote_code: bool) -> Iterator[Check]:
+    """The layout and the config of a model that was saved again, which training does not change."""
+    from memopt.walk.models.config import load_config
+
+    source = open_source(against)
+    shapes = {name: list(info.shape) for name, info in source.tensors.items()}
+    after = {name: list(info.shape) for name, info in patched.tensors.items()}
+    wrong = [f"{name}: {what}" for (name,), what in _differences(shapes, after)]
+    # Another head has other tensors, and the files of a base model lack its prefix.
+    yield _check("layout", "names and shapes", wrong, reference=source.model, n=len(shapes), status="warn")
+    one, other = (
+        load_config(root, trust_remote_code=trust_remote_code).to_dict() for root in (source.root, patched.root)
+    )
+    wrong = [_phrase(*each) for each in _differences(one, other) if each[0][0] not in _OF_THE_SAVING]
+    yield _check("config", "config.json", wrong, reference=source.model, n=len(one), status="warn")
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What of a manifest cannot be true, by itself."""
+    recipe = manifest.recipe
+    if not manifest.entries:
+        yield "it lists no site of the model"
+    known = {patch.kind: patch for patch in patches() if patch.kind}
+    for entry in manifest.entries:
+        patch = known.get(entry.kind)
+        if patch is not None and entry.rewritten and entry.action not in patch.actions:
+            yield f"{entry.site}: '{entry.action}' is nothing that is done to a {patch.noun}"
+    planned = {e.site for e in manifest.entries if (p := known.get(e.kind)) is not None and e.action == p.folding}
+    folded = [record.fold.norm for record in manifest.folds]
+    for name in sorted(planned.symmetric_difference(folded)):
+        yield f"{name} is folded by {'its plan, but there is no such fold' if name in planned else 'no entry of it'}"
+    for name, count in Counter(folded).items():
+        if count > 1:
+            yield f"{name} is folded twice"
+    if folded and not recipe.folds:
+        yield f"recipe '{recipe.name}' folds nothing, and {folded[0]} is folded"
+    for name in folded:
+        if not recipe.selects(name):
+            yield f"recipe '{recipe.name}' leaves out {name}, which is folded"
+    for name in manifest.changed_outputs:
+        if _is_result(name) or not recipe.changes_outputs or not folded:
+            yield f"changed_outputs: no fold of recipe '{recipe.name}' may change {name}"
+
+
+def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: CheckpointSource | None) -> Iterator[str]:
+    """Where the key in config.json is not the one that was written with this manifest."""
+    key = config.get(CONFIG_KEY)
+    if not isinstance(key, dict):
+        yield f"config.json has no key '{CONFIG_KEY}'"
+        return
+    record, folds = manifest.source, [each.fold for each in manifest.folds]
+    affines = str(key.get("affines"))
+    if source is not None and all(name in source.tensors for fold in folds for name in fold.own):
+        affines = digest_of_affines(folds, source.read_range)
+    expected = config_key(
+        record.model, record.path, record.commit, manifest.recipe, folds, affines, manifest.memopt_version
+    )
+    for where, what in _differences(expected, key):
+        yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
+
+
+def _file_differences(source: CheckpointSource, patched: CheckpointSource) -> Iterator[str]:
+    before = set(source.side_files)
+    after = {*patched.side_files, *patched.left_out}
+    if (patched.root / INDEX).exists() and patched.weights.index is None:
+        after.add(INDEX)
+    for name in sorted(before | after):
+        if name not in after:
+            yield f"{name} is missing"
+        elif name not in before:
+            yield f"{name} is added"
+        elif not filecmp.cmp(source.root / name, patched.root / name, shallow=False):
+            yield f"{name} differs"
+    one, other = _formats(source), _formats(patched)
+    if one != other:
+        yield f"the weights' metadata name the format {_short(_text(other))} instead of {_short(_text(one))}"
+
+
+def _formats(checkpoint: CheckpointSource) -> list[str]:
+    """``format`` in the metadata of the weight files: loaders choose by it how to read a tensor."""
+    return sorted({str(shard.header.metadata.get("format")) for shard in checkpoint.shards})
+
+
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], at: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(key and the keys inside it, what is different) of each value; 1, 1.0 and true are three values."""
+    for name in sorted({*before, *after}):
+        where = (*at, name)
+        if name not in after:
+            yield where, "missing"
+        elif name not in before:
+            yield where, "added"
+        elif isinstance(before[name], dict) and isinstance(after[name], dict):
+            yield from _differences(before[name], after[name], where)
+        elif (one := _text(before[name])) != (other := _text(after[name])):
+            yield where, f"{_short(other)} instead of {_short(one)}"
+
+
+def _phrase(where: tuple[str, ...], what: str) -> str:
+    return f"{'.'.join(where)}: {what}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check(
+    name: str, subject: str, wrong: list[str], *, status: Status = "fail", note: str = "", **fields: Any
+) -> Check:
+    shown = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    return Check(
+        id=f"weights.{name}",
+        level="weights",
+        subject=subject,
+        status=status if wrong else "pass",
+        value=float(len(wrong)),
+        threshold=0.0,
+        threshold_reason="a loader reads it: any difference is another model",
+        detail="; ".join(filter(None, (shown, note))),
+        **fields,
+    )
+
+
+def _is_result(name: str) -> bool:
+    """Whether an output is what the model computes, which no recipe lets folds change, and no hidden state."""
+    return name == "loss" or "logits" in name
