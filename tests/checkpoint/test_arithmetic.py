@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
-from memopt.checkpoint.arithmetic import RangeChanges, fold_bias, fold_scale, fold_weight, round_once
+from memopt.checkpoint import arithmetic
+from memopt.checkpoint.arithmetic import RangeChanges
 from memopt.checkpoint.tiles import tiles
+from tests.checkpoint.folding import bits, fold_bias, fold_weight, round_once, scale_of
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,7 +53,7 @@ def test_every_folded_element_is_the_exact_product_rounded_once(dtype: torch.dty
 def test_a_value_between_two_16_bit_numbers_is_not_rounded_twice() -> None:
     # Just above the tie between 1 and 1 + 2^-7; through fp32 it becomes the tie and goes to the even 1.
     value = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
-    assert value.to(torch.bfloat16).item() == 1.0, "torch rounds through fp32; if it stops, round_once can go"
+    assert value.to(torch.bfloat16).item() == 1.0, "a cast rounds through fp32; if it stops, encode is simpler"
     assert round_once(value, torch.bfloat16).item() == 1 + 2**-7
     assert round_once(-value, torch.bfloat16).item() == -1 - 2**-7
 
@@ -63,6 +66,8 @@ def test_round_once_is_exact_over_the_whole_range(dtype: torch.dtype) -> None:
         math.log2(info.smallest_normal) - 30, math.log2(info.max) + 2, generator=generator
     )
     values = torch.exp2(exponents) * torch.sign(torch.randn(400, generator=generator, dtype=torch.float64))
+    ties = 1 + torch.arange(9) * info.eps / 2
+    values = torch.cat([values, ties, -ties])
     expected = [exact_rounding(Fraction(value), dtype) for value in values.tolist()]
     assert round_once(values, dtype).double().tolist() == expected
 
@@ -97,7 +102,7 @@ def test_negative_channels_are_left_alone() -> None:
 
 
 def test_scale_without_channels_is_offset_plus_gamma() -> None:
-    assert fold_scale(torch.tensor([0.5, -1.0]), 1, 2).tolist() == [1.5, 0.0]
+    assert scale_of(torch.tensor([0.5, -1.0]), 1, 2).tolist() == [1.5, 0.0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -158,7 +163,7 @@ def test_range_changes_count_only_what_is_new() -> None:
     changes = RangeChanges()
     before = torch.tensor([1.0, 1.0, 1.0, 0.0, math.inf, 1.0], dtype=torch.float16)
     after = torch.tensor([math.inf, 0.0, 1e-7, 0.0, math.inf, math.nan], dtype=torch.float16)
-    changes.count(before, after)
+    changes.count(bits(before), bits(after), "F16")
     assert (changes.infinities, changes.zeros, changes.subnormals) == (2, 1, 1)
 
 
@@ -167,3 +172,30 @@ def test_what_is_far_below_a_tie_decides_it() -> None:
     for sign in (1, -1):
         beta = torch.tensor([1.0, sign * 2.0**-40]).bfloat16()
         assert fold_bias(bias, weight, beta).item() == (1 + 2**-7 if sign > 0 else 1)
+
+
+#: bf16 numbers of every exponent: exact powers of two, their neighbours, subnormals, infinities and NaN among them.
+EDGES = np.concatenate([np.arange(0, 1 << 16, 128, dtype=np.uint16) + part for part in (0, 1, 0x2B, 0x3F, 0x40, 0x7F)])
+
+
+def test_products_in_fp32_are_those_of_fp64_for_all_pairs_of_exponents() -> None:
+    scale = arithmetic.decode(EDGES[EDGES <= 0x7F80], "BF16")
+    weight = np.broadcast_to(EDGES[:, None, None], (len(EDGES), len(scale), 1))
+    scaler, out = arithmetic.Scaler(scale, "BF16"), np.empty(weight.shape, np.uint16)
+    assert scaler._in_single
+    scaler(weight, slice(0, len(scale)), out)
+    with np.errstate(all="ignore"):
+        expected = arithmetic.encode(arithmetic.decode(weight, "BF16") * scale[None, :, None], "BF16")
+    nan = (expected & 0x7FFF) > 0x7F80
+    assert np.array_equal((out & 0x7FFF) > 0x7F80, nan)
+    assert np.array_equal(out[~nan], expected[~nan])
+
+
+def test_a_scale_of_more_than_8_bits_is_not_multiplied_in_fp32() -> None:
+    weight = torch.linspace(1, 2, 129)[:-1].bfloat16()[:, None].expand(-1, 8192)
+    gamma = torch.rand(8192, generator=torch.Generator().manual_seed(0)) + 0.5
+    twice = (weight.float() * gamma).bfloat16()
+    folded = fold_weight(weight, gamma)
+    row, column = (twice != folded).nonzero()[0].tolist()  # a million products, of which one in 2^17 is rounded twice
+    exact = Fraction(weight[row, column].item()) * Fraction(gamma[column].item())
+    assert folded[row, column].item() == exact_rounding(exact, torch.bfloat16)

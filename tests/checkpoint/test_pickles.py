@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memopt.checkpoint.arithmetic import fold_weight
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
 from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
+from tests.checkpoint.folding import fold_weight
 
 
 @pytest.fixture

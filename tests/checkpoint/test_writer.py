@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from memopt.checkpoint import shards, writer
-from memopt.checkpoint.arithmetic import fold_bias, fold_weight
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import WriteResult, write_checkpoint
@@ -22,6 +21,7 @@ from memopt.errors import NegativeVerdict
 from memopt.plan.plan import Plan
 from memopt.walk.sites import Consumer
 from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files
+from tests.checkpoint.folding import fold_bias, fold_weight
 
 Tensors = dict[str, torch.Tensor]
 
@@ -235,16 +235,28 @@ def test_a_plan_without_folds_copies_the_weights_bit_by_bit(tmp_path: Path) -> N
         assert (result.out / path.name).read_bytes() == path.read_bytes()
 
 
-def test_bytes_are_the_same_where_the_kernel_cannot_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_checkpoint_files(tmp_path / "model", rms_tensors())
+def test_a_file_system_that_shares_blocks_gets_only_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
     _, usual = rewrite(folder)
+    written: list[int] = []
 
-    def refuse(*arguments: object) -> int:
-        raise OSError(18, "Invalid cross-device link")
+    def clone(target: int, request: int, origin: int) -> int:
+        os.write(target, os.pread(origin, 1 << 20, 0))
+        return 0
 
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    _, other = rewrite(folder, force=True)
-    assert all(torch.equal(usual[name], other[name]) for name in usual)
+    def count(descriptor: int, view: memoryview, offset: int) -> None:
+        written.append(len(view))
+        original(descriptor, view, offset)
+
+    original = shards.write_at
+    monkeypatch.setattr(shards.fcntl, "ioctl", clone)
+    monkeypatch.setattr(shards, "write_at", count)
+    result, cloned = rewrite(folder, force=True)
+    assert all(torch.equal(usual[name], cloned[name]) for name in usual)
+    assert sum(written) == result.changed_nbytes
+    assert all(record.sha256 == sha256(result.out / name) for name, record in result.manifest.files.items())
 
 
 def test_progress_ends_at_its_total(tmp_path: Path) -> None:

@@ -228,11 +228,17 @@ FAULTS: tuple[Fault, ...] = (
     # Folds and checkpoints.
     Fault(
         "fold: the offset of the norm is forgotten",
-        "gamma.double().reshape(-1) + offset",
-        "gamma.double().reshape(-1)",
+        "gamma.reshape(-1) + offset",
+        "gamma.reshape(-1)",
         _FOLDS,
     ),
-    Fault("fold: a 16-bit weight is rounded twice", "if not torch.equal(back, values):", "if False:", _FOLDS),
+    Fault("fold: a 16-bit weight is rounded twice", "bits |= back != values", "pass", _FOLDS),
+    Fault(
+        "fold: a scale of many bits is multiplied in fp32",
+        "not (self._single.view(np.uint32) & 0xFFFF).any()",
+        "True",
+        _FOLDS,
+    ),
     Fault(
         "fold: the sum of the bias loses its low part",
         "return total, low - (total - high)",
@@ -247,7 +253,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "writer: a fold that overflows is written",
-        "overflowing = {name for name, change in changes.items() if change.infinities}",
+        "overflowing = {name for name, change in _changes(written).items() if change.infinities}",
         "overflowing: set[str] = set()",
         _FOLDS,
     ),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from memopt.checkpoint.arithmetic import round_once
 from memopt.verification.recompute import decode, round_product, round_sum
+from tests.checkpoint.folding import round_once
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,16 +141,14 @@ def test_a_fold_with_the_wrong_offset_is_found(model: Path, monkeypatch: pytest.
 
 
 def test_a_fold_along_the_wrong_axis_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = shards.arithmetic.scale_tile
-    monkeypatch.setattr(
-        shards.arithmetic,
-        "scale_tile",
-        lambda block, scale: (
-            original(block.swapaxes(0, 1), scale).swapaxes(0, 1)
-            if block.shape[0] == block.shape[1]
-            else original(block, scale)
-        ),
-    )
+    original = shards.arithmetic.Scaler.__call__
+
+    def along_rows(scaler: shards.arithmetic.Scaler, block: Any, columns: slice, out: Any) -> None:
+        swap = block.shape[0] == block.shape[1]
+        turned = (block.swapaxes(0, 1), columns, out.swapaxes(0, 1)) if swap else (block, columns, out)
+        original(scaler, *turned)
+
+    monkeypatch.setattr(shards.arithmetic.Scaler, "__call__", along_rows)
     patched = write(model)
     monkeypatch.undo()
     assert by_id(verify_weights(patched), "fail") == {"weights.fold"}

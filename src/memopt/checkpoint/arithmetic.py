@@ -1,128 +1,147 @@
 """The arithmetic of a fold: y = (offset + gamma) * x_hat + beta feeding W, b becomes W' = W diag(offset + gamma),
 b' = b + W beta.
 
-Products are taken in fp64 and every stored element is rounded once. Products of 16- and 32-bit numbers are
-exact in fp64; sums are carried as unevaluated pairs (hi, lo) of fp64 numbers, which makes the result the
-correctly rounded one whatever the order and the block size. torch converts fp64 to 16 bits through fp32,
-which rounds twice; :func:`round_once` avoids that by rounding to odd on the way (Boldo and Melquiond,
-"Emulation of FMA and correctly rounded sums", IEEE TC 57(4), 2008).
+Every stored element is the exact result rounded once, to nearest even. Products of 16- and 32-bit numbers are exact in
+fp64; sums are carried as unevaluated pairs (hi, lo) of fp64 numbers, which makes the result the correctly rounded one
+whatever the order and the block size. An fp64 number goes to bf16 through fp32, rounded to odd on the way (Boldo and
+Melquiond, "Emulation of FMA and correctly rounded sums", IEEE TC 57(4), 2008). The product of two bf16 numbers has 16
+bits, so fp32 holds it exactly down to 2^-134, half of the smallest bf16 number, below which both round to zero:
+:class:`Scaler` then needs no fp64.
 
-Which tensors are folded is decided in `fold`; files are read and written by `writer`.
+numpy has no bf16, so stored values are arrays of their bits: unsigned integers, with the dtype's safetensors name.
+Which tensors are folded is decided in `fold`; files are read and written by `shards`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from memopt.checkpoint.tiles import tiles, view3
+from memopt.checkpoint.tiles import tiles
 
-Channels = tuple[int, ...] | None
-Pair = tuple[torch.Tensor, torch.Tensor]
-#: Elements per step: small enough for the cache and for torch to stay in the calling thread.
-_TILE = 32767
-
-
-def fold_scale(gamma: torch.Tensor, offset: int, size: int, channels: Channels = None) -> torch.Tensor:
-    """fp64 scale of each of `size` coordinates; 1 where `channels` is negative (not this norm's)."""
-    return _spread(gamma.double().reshape(-1) + offset, size, channels, neutral=1.0)
-
-
-def fold_weight(
-    weight: torch.Tensor, gamma: torch.Tensor, offset: int = 0, axis: int = -1, channels: Channels = None
-) -> torch.Tensor:
-    """W diag(offset + gamma): `weight` with its coordinates along `axis` scaled, each element rounded once."""
-    axis %= weight.dim()
-    scale = fold_scale(gamma, offset, weight.shape[axis], channels)
-    return scale_tile(weight.reshape(view3(weight.shape, axis)), scale).reshape(weight.shape)
+Channels = Sequence[int] | None
+Floats = npt.NDArray[np.float64]
+Bits = npt.NDArray[Any]
+"""Stored values as unsigned integers of their size."""
+Pair = tuple[Floats, Floats]
+#: Elements per step: a tile and its temporaries fit into the cache.
+_TILE = 1 << 16
+#: dtype -> (unsigned integer, its floating-point type in numpy, smallest normal number, infinity), the last two as bits
+_FORMATS: dict[str, tuple[type, type, int, int]] = {
+    "BF16": (np.uint16, np.uint16, 0x0080, 0x7F80),
+    "F16": (np.uint16, np.float16, 0x0400, 0x7C00),
+    "F32": (np.uint32, np.float32, 0x0080_0000, 0x7F80_0000),
+    "F64": (np.uint64, np.float64, 0x0010_0000_0000_0000, 0x7FF0_0000_0000_0000),
+}
 
 
-def fold_bias(
-    bias: torch.Tensor,
-    weight: torch.Tensor,
-    beta: torch.Tensor,
-    axis: int = -1,
-    channels: Channels = None,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """b + scale * W beta, correctly rounded to the dtype of `bias`.
+def stored(raw: bytes | bytearray | memoryview, dtype: str) -> Bits:
+    """Bytes of a file as bits; a view."""
+    return np.frombuffer(raw, dtype=_FORMATS[dtype][0])
+
+
+def decode(bits: Bits, dtype: str) -> Floats:
+    """Stored values as fp64 numbers."""
+    if dtype == "BF16":
+        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32).astype(np.float64)
+    return bits.view(_FORMATS[dtype][1]).astype(np.float64)
+
+
+def encode(values: Floats, dtype: str) -> Bits:
+    """fp64 `values` rounded to nearest even in `dtype`, as from infinite precision."""
+    with np.errstate(all="ignore"):
+        if dtype != "BF16":
+            return values.astype(_FORMATS[dtype][1]).view(_FORMATS[dtype][0])
+        single = values.astype(np.float32)
+        back = single.astype(np.float64)
+        bits = single.view(np.uint32)
+        bits -= np.abs(back) > np.abs(values)  # sign and magnitude: one less is one towards zero
+        bits |= back != values
+    return _upper_half(bits)
+
+
+def epsilon(dtype: str) -> float:
+    """Distance between 1 and the next number of a dtype."""
+    return 2.0**-7 if dtype == "BF16" else float(np.finfo(_FORMATS[dtype][1]).eps)
+
+
+class Scaler:
+    """W diag(scale), each element rounded once.
 
     Args:
-        bias: shape of `weight` without `axis`, or a prefix of it (kernel dimensions are summed).
-        weight: the weight before its own fold.
-        beta: the norm's bias, one value a channel.
-        axis: axis of `weight` that is contracted.
-        channels: norm channel of each coordinate along `axis`; negative where it is not this norm's.
-        scale: constant between the norm and the contraction.
+        scale: fp64 scale of every coordinate along the axis, (size,).
+        dtype: of the weight.
     """
-    axis %= weight.dim()
-    shift = fold_shift(beta, weight.shape[axis], channels, scale)
-    pair = contract_tile(weight.reshape(view3(weight.shape, axis)), shift)
-    return finish_bias(bias, per_output(pair, bias.numel()))
+
+    def __init__(self, scale: Floats, dtype: str) -> None:
+        self._dtype, self._scale = dtype, scale
+        with np.errstate(all="ignore"):
+            self._single = scale.astype(np.float32)
+        exact = bool((self._single == scale).all()) and not (self._single.view(np.uint32) & 0xFFFF).any()
+        self._in_single = dtype == "BF16" and exact
+
+    def __call__(self, block: Bits, columns: slice, out: Bits) -> None:
+        """Scale `block` (outer, size, inner), whose coordinates are `columns` of the axis, into `out`."""
+        start = columns.start
+        for piece in tiles(_shape3(block), _TILE):
+            place = slice(start + piece[1].start, start + piece[1].stop)
+            self._tile(block[piece], place, out[piece])
+
+    def _tile(self, block: Bits, columns: slice, out: Bits) -> None:
+        with np.errstate(all="ignore"):
+            if not self._in_single:
+                out[...] = encode(decode(block, self._dtype) * self._scale[None, columns, None], self._dtype)
+                return
+            bits = np.left_shift(block, 16, dtype=np.uint32)
+            product = bits.view(np.float32)
+            product *= self._single[None, columns, None]
+            out[...] = _upper_half(bits)
 
 
-def fold_shift(beta: torch.Tensor, size: int, channels: Channels, scale: float) -> torch.Tensor:
+def fold_scale(gamma: Floats, offset: int, size: int, channels: Channels = None) -> Floats:
+    """fp64 scale of each of `size` coordinates; 1 where `channels` is negative (not this norm's)."""
+    return _spread(gamma.reshape(-1) + offset, size, channels, neutral=1.0)
+
+
+def fold_shift(beta: Floats, scale: float, size: int, channels: Channels = None) -> Floats:
     """fp64 constant that each of `size` coordinates adds; 0 where `channels` is negative."""
-    return _spread(beta.double().reshape(-1) * scale, size, channels, neutral=0.0)
+    return _spread(beta.reshape(-1) * scale, size, channels, neutral=0.0)
 
 
-def scale_tile(block: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`block` (outer, size, inner) times `scale` (size), in the dtype of `block`."""
-    result = torch.empty_like(block, memory_format=torch.contiguous_format)
-    factors = scale.reshape(1, -1, 1)
-    for piece in tiles(_shape3(block), _TILE):
-        result[piece] = round_once(block[piece].double() * factors[:, piece[1]], block.dtype)
-    return result
-
-
-def contract_tile(block: torch.Tensor, shift: torch.Tensor) -> Pair:
+def contract(block: Bits, dtype: str, shift: Floats) -> Pair:
     """Sum over the middle dimension of `block` (outer, size, inner) times `shift` (size), as a pair (outer, inner)."""
     outer, _, inner = _shape3(block)
     total = zero_pair(outer, inner)
-    factors = shift.reshape(1, -1, 1)
     for piece in tiles(_shape3(block), _TILE):
-        terms = block[piece].double() * factors[:, piece[1]]
-        accumulate(total, piece, sum_pair((terms, torch.zeros_like(terms)), dim=1))
+        terms = decode(block[piece], dtype) * shift[None, piece[1], None]
+        accumulate(total, piece, sum_pair((terms, np.zeros_like(terms)), axis=1))
     return total
 
 
 def zero_pair(*shape: int) -> Pair:
-    return torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    return np.zeros(shape), np.zeros(shape)
 
 
 def accumulate(total: Pair, piece: tuple[slice, slice, slice], part: Pair) -> None:
     """Add `part`, the sum of one tile, to the pair `total` (outer, inner) in place."""
     where = (piece[0], piece[2])
-    high, low = add_pairs((total[0][where], total[1][where]), part)
-    total[0][where], total[1][where] = high, low
+    total[0][where], total[1][where] = add_pairs((total[0][where], total[1][where]), part)
 
 
 def per_output(product: Pair, count: int) -> Pair:
     """A contraction (outer, inner) as `count` sums: kernel dimensions behind the bias's own are summed."""
-    return sum_pair((product[0].reshape(count, -1), product[1].reshape(count, -1)), dim=1)
+    return sum_pair((product[0].reshape(count, -1), product[1].reshape(count, -1)), axis=1)
 
 
-def finish_bias(bias: torch.Tensor, product: Pair) -> torch.Tensor:
-    """`bias` plus the flat pair `product`, rounded once."""
-    flat = bias.reshape(-1).double()
-    high, low = add_pairs(product, (flat, torch.zeros_like(flat)))
-    if bias.dtype != torch.float64:
-        high = _to_odd(high, low)
-    return round_once(high, bias.dtype).reshape(bias.shape)
-
-
-def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 `values` in `dtype`, rounded to nearest even as from infinite precision."""
-    if dtype in (torch.float64, torch.float32):
-        return values.to(dtype)
-    single = values.float()
-    back = single.double()
-    if not torch.equal(back, values):
-        bits = single.view(torch.int32)
-        bits = bits - (back.abs() > values.abs()).int()  # sign and magnitude: one less is one towards zero
-        single = (bits | (back != values).int()).view(torch.float32)
-    return single.to(dtype)
+def finish_bias(bias: Bits, dtype: str, product: Pair) -> Bits:
+    """The flat `bias` plus the flat pair `product`, rounded once."""
+    start = decode(bias, dtype)
+    high, low = add_pairs(product, (start, np.zeros_like(start)))
+    return encode(high if dtype == "F64" else _to_odd(high, low), dtype)
 
 
 def add_pairs(a: Pair, b: Pair) -> Pair:
@@ -134,14 +153,14 @@ def add_pairs(a: Pair, b: Pair) -> Pair:
     return total, low - (total - high)
 
 
-def sum_pair(pair: Pair, dim: int) -> Pair:
-    """Sum of pairs over `dim`, in a tree."""
-    high, low = pair[0].movedim(dim, 0), pair[1].movedim(dim, 0)
+def sum_pair(pair: Pair, axis: int) -> Pair:
+    """Sum of pairs over `axis`, in a tree."""
+    high, low = np.moveaxis(pair[0], axis, 0), np.moveaxis(pair[1], axis, 0)
     while (count := high.shape[0]) > 1:
         half = count // 2
         total = add_pairs((high[:half], low[:half]), (high[half : 2 * half], low[half : 2 * half]))
         odd = slice(2 * half, count)
-        high, low = torch.cat([total[0], high[odd]]), torch.cat([total[1], low[odd]])
+        high, low = np.concatenate([total[0], high[odd]]), np.concatenate([total[1], low[odd]])
     return high[0], low[0]
 
 
@@ -153,36 +172,47 @@ class RangeChanges:
     zeros: int = 0
     subnormals: int = 0
 
-    def count(self, before: torch.Tensor, after: torch.Tensor) -> None:
+    def count(self, before: Bits, after: Bits, dtype: str) -> None:
         """Add what changed from `before` to `after`."""
-        info = torch.finfo(after.dtype)
-        size = after.abs()
-        if bool((size.amin() >= info.tiny) & (size.amax() <= info.max)):
+        tiny, infinity = _FORMATS[dtype][2:]
+        magnitude = after.dtype.type(np.iinfo(after.dtype).max >> 1)
+        size = after & magnitude
+        if size.min() >= tiny and size.max() < infinity:
             return
-        origin = before.abs()
-        self.infinities += int(((size <= info.max).logical_not() & (origin <= info.max)).sum())
+        origin = before & magnitude
+        self.infinities += int(((size >= infinity) & (origin < infinity)).sum())
         self.zeros += int(((size == 0) & (origin != 0)).sum())
-        self.subnormals += int(((size != 0) & (size < info.tiny) & (origin >= info.tiny)).sum())
+        self.subnormals += int(((size != 0) & (size < tiny) & (origin >= tiny)).sum())
 
 
-def _spread(values: torch.Tensor, size: int, channels: Channels, *, neutral: float) -> torch.Tensor:
+def _upper_half(bits: npt.NDArray[np.uint32]) -> Bits:
+    """The upper 16 bits of fp32 numbers, rounded to nearest even; `bits` is overwritten."""
+    odd = bits >> 16
+    odd &= 1
+    bits += odd
+    bits += 0x7FFF  # a carry out of the largest finite number makes an infinity; one out of a NaN cannot occur
+    bits >>= 16
+    return bits.astype(np.uint16)
+
+
+def _spread(values: Floats, size: int, channels: Channels, *, neutral: float) -> Floats:
     """`values` of the norm's channels at the `size` coordinates that read them; `neutral` at the others."""
     if channels is None:
         return values
-    spread = torch.full((size,), neutral, dtype=torch.float64)
-    index = torch.tensor(channels)
+    spread = np.full(size, neutral)
+    index = np.asarray(channels)
     spread[index >= 0] = values[index[index >= 0]]
     return spread
 
 
-def _to_odd(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _to_odd(high: Floats, low: Floats) -> Floats:
     """The pair as one fp64 number that no later rounding mistakes for a tie."""
-    inexact = (low != 0) & high.isfinite()
-    bits = high.view(torch.int64)
-    bits = bits - (inexact & (low.sign() != high.sign())).long()
-    return torch.where(inexact, bits | 1, bits).view(torch.float64)
+    inexact = (low != 0) & np.isfinite(high)
+    bits: npt.NDArray[np.int64] = high.view(np.int64) - (inexact & (np.signbit(low) != np.signbit(high)))
+    bits[inexact] |= 1
+    return bits.view(np.float64)
 
 
-def _shape3(block: torch.Tensor) -> tuple[int, int, int]:
+def _shape3(block: Bits) -> tuple[int, int, int]:
     outer, size, inner = block.shape
     return outer, size, inner

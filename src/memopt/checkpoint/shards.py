@@ -1,196 +1,256 @@
-"""One shard, streamed: unchanged bytes are copied inside the operating system, changed tensors in blocks of 8 MiB.
+"""One shard, streamed: blocks of 4 MiB are read, folded, written, and hashed by two threads meanwhile.
 
-Dtypes and shapes do not change, so neither does the header. No file is ever held in memory.
+Dtypes and shapes do not change, so neither does the header. No file is ever held in memory. Every byte of the source is
+read, since the manifest has its digest, so copying inside the kernel would save nothing but where blocks are shared.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle
 from math import prod
 from pathlib import Path
+from types import TracebackType
 
-import torch
+import numpy as np
 
 from memopt.checkpoint import arithmetic
-from memopt.checkpoint.arithmetic import Pair, RangeChanges
+from memopt.checkpoint.arithmetic import Bits, Floats, Pair, RangeChanges
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
+from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.base import Shard
-from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
+from memopt.checkpoint.sources.header import TensorInfo
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
-_BLOCK = 8 << 20
-_COPY = 64 << 20
-_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+_BLOCK = 4 << 20
+_DEPTH = 3
+_WRITE_BACK = 32 << 20
+_FICLONE = 0x40049409  # <linux/fs.h>
 Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What was written, and what was read for it."""
+
+    changes: dict[str, RangeChanges]
+    """Changed tensor -> how many of its elements left the normal range."""
+    source: FileRecord | None
+    """None where the file read is of another format."""
+    result: FileRecord
 
 
 def write_shard(
     source: CheckpointSource, shard: Shard, operations: Mapping[str, Operation], path: Path, advance: Advance
-) -> dict[str, RangeChanges]:
+) -> WrittenShard:
     """Write `shard` of `source` to `path` with `operations` applied.
 
     Args:
         operations: tensor name -> operation; other names than the shard's are ignored.
         advance: called with the number of bytes written since the last call; may raise to stop.
 
-    Returns:
-        Changed tensor -> how many of its elements left the normal range.
+    Raises:
+        ModelError: the source cannot be read.
+        OSError: the file cannot be written.
     """
     changes: dict[str, RangeChanges] = {}
-    with open(path, "wb", buffering=0) as file:
-        target = file.fileno()
-        os.truncate(target, shard.header.file_size)
-        write_at(target, shard.header.raw, 0)
-        advance(len(shard.header.raw))
-        for run in _runs(shard, operations):
-            operation = operations.get(run[0].name)
-            if operation is None:
-                copy_tensors(source, shard, run, target, advance)
-            else:
-                changes[run[0].name] = _apply(source, run[0], operation, target, advance)
-        os.fsync(target)
-    return changes
+    as_is = source.weights.copies_as_is
+    with open(path, "xb", buffering=0) as file:
+        cloned = as_is and _clone(shard, file.fileno())
+        with _Stream(file.fileno(), cloned, advance) as stream:
+            stream.put(memoryview(shard.header.raw))
+            for info in _spans(shard, operations, merge=as_is):
+                operation = operations.get(info.name)
+                if operation is None:
+                    _copy(source, info, stream)
+                else:
+                    changes[info.name] = _apply(source, info, operation, stream)
+            read, written = stream.digests()
+        os.fsync(file.fileno())
+    size = shard.header.file_size
+    return WrittenShard(changes, FileRecord(read, size) if as_is else None, FileRecord(written, size))
 
 
-def restore(source: CheckpointSource, names: frozenset[str], folder: Path) -> None:
-    """Overwrite the tensors `names` in the shards written to `folder` with the source's bytes."""
-    for shard in source.shards:
-        wanted = [info for name, info in shard.header.tensors.items() if name in names]
-        if wanted:
-            with open(folder / shard.name, "r+b", buffering=0) as file:
-                for info in wanted:
-                    copy_tensors(source, shard, [info], file.fileno(), lambda count: None)
-                os.fsync(file.fileno())
+def restore(source: CheckpointSource, shard: Shard, names: frozenset[str], path: Path) -> bool:
+    """Overwrite those of the tensors `names` that are in the `shard` written to `path` with the source's bytes."""
+    wanted = [info for name, info in shard.header.tensors.items() if name in names]
+    with open(path, "r+b", buffering=0) as file:
+        for info in wanted:
+            for start in range(0, info.nbytes, _BLOCK):
+                block = source.read_range(info.name, start, min(start + _BLOCK, info.nbytes))
+                write_at(file.fileno(), memoryview(block), info.offset + start)
+        os.fsync(file.fileno())
+    return bool(wanted)
 
 
-def copy_tensors(source: CheckpointSource, shard: Shard, run: list[TensorInfo], target: int, advance: Advance) -> None:
-    """Copy adjacent tensors unchanged."""
-    if source.weights.copies_as_is:
-        with open(shard.origin, "rb", buffering=0) as origin:
-            count = sum(info.nbytes for info in run)
-            copy_range(origin.fileno(), target, run[0].offset, count, advance)
-        return
-    for info in run:
-        for start in range(0, info.nbytes, _BLOCK):
-            block = source.read_range(info.name, start, min(start + _BLOCK, info.nbytes))
-            write_at(target, block, info.offset + start)
-            advance(len(block))
-
-
-def copy_range(origin: int, target: int, offset: int, count: int, advance: Advance) -> None:
-    """Copy `count` bytes at `offset` between two files, by `copy_file_range` where the system has it."""
-    end, in_kernel = offset + count, hasattr(os, "copy_file_range")
-    while offset < end:
-        size = min(end - offset, _COPY if in_kernel else _BLOCK)
-        if in_kernel:
-            try:
-                done = os.copy_file_range(origin, target, size, offset, offset)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                done = 0
-            if done == 0:  # some file systems report nothing instead of an error
-                in_kernel = False
-                continue
-        else:
-            block = os.pread(origin, size, offset)
-            if not block:
-                raise OSError(errno.EIO, "the source became shorter while it was read")
-            write_at(target, block, offset)
-            done = len(block)
-        offset += done
-        advance(done)
-
-
-def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`."""
-    view = memoryview(data)
+def write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write all of `view` at `offset`."""
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
 
 
-def _runs(shard: Shard, operations: Mapping[str, Operation]) -> list[list[TensorInfo]]:
-    """Tensors in file order; adjacent unchanged ones in one list."""
-    runs: list[list[TensorInfo]] = []
-    growing = False
+class _Stream:
+    """A file that is written from its start to its end, with the digests of what was read and of what is written.
+
+    Each digest has a thread, and there is one digest as long as both contents are the same.
+    """
+
+    def __init__(self, target: int, cloned: bool, advance: Advance) -> None:
+        self._target, self._cloned, self._advance = target, cloned, advance
+        self._position = self._started = 0
+        self._read = hashlib.sha256()
+        self._written: hashlib._Hash | None = None
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="memopt-sha256") for _ in range(2)]
+        slots: list[tuple[bytearray, bytearray, list[Future[None]]]] = [
+            (bytearray(_BLOCK), bytearray(_BLOCK), []) for _ in range(_DEPTH)
+        ]
+        self._slots = cycle(slots)
+        self._pending = slots[-1][2]
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def buffers(self, count: int) -> tuple[memoryview, memoryview]:
+        """Buffers for the next block, one for what is read and one for what is written; both are used again later."""
+        before, after, self._pending = next(self._slots)
+        while self._pending:
+            self._pending.pop().result()
+        return memoryview(before)[:count], memoryview(after)[:count]
+
+    def put(self, before: memoryview, after: memoryview | None = None) -> None:
+        """Append `after`, which the source has as `before`; None where both are the same."""
+        if after is not None and self._written is None:
+            self._written = self._threads[0].submit(self._read.copy).result()
+        self._pending.append(self._threads[0].submit(self._read.update, before))
+        if self._written is not None:
+            self._pending.append(self._threads[1].submit(self._written.update, before if after is None else after))
+        if after is not None or not self._cloned:
+            write_at(self._target, before if after is None else after, self._position)
+        self._position += len(before)
+        if self._position - self._started >= _WRITE_BACK:
+            # Linux then starts to write these pages to the disk, and drops none of them, since they are dirty.
+            os.posix_fadvise(self._target, self._started, self._position - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = self._position
+        self._advance(len(before))
+
+    def digests(self) -> tuple[str, str]:
+        """SHA-256 of what was read and of what was written."""
+        for thread in self._threads:
+            thread.shutdown()
+        return self._read.hexdigest(), (self._written or self._read).hexdigest()
+
+
+def _clone(shard: Shard, target: int) -> bool:
+    """Let a new file share its blocks with the source, where the file system can (btrfs, XFS)."""
+    try:
+        with open(shard.origin, "rb", buffering=0) as origin:
+            fcntl.ioctl(target, _FICLONE, origin.fileno())
+        os.truncate(target, shard.header.file_size)
+    except OSError:
+        return False
+    return True
+
+
+def _spans(shard: Shard, operations: Mapping[str, Operation], *, merge: bool) -> Iterator[TensorInfo]:
+    """Tensors in the order of the file; adjacent unchanged ones as one, with `merge`."""
+    span: TensorInfo | None = None
     for info in sorted(shard.header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
-        if not info.nbytes:
+        if info.name not in operations and merge:
+            span = replace(span, nbytes=span.nbytes + info.nbytes) if span else replace(info, name="")
             continue
-        unchanged = info.name not in operations
-        if unchanged and growing:
-            runs[-1].append(info)
-        else:
-            runs.append([info])
-        growing = unchanged
-    return runs
+        if span is not None:
+            yield span
+        span = None
+        yield info
+    if span is not None:
+        yield span
 
 
-def _apply(
-    source: CheckpointSource, info: TensorInfo, operation: Operation, target: int, advance: Advance
-) -> RangeChanges:
+def _copy(source: CheckpointSource, info: TensorInfo, stream: _Stream, after: Bits | None = None) -> None:
+    """Append a tensor, with the content `after` where that is given."""
+    content = None if after is None else after.reshape(-1).view(np.uint8).data
+    for start in range(0, info.nbytes, _BLOCK):
+        before, _ = stream.buffers(min(_BLOCK, info.nbytes - start))
+        source.weights.read_into(before, info, start)
+        stream.put(before, None if content is None else content[start : start + len(before)])
+
+
+def _apply(source: CheckpointSource, info: TensorInfo, operation: Operation, stream: _Stream) -> RangeChanges:
     changes = RangeChanges()
     if isinstance(operation, Fill):
-        filled = torch.full(info.shape, operation.value, dtype=torch_dtype(info.dtype))
-        write_at(target, _bytes(filled), info.offset)
-        advance(info.nbytes)
+        _copy(source, info, stream, arithmetic.encode(np.full(info.shape, operation.value), info.dtype))
     elif isinstance(operation, Scale):
-        _scale(source, info, operation, target, advance, changes)
+        _scale(source, info, operation, stream, changes)
     else:
-        before = source.read(info.name)
-        after = shifted(source, before, operation)
-        changes.count(before, after)
-        write_at(target, _bytes(after), info.offset)
-        advance(info.nbytes)
+        before = _bits(source, info.name)
+        after = shifted(source, info.name, operation)
+        changes.count(before, after, info.dtype)
+        _copy(source, info, stream, after)
     return changes
 
 
 def _scale(
-    source: CheckpointSource, info: TensorInfo, operation: Scale, target: int, advance: Advance, changes: RangeChanges
+    source: CheckpointSource, info: TensorInfo, operation: Scale, stream: _Stream, changes: RangeChanges
 ) -> None:
     size = info.shape[operation.axis]
-    scale = torch.ones(size, dtype=torch.float64)
+    scale = np.ones(size)
     for part in operation.parts:
-        scale = scale * arithmetic.fold_scale(source.read(part.gamma), part.offset, size, part.channels)
-    for piece, start, block in blocks(source, info, operation.axis):
-        result = arithmetic.scale_tile(block, scale[piece[1]])
-        changes.count(block, result)
-        data = _bytes(result)
-        write_at(target, data, info.offset + start)
-        advance(len(data))
+        scale = scale * arithmetic.fold_scale(read_floats(source, part.gamma), part.offset, size, part.channels)
+    scaler = arithmetic.Scaler(scale, info.dtype)
+    for piece, start, count in _pieces(info, operation.axis):
+        before, after = stream.buffers(count)
+        source.weights.read_into(before, info, start)
+        extent = [part.stop - part.start for part in piece]
+        block, result = (arithmetic.stored(view, info.dtype).reshape(extent) for view in (before, after))
+        scaler(block, piece[1], result)
+        changes.count(block, result, info.dtype)
+        stream.put(before, after)
 
 
-def shifted(source: CheckpointSource, bias: torch.Tensor, operation: Shift) -> torch.Tensor:
-    """The stored `bias` plus every product of `operation`, rounded once."""
+def shifted(source: CheckpointSource, name: str, operation: Shift) -> Bits:
+    """The stored bias `name` plus every product of `operation`, rounded once."""
+    bias = _bits(source, name)
     total: Pair | None = None
     for part in operation.parts:
         info = source.tensors[part.weight]
         outer, size, inner = view3(info.shape, part.axis)
-        shift = arithmetic.fold_shift(source.read(part.beta), size, part.channels, part.scale)
+        shift = arithmetic.fold_shift(read_floats(source, part.beta), part.scale, size, part.channels)
         pair = arithmetic.zero_pair(outer, inner)
-        for piece, _, block in blocks(source, info, part.axis):
-            arithmetic.accumulate(pair, piece, arithmetic.contract_tile(block, shift[piece[1]]))
-        product = arithmetic.per_output(pair, bias.numel())
+        for piece, start, count in _pieces(info, part.axis):
+            block = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
+            block = block.reshape([part.stop - part.start for part in piece])
+            arithmetic.accumulate(pair, piece, arithmetic.contract(block, info.dtype, shift[piece[1]]))
+        product = arithmetic.per_output(pair, bias.size)
         total = product if total is None else arithmetic.add_pairs(total, product)
-    return bias if total is None else arithmetic.finish_bias(bias, total)
+    return bias if total is None else arithmetic.finish_bias(bias, source.tensors[name].dtype, total)
 
 
-def blocks(
-    source: CheckpointSource, info: TensorInfo, axis: int
-) -> Iterator[tuple[tuple[slice, slice, slice], int, torch.Tensor]]:
-    """(slices, first byte, values) of consecutive blocks of a tensor, viewed as (before axis, axis, after axis)."""
-    dtype = torch_dtype(info.dtype)
+def read_floats(source: CheckpointSource, name: str) -> Floats:
+    """A whole tensor of floating-point numbers, flat, as fp64."""
+    return arithmetic.decode(_bits(source, name), source.tensors[name].dtype)
+
+
+def _bits(source: CheckpointSource, name: str) -> Bits:
+    return arithmetic.stored(source.read_range(name), source.tensors[name].dtype)
+
+
+def _pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
+    """(slices, first byte, bytes) of consecutive blocks of a tensor, viewed as (before axis, axis, after axis)."""
     shape = view3(info.shape, axis)
+    itemsize = info.nbytes // max(prod(shape), 1)
     start = 0
-    for piece in tiles(shape, _BLOCK // dtype.itemsize):
-        extent = [part.stop - part.start for part in piece]
-        stop = start + prod(extent) * dtype.itemsize
-        yield piece, start, torch.frombuffer(source.read_range(info.name, start, stop), dtype=dtype).reshape(extent)
-        start = stop
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    for piece in tiles(shape, _BLOCK // max(itemsize, 1)):
+        count = prod(part.stop - part.start for part in piece) * itemsize
+        yield piece, start, count
+        start += count

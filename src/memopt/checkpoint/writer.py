@@ -7,14 +7,14 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 import memopt
-from memopt.checkpoint.arithmetic import RangeChanges
+from memopt.checkpoint.arithmetic import RangeChanges, epsilon
 from memopt.checkpoint.atomic import check_space, check_target, staged
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
@@ -28,13 +28,13 @@ from memopt.checkpoint.manifest import (
     add_config_key,
 )
 from memopt.checkpoint.patched import config_key, digest_of_affines
-from memopt.checkpoint.shards import restore, write_shard
+from memopt.checkpoint.shards import WrittenShard, read_floats, restore, write_shard
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
 from memopt.errors import NegativeVerdict
 from memopt.plan.plan import Plan
 
-_MAX_WORKERS = 4
+_MAX_WORKERS = 2  # shards at a time; each has two threads more for its digests
 Progress = Callable[[int, int], None]
 
 
@@ -67,7 +67,7 @@ def write_checkpoint(
     Args:
         force: replace a non-empty `out`.
         inputs: the batch that the walk ran with, for the manifest.
-        progress: called with (bytes done, bytes to do); bytes that are hashed count too.
+        progress: called with (bytes written, bytes to write).
         note: called with each sentence that a user should read.
 
     Raises:
@@ -87,13 +87,13 @@ def write_checkpoint(
 
     with staged(out, force=force, note=tell) as stage, _Workers(source, progress) as workers:
         folds = FoldPlan.from_plan(plan, source.tensors, source.weights.aliases)
-        folds, changes = _write_shards(source, folds, stage, workers)
+        folds, shards = _write_shards(source, folds, stage, workers)
         for norm, reason in folds.refused:
             remember(f"{norm} is shared instead of folded: {reason}.")
         plan = folds.revise(plan)
         _copy_side_files(source, stage, remember)
         _write_config(source, plan, folds, stage)
-        manifest = _manifest(source, plan, folds, changes, stage, workers, notes, inputs)
+        manifest = _manifest(source, plan, folds, shards, stage, workers, notes, inputs)
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     changed = folds.operations()
     return WriteResult(
@@ -105,7 +105,7 @@ class _Workers:
     """A thread pool over shards that reports progress, and is stopped by an error in the `with` block."""
 
     def __init__(self, source: CheckpointSource, progress: Progress | None) -> None:
-        self._total = 2 * source.nbytes + source.space_needed  # written, and source and result hashed
+        self._total = source.space_needed
         self._done = 0
         self._progress = progress
         self._lock = threading.Lock()
@@ -134,33 +134,35 @@ class _Workers:
         futures: list[Future[Any]] = [self._pool.submit(function, *arguments) for arguments in calls]
         return [future.result() for future in futures]
 
-    def digests(self, folder: Path, names: list[str]) -> dict[str, FileRecord]:
-        """Size and SHA-256 of files below `folder`."""
-
-        def digest(path: Path) -> FileRecord:
-            return FileRecord(sha256(path, self.advance), path.stat().st_size)
-
-        return dict(zip(names, self.run(digest, *((folder / name,) for name in names)), strict=True))
-
 
 def _write_shards(
     source: CheckpointSource, folds: FoldPlan, stage: Path, workers: _Workers
-) -> tuple[FoldPlan, dict[str, RangeChanges]]:
+) -> tuple[FoldPlan, dict[str, WrittenShard]]:
+    """The folds that were carried out, and each shard by its name."""
     operations = folds.operations()
     calls = [(source, shard, operations, stage / shard.name, workers.advance) for shard in source.shards]
-    changes: dict[str, RangeChanges] = {}
-    for part in workers.run(write_shard, *calls):
-        changes.update(part)
-    overflowing = {name for name, change in changes.items() if change.infinities}
+    written = dict(zip((shard.name for shard in source.shards), workers.run(write_shard, *calls), strict=True))
+    overflowing = {name for name, change in _changes(written).items() if change.infinities}
     reasons = {
         fold.norm: f"{min(fold.touched & overflowing)} would overflow {source.tensors[fold.weight].dtype}"
         for fold in folds.folds
         if fold.touched & overflowing
     }
     kept = folds.without(reasons)
-    if reasons:
-        restore(source, frozenset(operations.keys() - kept.operations().keys()), stage)
-    return kept, changes
+    undone = frozenset(operations.keys() - kept.operations().keys())
+    for shard in source.shards:
+        path = stage / shard.name
+        if undone and restore(source, shard, undone, path):
+            written[shard.name] = replace(written[shard.name], result=_record(path))
+    return kept, written
+
+
+def _changes(shards: Mapping[str, WrittenShard]) -> dict[str, RangeChanges]:
+    return {name: change for shard in shards.values() for name, change in shard.changes.items()}
+
+
+def _record(path: Path, advance: Callable[[int], None] | None = None) -> FileRecord:
+    return FileRecord(sha256(path, advance), path.stat().st_size)
 
 
 def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
@@ -183,16 +185,21 @@ def _manifest(
     source: CheckpointSource,
     plan: Plan,
     folds: FoldPlan,
-    changes: Mapping[str, RangeChanges],
+    shards: Mapping[str, WrittenShard],
     stage: Path,
     workers: _Workers,
     notes: list[str],
     inputs: InputsRecord | None,
 ) -> Manifest:
     """The manifest, with digests of the files in `stage` and of the source's weights."""
-    written = [*(shard.name for shard in source.shards), *source.side_files, "config.json"]
-    if source.weights.index is not None:
-        written.append(INDEX)
+    others = [*source.side_files, "config.json", *([INDEX] if source.weights.index is not None else [])]
+    digests = workers.run(_record, *((stage / name, workers.advance) for name in others))
+    files = {name: shard.result for name, shard in shards.items()} | dict(zip(others, digests, strict=True))
+    read = {
+        shard.origin.relative_to(source.root).as_posix(): shards[shard.name].source or _record(shard.origin)
+        for shard in source.shards
+    }
+    changes = _changes(shards)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         memopt_version=memopt.__version__,
@@ -201,12 +208,12 @@ def _manifest(
             path=str(source.root),
             revision=source.revision,
             commit=source.commit,
-            files=workers.digests(source.root, [s.origin.relative_to(source.root).as_posix() for s in source.shards]),
+            files=read,
         ),
         recipe=plan.recipe,
         entries=plan.entries,
         folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
-        files=workers.digests(stage, sorted(written)),
+        files=dict(sorted(files.items())),
         notes=tuple(notes),
         inputs=inputs,
         changed_outputs=plan.changed_outputs(),
@@ -214,14 +221,14 @@ def _manifest(
 
 
 def _fold_record(source: CheckpointSource, fold: Fold, changes: Mapping[str, RangeChanges]) -> FoldRecord:
-    gamma = source.read(fold.weight)
-    size = (gamma.double() + fold.offset).abs()
+    dtype = source.tensors[fold.weight].dtype
+    size = np.abs(read_floats(source, fold.weight) + fold.offset)
     touched = [changes[name] for name in sorted(fold.touched) if name in changes]
     return FoldRecord(
         fold=fold,
-        dtype=source.tensors[fold.weight].dtype,
+        dtype=dtype,
         smallest_scale=float(size.min()),
-        near_zero=int((size < torch.finfo(gamma.dtype).eps).sum()),
+        near_zero=int((size < epsilon(dtype)).sum()),
         new_zeros=sum(change.zeros for change in touched),
         new_subnormals=sum(change.subnormals for change in touched),
     )

@@ -49,8 +49,12 @@ class Weights(Protocol):
     def copies_as_is(self) -> bool:
         """Whether each shard's `origin` has the layout of its header, so that bytes can be copied file to file."""
 
-    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of a tensor, in the safetensors layout."""
+    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
+        """Fill `buffer` with the bytes of a tensor from `start` on, in the safetensors layout.
+
+        Raises:
+            ModelError: the file cannot be read, or became shorter.
+        """
 
 
 class Format(Protocol):
@@ -88,7 +92,7 @@ class NoWeights:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copies_as_is: bool = False
 
-    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         raise ModelError(f"The weights were not downloaded, so tensor '{info.name}' cannot be read.")
 
 

@@ -60,11 +60,11 @@ class PickledTensors:
     aliases: Mapping[str, tuple[str, ...]]
     copies_as_is = False
 
-    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
+    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         import torch
 
         flat = self.tensors[info.name].reshape(-1).view(torch.uint8)
-        return bytearray(flat[start:stop].numpy())
+        buffer[:] = flat[start : start + len(buffer)].numpy().data
 
 
 def _files(root: Path) -> list[Path]:

@@ -42,12 +42,13 @@ class SafetensorsFiles:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such a file holds no tensor twice
     copies_as_is = True
 
-    def read_range(self, info: TensorInfo, start: int, stop: int) -> bytearray:
-        buffer = bytearray(stop - start)
+    def read_into(self, buffer: memoryview, info: TensorInfo, start: int) -> None:
         path = self._origins[info.shard]
-        with open(path, "rb", buffering=0) as file:
-            _read_into(file.fileno(), buffer, info.offset + start, path)
-        return buffer
+        try:
+            with open(path, "rb", buffering=0) as file:
+                _read_into(file.fileno(), buffer, info.offset + start, path)
+        except OSError as error:
+            raise ModelError(f"'{path}' cannot be read: {error.strerror or error}.", "Copy it again.") from None
 
     @cached_property
     def _origins(self) -> Mapping[str, Path]:
@@ -69,9 +70,8 @@ def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str
                 raise ModelError(f"'{shard}' contains tensor '{name}', which '{path}' does not place there.")
 
 
-def _read_into(descriptor: int, buffer: bytearray, offset: int, path: Path) -> None:
-    """Fill `buffer` from position `offset` of an open file."""
-    view = memoryview(buffer)
+def _read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill `view` from position `offset` of an open file."""
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:

@@ -73,7 +73,9 @@ class CheckpointSource:
     def read_range(self, name: str, start: int = 0, stop: int | None = None) -> bytearray:
         """Bytes [start, stop) of the tensor `name`, in the safetensors layout."""
         info = self.tensors[name]
-        return self.weights.read_range(info, start, info.nbytes if stop is None else stop)
+        content = bytearray((info.nbytes if stop is None else stop) - start)
+        self.weights.read_into(memoryview(content), info, start)
+        return content
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of the whole tensor `name`."""
