@@ -76,7 +76,7 @@ def patch_checkpoint(
         revision: branch, tag or commit; hub ids only.
         trust_remote_code: run the Python files that come with the model.
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) where there is no safetensors file.
-        force: replace a folder that memopt wrote before.
+        force: replace a folder that memopt wrote before and that nobody changed since.
         dry_run: plan and check, download no weights and write nothing.
         opened: called with the source once it is open and `out` is known to be usable, before the model is walked.
         progress: called with (bytes done, bytes to do) while the folder is written.

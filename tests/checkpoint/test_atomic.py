@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -10,13 +12,13 @@ import subprocess
 import sys
 import textwrap
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from memopt.checkpoint import atomic, shards
+from memopt.checkpoint import atomic, replaced, shards, stage
 from memopt.checkpoint.atomic import check_space, check_target, staged
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
@@ -57,8 +59,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 def written_before(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """A folder that an earlier run of memopt wrote."""
     write_checkpoint_files(folder, tensors)
-    (folder / "memopt.json").write_text("{}")
+    list_in_manifest(folder)
     return folder
+
+
+def list_in_manifest(folder: Path) -> None:
+    records = {
+        name: {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)} for name, raw in contents(folder).items()
+    }
+    (folder / "memopt.json").write_text(json.dumps({"files": records}))
 
 
 @pytest.fixture
@@ -86,8 +95,7 @@ def test_a_run_that_is_killed_leaves_the_old_folder_as_it_was(
     stuck.kill()
     stuck.wait()
     assert contents(tmp_path / "out") == before
-    leftover = tmp_path / f".out.memopt-{stuck.pid}"
-    assert leftover.is_dir()
+    (leftover,) = tmp_path.glob(".out.memopt-*")
 
     notes: list[str] = []
     write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", force=True, note=notes.append)
@@ -111,19 +119,66 @@ def test_a_second_run_leaves_the_folder_of_a_living_one_alone(
     tmp_path: Path, model: Path, stuck: subprocess.Popen[str]
 ) -> None:
     write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", force=True)
-    assert (tmp_path / f".out.memopt-{stuck.pid}").is_dir()
+    (living,) = tmp_path.glob(".out.memopt-*")
+    assert (living / "new").is_dir()
 
 
-def test_a_folder_of_another_host_with_the_same_process_id_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(20)
+def test_what_has_the_name_of_a_temporary_folder_and_is_none_is_left_alone(tmp_path: Path) -> None:
+    planted = {
+        name: tmp_path / f".out.memopt-{name}" for name in ("photos11", "halfmark", "linkmark", "pipe1111", "aim")
+    }
+    for name in ("photos11", "halfmark", "linkmark"):
+        planted[name].mkdir()
+        (planted[name] / "new").mkdir()
+        (planted[name] / "cat.jpg").touch()
+    (planted["halfmark"] / ".memopt-stage").touch()
+    (planted["linkmark"] / "cat.jpg").unlink()
+    (planted["linkmark"] / ".memopt-stage").symlink_to(planted["photos11"] / "cat.jpg")
+    os.mkfifo(planted["pipe1111"])
+    planted["aim"].mkdir()
+    (planted["aim"] / ".memopt-stage").touch()
+    (tmp_path / ".out.memopt-link1111").symlink_to(planted["aim"])
+    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    notes: list[str] = []
+    with staged(tmp_path / "out", force=True, note=notes.append):
+        pass
+    assert before < {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert sum("left alone" in text for text in notes) == 3
+
+
+def test_an_empty_leftover_and_one_that_was_being_removed_go(tmp_path: Path) -> None:
+    for name, inside in (("aaaaaaaa", ""), ("bbbbbbbb", ".memopt-stage")):
+        (tmp_path / f".out.memopt-{name}").mkdir()
+        if inside:
+            (tmp_path / f".out.memopt-{name}" / inside).touch()
+    with staged(tmp_path / "out", force=True, note=lambda text: None):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_cannot_be_removed_is_named_and_nothing_else_is_claimed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "_in_use", lambda path, pid: True)
-    theirs = tmp_path / f".out.memopt-{os.getpid()}"
-    theirs.mkdir()
-    (theirs / "half").touch()
-    with pytest.raises(OutputError), staged(tmp_path / "out", force=True, note=lambda text: None):
-        pytest.fail("the folder is taken")
-    assert (theirs / "half").exists()
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(shards, "write_at", full)
+    monkeypatch.setattr(stage.shutil, "rmtree", refuse)
+    notes: list[str] = []
+    with pytest.raises(OutputError) as caught:
+        write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", note=notes.append)
+    assert "left behind" not in str(caught.value)
+    assert any("was left behind" in text and ".out.memopt-" in text for text in notes)
+
+
+def test_parents_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), staged(tmp_path / "a" / "b" / "out", force=False, note=print):
+        raise KeyError
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_parent_that_cannot_be_listed_is_an_error_of_the_output(
@@ -132,7 +187,7 @@ def test_a_parent_that_cannot_be_listed_is_an_error_of_the_output(
     def refuse(out: Path, note: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(out.parent))
 
-    monkeypatch.setattr(atomic, "_clear_leftovers", refuse)
+    monkeypatch.setattr(atomic, "clear_leftovers", refuse)
     with pytest.raises(OutputError, match="Permission denied"), staged(tmp_path / "out", force=True, note=print):
         pytest.fail("nothing can be written")
 
@@ -167,8 +222,9 @@ def test_force_replaces_the_whole_folder(
 ) -> None:
     if not swap:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    old = written_before(tmp_path / "out", {})
+    old = write_checkpoint_files(tmp_path / "out", {})
     (old / "stale.txt").write_text("x")
+    list_in_manifest(old)
     write_checkpoint(open_source(str(model)), rms_plan(), old, force=True)
     assert not (old / "stale.txt").exists()
     assert (old / "memopt.json").is_file()
@@ -183,7 +239,7 @@ def test_a_rename_that_fails_brings_the_old_folder_back(
     rename = os.rename
 
     def fail_once(source: Path, target: Path) -> None:
-        if Path(target) == old and ".old" not in str(source):
+        if Path(target) == old and Path(source).name == "new":
             raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
@@ -196,14 +252,111 @@ def test_a_rename_that_fails_brings_the_old_folder_back(
 
 
 def test_a_folder_that_was_moved_aside_by_a_killed_run_comes_back(tmp_path: Path) -> None:
-    aside = tmp_path / ".out.memopt-999999.old"
-    aside.mkdir()
-    (aside / "weights").write_text("precious")
+    aside = tmp_path / ".out.memopt-abcd1234"
+    (aside / "old").mkdir(parents=True)
+    (aside / ".memopt-stage").touch()
+    (aside / "old" / "weights").write_text("precious")
     notes: list[str] = []
-    with pytest.raises(RuntimeError), staged(tmp_path / "out", force=True, note=notes.append):
-        raise RuntimeError
+    with pytest.raises(OutputError, match="filled"), staged(tmp_path / "out", force=False, note=notes.append):
+        pytest.fail("it is not replaced without force")
     assert (tmp_path / "out" / "weights").read_text() == "precious"
     assert any("Restored" in text for text in notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def add_checkpoint(folder: Path) -> None:
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "optimizer.pt").touch()
+
+
+def add_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text("{}")
+
+
+def edit_config(folder: Path) -> None:
+    (folder / "config.json").write_bytes((folder / "config.json").read_bytes().replace(b"24", b"25"))
+
+
+def edit_weights(folder: Path) -> None:
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+
+
+def link_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "weights")
+    (folder / "model.safetensors").symlink_to(folder.parent / "weights")
+
+
+def link_folder(folder: Path) -> None:
+    (folder / "runs").symlink_to(folder.parent)
+
+
+def add_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "checkpoint-500/": add_checkpoint,
+    "trainer_state.json": add_state,
+    "config.json": edit_config,
+    "model.safetensors": edit_weights,
+    "model.safetensors.": link_weights,
+    "runs": link_folder,
+    "pipe": add_pipe,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", CHANGES)
+def test_force_refuses_a_folder_in_which_something_is_not_memopts_and_names_it(
+    tmp_path: Path, model: Path, name: str
+) -> None:
+    out = written_before(tmp_path / "out", rms_tensors())
+    CHANGES[name](out)
+    before = {str(path.relative_to(tmp_path)): path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(OutputError) as caught:
+        write_checkpoint(open_source(str(model)), rms_plan(), out, force=True)
+    assert name.rstrip(".") in caught.value.message
+    assert {str(path.relative_to(tmp_path)): path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_weight_file_that_is_edited_is_found_where_only_its_digest_shows_it(tmp_path: Path) -> None:
+    out = written_before(tmp_path / "out", {"w": torch.zeros(400_000)})
+    edit_weights(out)
+    replaced.replaceable(out, all_digests=False)
+    with pytest.raises(OutputError, match=r"changed .* model\.safetensors"), staged(out, force=True, note=print):
+        pytest.fail("it is found before anything is written")
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_what_appears_in_the_target_meanwhile_is_not_replaced(tmp_path: Path, model: Path, force: bool) -> None:
+    out = tmp_path / "out"
+    if force:
+        written_before(out, rms_tensors())
+    with pytest.raises(OutputError, match="changed while"), staged(out, force=force, note=print):
+        write_checkpoint_files(out / "result", {})
+    assert (out / "result" / "config.json").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_file_that_appears_while_the_old_folder_is_removed_is_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = written_before(tmp_path / "out", rms_tensors())
+    original = atomic.remove_files
+
+    def late(folder: Path, files: replaced.Files) -> None:
+        (folder / "late.txt").write_text("precious")
+        original(folder, files)
+
+    monkeypatch.setattr(atomic, "remove_files", late)
+    notes: list[str] = []
+    write_checkpoint(open_source(str(model)), rms_plan(), out, force=True, note=notes.append)
+    (kept,) = tmp_path.glob(".out.memopt-*/new/late.txt")
+    assert str(kept.parent) in " ".join(notes)
+    write_checkpoint(open_source(str(model)), rms_plan(), out, force=True)
+    assert kept.read_text() == "precious"
 
 
 def test_exchange_swaps_two_folders_in_one_step(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -166,17 +166,74 @@ def test_config_keeps_its_bytes_and_gains_one_key(tmp_path: Path, text: str) -> 
     assert str(tmp_path) not in written
 
 
-def test_files_have_the_modes_of_the_umask(tmp_path: Path) -> None:
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_what_is_private_in_the_source_is_private_in_the_result(tmp_path: Path, umask: None) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=2)
+    (folder / "sub").mkdir(mode=0o750)
+    (folder / "sub" / "vocab.txt").touch()
+    (folder / "config.json").chmod(0o600)
+    for number, mode in ((1, 0o640), (2, 0o644)):
+        (folder / f"model-0000{number}-of-00002.safetensors").chmod(mode)
+    folder.chmod(0o700)
+    result, _ = rewrite(folder)
+    got = modes(result.out)
+    assert (got["out"], got["sub"], got["config.json"], got["memopt.json"]) == (0o700, 0o750, 0o600, 0o600)
+    assert (got["model-00001-of-00002.safetensors"], got["model-00002-of-00002.safetensors"]) == (0o640, 0o644)
+    assert got["vocab.txt"] == got["LICENSE"] == 0o644
+
+
+def test_an_existing_private_folder_stays_private(tmp_path: Path, umask: None) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors())
+    (tmp_path / "out").mkdir(mode=0o700)
+    for _ in range(2):
+        result, _ = rewrite(folder, force=True)
+        assert modes(result.out)["out"] == 0o700
+
+
+def test_modes_follow_the_umask_where_the_source_is_open(tmp_path: Path, umask: None) -> None:
     folder = write_checkpoint_files(tmp_path / "model", rms_tensors())
     for path in folder.iterdir():
-        path.chmod(0o600)
-    before = os.umask(0o027)
-    try:
-        result, _ = rewrite(folder)
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in result.out.iterdir()} == {0o640}
-    assert stat.S_IMODE(result.out.stat().st_mode) == 0o750
+        path.chmod(0o777)
+    os.umask(0o027)
+    result, _ = rewrite(folder)
+    assert set(modes(result.out).values()) == {0o640, 0o750}
+
+
+def test_links_that_lead_out_of_the_source_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors())
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "folder").mkdir()
+    (folder / "notes.txt").symlink_to("../secret")
+    (folder / "inside.txt").symlink_to("LICENSE")
+    (folder / "more").symlink_to("../folder")
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    notes: list[str] = []
+    result, _ = rewrite(folder, note=notes.append)
+    assert {note.split("'")[1] for note in notes} == {"notes.txt", "more", "model.safetensors"}
+    assert str(tmp_path / "secret") in " ".join(notes)
+    assert not any(path.is_symlink() for path in result.out.rglob("*"))
+
+
+def test_the_links_of_a_snapshot_in_the_hubs_cache_are_not_named(tmp_path: Path) -> None:
+    blobs = write_checkpoint_files(tmp_path / "blobs", rms_tensors())
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    notes: list[str] = []
+    write_checkpoint(open_source(str(snapshot)), rms_plan(), tmp_path / "out", note=notes.append)
+    assert not notes
 
 
 def test_the_output_loads_with_the_safetensors_library(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _DROPOUT = ("tests/kernels/test_dropout.py",)
 _COPIES = ("tests/saved/test_padded.py", "tests/saved/test_copies.py")
 _PINNED = ("tests/saved/test_pinned.py",)
 _FOLDS = ("tests/checkpoint",)
+_ATOMIC = ("tests/checkpoint/test_atomic.py",)
 _LEVELS = ("tests/verification/test_levels.py",)
 _REPORT = ("tests/reporting/test_account.py",)
 _FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
@@ -256,6 +257,25 @@ FAULTS: tuple[Fault, ...] = (
         "overflowing = {name for name, change in _changes(written).items() if change.infinities}",
         "overflowing: set[str] = set()",
         _FOLDS,
+    ),
+    Fault(
+        "writer: --force replaces a folder that holds other files",
+        "foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})",
+        "foreign: list[str] = []",
+        _ATOMIC,
+    ),
+    Fault(
+        "writer: what appears in the target meanwhile is replaced",
+        "if present != (files or {}):",
+        "if False:",
+        _ATOMIC,
+    ),
+    Fault("writer: any folder of that name is a leftover", "if not _is_stage(root):", "if False:", _ATOMIC),
+    Fault(
+        "writer: a private source becomes a readable copy",
+        "& ~(0o077 & ~origin.stat().st_mode)",
+        "",
+        ("tests/checkpoint/test_writer.py",),
     ),
     Fault(
         "manifest: runs of channels are joined across gaps",

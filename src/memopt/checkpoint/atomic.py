@@ -1,31 +1,33 @@
 """Publishing a folder in one step: it is written next to its target and renamed when it is complete.
 
-An error, a full disk, a signal or a power cut before the rename leaves the target unchanged.
+An error, a full disk, a signal or a power cut before the rename leaves the target unchanged. What happens beside the
+target is in `stage`, which targets may be replaced in `replaced`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import re
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from memopt.checkpoint.patched import is_patched
+from memopt.checkpoint.replaced import Files, list_files, remove_files, replaceable
 from memopt.checkpoint.sources.hub import cache_folder
+from memopt.checkpoint.stage import Stage, clear_leftovers, make_stage
 from memopt.errors import OutputError
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _MARGIN = 16 << 20
-_TERMINATED = 143  # what a shell reports for SIGTERM
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -35,38 +37,36 @@ def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[P
     Args:
         out: target folder; see :func:`check_target`.
         force: replace a non-empty target.
-        note: called with a sentence where leftovers of an interrupted run were restored or removed.
+        note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
+            could not be removed, and where an interrupt ends the block.
 
     Raises:
-        OutputError: the folder cannot be created, filled or renamed.
+        OutputError: the folder cannot be created, filled or renamed, or holds what memopt did not write.
     """
-    stage = out.parent / f"{_prefix(out)}{os.getpid()}"
-    made = False
+    stage: Stage | None = None
+    written, clean = False, True
     try:
-        _clear_leftovers(out, note)
         with _terminable():
-            try:
-                stage.mkdir(parents=True)
-                made = True
-                descriptor = os.open(stage, os.O_RDONLY)
-            except OSError as error:
-                raise OutputError(
-                    f"'{out.parent}' cannot be written: {error.strerror}.", "Choose another --out."
-                ) from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield stage
-                _sync_tree(stage)
-                with _shielded():
-                    _publish(stage, out, force)
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        raise _explain(error, out) from error
-    finally:
-        if made:  # else it belongs to a run with the same process id on another host or in another container
             with _shielded():
-                shutil.rmtree(stage, ignore_errors=True)
+                clear_leftovers(out, note)
+            files = _to_replace(out, force)
+            with _shielded():
+                stage = make_stage(out)
+            yield stage.new
+            _sync_tree(stage.new)
+            with _shielded():
+                _publish(stage, out, files, note)
+                written = True
+                clean = _release(stage, note, written=True)
+                stage = None
+    except BaseException as error:
+        if stage is not None:
+            clean = _release(stage, note, written=written)
+        if isinstance(error, OSError):
+            raise _explain(error, out, clean) from error
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            note(f"'{out}' was {'' if written else 'not '}written{'; nothing was left behind' if clean else ''}.")
+        raise
 
 
 def check_target(out: Path, source: Path, *, force: bool) -> Path:
@@ -74,7 +74,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
 
     Raises:
         OutputError: it is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (with `force`: one that memopt did not write).
+            non-empty folder (with `force`: one in which not all is as memopt wrote it).
     """
     out, source = out.expanduser().resolve(), source.resolve()
     if out == source or source in out.parents:
@@ -91,10 +91,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise OutputError(f"'{out}' exists and is not empty.", "Choose another --out, or replace it with --force.")
-        if not is_patched(out):
-            raise OutputError(
-                f"'{out}' was not written by memopt, so --force does not replace it.", "Remove it yourself first."
-            )
+        replaceable(out, all_digests=False)
     return out
 
 
@@ -113,29 +110,43 @@ def check_space(out: Path, needed: int) -> None:
         )
 
 
-def _prefix(out: Path) -> str:
-    return f".{out.name}.memopt-"
+def restrict(path: Path, origin: Path) -> None:
+    """Take from `path` what group and others may not do with `origin`."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(0o077 & ~origin.stat().st_mode))
 
 
-def _publish(stage: Path, out: Path, force: bool) -> None:
+def _to_replace(out: Path, force: bool) -> Files | None:
+    """The files of `out` that may be replaced; None where there are none."""
     if not (out.is_dir() and any(out.iterdir())):
-        os.rename(stage, out)  # also replaces an empty folder
-        _sync_folder(out.parent)
-        return
+        return None
     if not force:
         raise OutputError(f"'{out}' was filled meanwhile.", "Choose another --out, or replace it with --force.")
-    if _exchange(stage, out):
-        old = stage
-    else:
-        old = stage.with_name(stage.name + ".old")
-        os.rename(out, old)
+    return replaceable(out, all_digests=True)
+
+
+def _publish(stage: Stage, out: Path, files: Files | None, note: Callable[[str], None]) -> None:
+    present = list_files(out) if out.is_dir() else {}
+    if present != (files or {}):
+        raise OutputError(f"'{out}' was changed while its replacement was written.", "Look at it, and try again.")
+    if out.is_dir():  # a folder that was private is private again
+        restrict(stage.new, out)
+    if files is None:
+        os.rename(stage.new, out)  # also replaces an empty folder
+    elif not _exchange(stage.new, out):
+        os.rename(out, stage.old)
         try:
-            os.rename(stage, out)
+            os.rename(stage.new, out)
         except OSError:
-            os.rename(old, out)
+            os.rename(stage.old, out)
             raise
     _sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if files is not None:
+        old = stage.old if stage.old.exists() else stage.new
+        try:
+            remove_files(old, files)
+        except OSError as error:
+            stage.abandon()
+            note(f"'{out}' was written; what was in it before is left in '{old}': {error.strerror}.")
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -149,47 +160,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def _clear_leftovers(out: Path, note: Callable[[str], None]) -> None:
-    """Remove temporary folders that a killed run left beside `out`."""
-    pattern = re.compile(re.escape(_prefix(out)) + r"(\d+)(\.old)?")
-    if not out.parent.is_dir():
-        return
-    for path in sorted(out.parent.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match is None or _in_use(path, int(match[1])):
-            continue
-        if match[2] and not out.exists():
-            os.rename(path, out)
-            note(f"Restored '{out}', which an interrupted run had moved aside.")
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-            note(f"Removed '{path}', left by an interrupted run.")
-
-
-def _in_use(path: Path, pid: int) -> bool:
-    """Whether the run that made `path` may still be alive, by its lock (from another host or container) or its pid."""
-    if pid != os.getpid():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            pass
-        except PermissionError:
-            return True
-        else:
-            return True
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _sync_tree(folder: Path) -> None:
@@ -207,31 +177,42 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def _release(stage: Stage, note: Callable[[str], None], *, written: bool) -> bool:
+    """Remove the stage; False, with a note, where that failed."""
+    with _shielded():
+        left = stage.release(written=written)
+    if left is not None:
+        note(left)
+    return left is None
+
+
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that cleanup runs; Ctrl-C raises already."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that cleanup runs; Ctrl-C raises already."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(_TERMINATED)
+        raise SystemExit(128 + number)  # what a shell reports for it
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, stop)
+    ours = [number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for number in ours:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def _shielded() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM until the block is done."""
+    """Defer SIGINT, SIGTERM and SIGHUP until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     pending: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, *_ENDING)
     before = [signal.signal(number, lambda n, frame: pending.append(n)) for number in signals]
     try:
         yield
@@ -242,13 +223,12 @@ def _shielded() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _explain(error: OSError, out: Path) -> OutputError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(
-            f"The disk became full while '{out}' was written; nothing was left behind.", "Free some space."
-        )
+def _explain(error: OSError, out: Path, clean: bool) -> OutputError:
+    hint = "Nothing was left behind." if clean else None
+    if error.errno in _FULL:
+        return OutputError(f"The disk became full while '{out}' was written. Free some space.", hint)
     at = f" ('{error.filename}')" if error.filename else ""
-    return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", "Nothing was left behind.")
+    return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", hint)
 
 
 def _size(count: int) -> str:

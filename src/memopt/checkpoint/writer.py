@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 import memopt
 from memopt.checkpoint.arithmetic import RangeChanges, epsilon
-from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.atomic import check_space, check_target, restrict, staged
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
     CONFIG_KEY,
@@ -65,7 +65,7 @@ def write_checkpoint(
     """Write `source` to the folder `out` with the folds of `plan` applied; all of it or nothing.
 
     Args:
-        force: replace a non-empty `out`.
+        force: replace an `out` that memopt wrote and that nobody changed.
         inputs: the batch that the walk ran with, for the manifest.
         progress: called with (bytes written, bytes to write).
         note: called with each sentence that a user should read.
@@ -91,10 +91,11 @@ def write_checkpoint(
         for norm, reason in folds.refused:
             remember(f"{norm} is shared instead of folded: {reason}.")
         plan = folds.revise(plan)
-        _copy_side_files(source, stage, remember)
+        copy_side_files(source, stage, remember)
         _write_config(source, plan, folds, stage)
         manifest = _manifest(source, plan, folds, shards, stage, workers, notes, inputs)
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        keep_private(source, stage)
     changed = folds.operations()
     return WriteResult(
         out, plan, manifest, source.nbytes, len(changed), sum(source.tensors[name].nbytes for name in changed)
@@ -165,14 +166,41 @@ def _record(path: Path, advance: Callable[[int], None] | None = None) -> FileRec
     return FileRecord(sha256(path, advance), path.stat().st_size)
 
 
-def _copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
+def copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
+    """Copy every file that belongs to the model and is no weight, and the shard index, to the folder `stage`."""
     for name in source.side_files:
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.root / name, stage / name)  # content only: modes follow the umask
+        shutil.copyfile(source.root / name, stage / name)
     if source.weights.index is not None:
         (stage / INDEX).write_bytes(source.weights.index)
     if source.left_out:
         note(f"Not copied, because they hold the unpatched weights or others: {', '.join(source.left_out)}.")
+    if source.commit is None:  # a snapshot in the hub's cache consists of links
+        for name, target in _links_out(source):
+            note(f"'{name}' of the source is a link to '{target}', outside of it; {_what_of(target)}.")
+
+
+def keep_private(source: CheckpointSource, stage: Path) -> None:
+    """Take from the files and folders in `stage` what group and others may not do with the source's."""
+    origins = {shard.name: shard.origin for shard in source.shards}
+    for path in (stage, *stage.rglob("*")):
+        name = path.relative_to(stage).as_posix()
+        origin = origins.get(name, source.root / name)
+        restrict(path, origin if origin.exists() else source.root / "config.json")
+
+
+def _links_out(source: CheckpointSource) -> Iterator[tuple[str, Path]]:
+    """(name, target) of the source's links that lead out of it."""
+    files = [*source.side_files, "config.json", *(str(s.origin.relative_to(source.root)) for s in source.shards)]
+    folders = [path.name for path in source.root.iterdir() if path.is_dir() and path.is_symlink()]
+    for name in (*files, *folders):
+        target = (source.root / name).resolve()
+        if not target.is_relative_to(source.root):
+            yield name, target
+
+
+def _what_of(target: Path) -> str:
+    return "links to folders are not followed" if target.is_dir() else "the content was read"
 
 
 def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: Path) -> None:

@@ -137,10 +137,10 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, MemoptError):
         return type(error).__name__, error.message, error.hint, error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "Interrupted", "Interrupted; nothing was left behind.", None, EXIT_INTERRUPTED
+        return "Interrupted", "Interrupted.", None, EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_ERROR
-        return "Terminated", "Terminated; nothing was left behind.", None, code
+        return "Terminated", "Terminated.", None, code
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return (
         "InternalError",

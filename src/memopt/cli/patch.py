@@ -33,7 +33,9 @@ def patch(
     ] = None,
     inputs: common.InputsOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that memopt wrote before.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a folder that memopt wrote and nobody changed.")
+    ] = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
