@@ -35,7 +35,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
     stock_loss, stock = loss_and_gradients(model, inputs)
     patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
     assert patched.keys() == stock.keys()
-    checks = list(compare_gradients(patched, stock, truth, dtype, "fp64", stock_loss, patched_loss))
+    checks = list(compare_gradients([patched], [stock], truth, dtype, "fp64", stock_loss, patched_loss))
     assert [check.status for check in checks] == ["pass", "pass"], checks
     assert patched_loss == pytest.approx(stock_loss, rel=4 * torch.finfo(dtype).eps)
 

@@ -61,7 +61,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
         _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
     stock_loss, stock = loss_and_gradients(model, inputs)
     patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
-    checks = list(compare_gradients(patched, stock, truth, dtype, "fp64", stock_loss, patched_loss))
+    checks = list(compare_gradients([patched], [stock], truth, dtype, "fp64", stock_loss, patched_loss))
     assert all(check.status == "pass" for check in checks), checks
     assert launches["norm.forward"] > 0
     assert launches["norm.backward"] == launches["norm.forward"]
@@ -130,7 +130,7 @@ def test_under_autocast_too(name, launches):
     with torch.autocast(DEVICE, torch.bfloat16):
         stock_loss, stock = loss_and_gradients(model, inputs)
         patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
-    checks = list(compare_gradients(patched, stock, truth, torch.bfloat16, "fp64", stock_loss, patched_loss))
+    checks = list(compare_gradients([patched], [stock], truth, torch.bfloat16, "fp64", stock_loss, patched_loss))
     assert all(check.status == "pass" for check in checks), checks
     assert launches["norm.forward"] > 0
 

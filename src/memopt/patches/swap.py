@@ -7,9 +7,10 @@ of the class, and other models, are not touched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,6 +67,19 @@ def restore_forward(module: nn.Module) -> None:
     if _ORIGINAL in vars(type(module)):
         module.__class__ = original_class(module)
     del module.__dict__[_STATE]
+
+
+@contextlib.contextmanager
+def stock_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, those of `modules` that are swapped run the forward of their own class."""
+    swapped = [(module, type(module)) for module in modules if is_swapped(module)]
+    for module, _ in swapped:
+        module.__class__ = original_class(module)
+    try:
+        yield
+    finally:
+        for module, cls in swapped:
+            module.__class__ = cls
 
 
 class Rewrite:

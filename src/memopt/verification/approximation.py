@@ -19,8 +19,8 @@ from memopt.checks import Check
 from memopt.generators import seed_cpu
 from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
-from memopt.verification.gradient import Gradients
 from memopt.verification.models import load_run_free
+from memopt.verification.step import Gradients
 from memopt.verification.trial import DTYPE, CheckpointTrial
 
 #: Relative difference of two losses that are the same sum in another order.

@@ -22,9 +22,9 @@ from memopt.errors import ModelError
 from memopt.reporting.account import Account, account, live_bytes
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
-from memopt.verification.gradient import training_loss
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
+from memopt.verification.step import training_loss
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -76,9 +76,7 @@ def load_stock(
     if revision is not None:
         keywords["revision"] = revision
     with quiet():
-        model = from_pretrained(cls, source, **keywords).eval()
-    # `from_pretrained` leaves buffers (rotary frequencies) in fp32.
-    return nn.Module.double(model) if dtype == torch.float64 else model
+        return _in_dtype(from_pretrained(cls, source, **keywords).eval(), dtype)
 
 
 def load_patched(
@@ -92,7 +90,17 @@ def load_patched(
     """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`."""
     keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
     with quiet():
-        return load(folder, inputs=inputs, overrides=overrides, **keywords).eval()
+        return _in_dtype(load(folder, inputs=inputs, overrides=overrides, **keywords).eval(), dtype)
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    if dtype != torch.float64:
+        return model
+    # PyTorch has no grouped products in fp64.
+    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
+        cast(Any, model).set_experts_implementation("eager")
+    # `from_pretrained` leaves buffers (rotary frequencies) in fp32.
+    return nn.Module.double(model)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from memopt.patches.base import Section
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
-from memopt.verification.gradient import Gradients, training_gradients
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import load_patched, load_stock
+from memopt.verification.step import Gradients, training_step
 from memopt.walk.calls.batch import Batch
 
 #: Everything runs in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
@@ -50,7 +50,8 @@ class CheckpointTrial:
     def step(self, model: nn.Module) -> tuple[float, Gradients]:
         if self._probes is None:
             self._probes = probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
-        return training_gradients(model, self._probes, DTYPE)
+        step = training_step(model, self._probes, DTYPE)
+        return step.loss, step.gradients
 
 
 def report_sections(

@@ -1,0 +1,209 @@
+"""Patched modules against stock modules with the same weights, where rounding hides nothing: in fp64.
+
+In 16 bits two right models differ by percents, so that an error of one percent in one module passes for rounding. In
+fp64 they differ by 1e-13, and a wrong formula by what it is wrong. The whole model runs, so that what one module saves
+and another one reads is compared too; then each norm and activation alone, on inputs of all sizes, where an epsilon
+shows. The module at fault is found by exchanging patched modules for stock ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.checks import Check
+from memopt.patches.swap import is_swapped, stock_forwards
+from memopt.torch_compat import tree_leaves
+from memopt.verification.inputs import Probes
+from memopt.verification.ratios import rms
+from memopt.verification.step import Step, training_step
+from memopt.walk.aten.precision import precise
+
+#: Largest relative difference. Right modules reach 1e-12 in fp64, where outliers amplify rounding; in fp32 1e-4.
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
+#: A gradient is compared relative to its own size and to this share of the model's largest: the terms of one that is
+#: zero in theory cancel.
+_CANCELS = 1e-4
+#: Sizes of the inputs of a module alone: at 1e-6 the square of an input is as small as the smallest epsilon.
+_SIZES = (1e-6, 1e-3, 1.0, 30.0)
+_ROWS, _WIDTH = 4, 64
+Traces = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Worst:
+    """The largest relative difference, and where it is."""
+
+    value: float
+    where: str
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        return math.isnan(self.value), self.value
+
+
+def verify_modules(
+    model: nn.Module, probes: Probes, truth: Step, traces: Traces, dtype: torch.dtype, reference: str
+) -> Iterator[Check]:
+    """Two checks: all modules together, and each norm and activation alone.
+
+    Args:
+        model: patched, in `dtype`.
+        truth: the step of stock modules in `dtype`.
+        traces: what :func:`traced` noted of them.
+        reference: `truth`, in words.
+    """
+    with precise(dtype):
+        worst = _compare(training_step(model, probes, dtype), truth)
+    # Blocks patch the linears inside when they run.
+    swapped = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
+
+    def run(patched: int) -> _Worst:
+        """With stock forwards in all but the first so many patched modules."""
+        with precise(dtype), stock_forwards(module for _, module in swapped[patched:]):
+            return _compare(training_step(model, probes, dtype), truth)
+
+    limit = LIMITS[dtype]
+    is_wrong = not worst.value <= limit
+    yield Check(
+        id="gradient.modules",
+        level="gradient",
+        subject=_culprit(run, swapped, limit, model, probes, traces, dtype) if is_wrong else "all patched modules",
+        status="fail" if is_wrong else "pass",
+        metric="largest relative difference of an output or gradient",
+        value=worst.value,
+        threshold=limit,
+        threshold_reason="only the modules differ, so only roundings of this precision may",
+        reference=reference,
+        n=len(truth.outputs) + len(truth.gradients),
+        detail=f"most in {worst.where}",
+    )
+    with precise(dtype):
+        alone = {name: found for name, module in swapped if (found := _alone(module, dtype)) is not None}
+    if alone:
+        name = max(alone, key=lambda each: alone[each].order)
+        yield Check(
+            id="gradient.alone",
+            level="gradient",
+            subject=name,
+            status="pass" if alone[name].value <= limit else "fail",
+            metric="largest relative difference of a norm or activation alone",
+            value=alone[name].value,
+            threshold=limit,
+            threshold_reason="only the module differs, so only roundings of this precision may",
+            reference="the stock module, on random inputs of sizes 1e-6 to 30",
+            n=len(alone),
+            detail=f"most in {alone[name].where}",
+        )
+
+
+def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
+    """``run()``, and the size of what each module of `model` returns in its first call, in order of their ends."""
+    traces: Traces = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+            tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            if tensors:
+                traces.setdefault(name, math.fsum(rms(tensor[tensor.isfinite()]) for tensor in tensors))
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        return run(), traces
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _compare(step: Step, truth: Step) -> _Worst:
+    """Of all outputs and gradients that both have: which ones there must be is another check's."""
+    found = [_Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
+    for name in truth.outputs.keys() & step.outputs.keys():
+        found.append(_Worst(_difference(step.outputs[name], truth.outputs[name]), f"the output {name}"))
+    largest = max(map(rms, truth.gradients.values()), default=0.0)
+    for name in truth.gradients.keys() & step.gradients.keys():
+        error = _difference(step.gradients[name], truth.gradients[name], _CANCELS * largest)
+        found.append(_Worst(error, f"the gradient of {name}"))
+    return max(found, key=lambda each: each.order)
+
+
+def _difference(value: Tensor, truth: Tensor, least: float = 0.0) -> float:
+    """RMS of the difference, relative to that of `truth` plus `least`; infinite elements have to be the same."""
+    if value.shape != truth.shape:
+        return math.inf
+    finite = truth.isfinite()
+    if not torch.equal(value[~finite].nan_to_num(), truth[~finite].nan_to_num()):
+        return math.inf
+    error, size = rms(value[finite].double() - truth[finite].double()), rms(truth[finite]) + least
+    return error / size if size else math.inf if error else 0.0
+
+
+def _culprit(
+    run: Callable[[int], _Worst],
+    swapped: Sequence[tuple[str, nn.Module]],
+    limit: float,
+    model: nn.Module,
+    probes: Probes,
+    traces: Traces,
+    dtype: torch.dtype,
+) -> str:
+    """The first patched module that makes the model wrong, in the order of the model's modules."""
+    right, wrong = -1, len(swapped)
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        if run(middle).value <= limit:
+            right = middle
+        else:
+            wrong = middle
+    if wrong:
+        return swapped[wrong - 1][0]
+    # Stock forwards are as wrong: a weight, a buffer or a setting differs.
+    with precise(dtype), stock_forwards(module for _, module in swapped):
+        _, found = traced(model, lambda: training_step(model, probes, dtype))
+    differ = (name for name in traces if not abs(found.get(name, math.inf) - traces[name]) <= limit * abs(traces[name]))
+    return next(differ, "a module that is not patched")
+
+
+def _alone(module: nn.Module, dtype: torch.dtype) -> _Worst | None:
+    """`module` against its stock forward; None where it is no function of one tensor, or has matrices to train."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.dim() > 1 for tensor in tensors):
+        return None
+    width = max((tensor.numel() for tensor in tensors), default=_WIDTH)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(_ROWS, max(width, 2), generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    found = []
+    for size in _SIZES:
+        try:
+            with stock_forwards(module.modules()):
+                expected = _results(module, x * size, dy)
+        except Exception:  # Any failure means that this is no input of it.
+            return None
+        try:
+            results = _results(module, x * size, dy)
+        except Exception as error:  # The stock module runs.
+            return _Worst(math.inf, f"{type(error).__name__} at size {size:g}")
+        # What cancels in the gradient of a norm's input is as large as that of its output over its deviation.
+        scale = rms(dy) * rms(expected["output"][expected["output"].isfinite()]) / size
+        for name, tensor in expected.items():
+            least = _CANCELS * (scale if name == "gradient of its input" else 0.0)
+            found.append(_Worst(_difference(results[name], tensor, least), f"{name}, inputs of size {size:g}"))
+    return max(found, key=lambda each: each.order)
+
+
+def _results(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """What the module returns for `x`, and the gradients that `dy` gives."""
+    x = x.requires_grad_()
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    y = module(x)
+    gradients = torch.autograd.grad(y, [x, *parameters.values()], dy, allow_unused=True)
+    named = zip(["gradient of its input", *(f"gradient of {name}" for name in parameters)], gradients, strict=True)
+    return {"output": y.detach()} | {name: torch.zeros(()) if each is None else each for name, each in named}

@@ -1,0 +1,73 @@
+"""When is an error, as a multiple of another implementation's, too large to be chance?
+
+Two right implementations round differently. Each error is a sum of n independent roundings, so the square of their
+ratio follows F(n, n). The limit is its quantile, times what a right implementation may be less accurate by.
+docs/verify.md explains it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+#: Twice stock's error is where FlashAttention's tests and PyTorch's benchmark harness draw the line.
+SYSTEMATIC = 2.0
+#: Quantiles that one ratio in 10^9 exceeds: for a model of a thousand parameters, one false alarm in 10^6
+#: verifications. Independent errors -> square root of that of F(n, n), and of F(n, 4 n): stock runs four times.
+_QUANTILES = {
+    1: (math.inf, 279.0), 2: (math.inf, 26.6), 3: (math.inf, 12.2), 4: (math.inf, 8.11), 6: (46.5, 5.31),
+    8: (20.8, 4.21), 12: (9.29, 3.24), 16: (6.18, 2.79), 24: (4.05, 2.34), 32: (3.23, 2.10), 48: (2.53, 1.85),
+    64: (2.21, 1.72), 96: (1.89, 1.57), 128: (1.73, 1.48), 256: (1.47, 1.33), 512: (1.31, 1.23), 1024: (1.21, 1.16),
+    4096: (1.10, 1.08), 16384: (1.05, 1.04),
+}  # fmt: skip
+STOCK_RUNS = 4
+
+
+def rms(tensor: Tensor) -> float:
+    """Root of the mean square, in fp64."""
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def independent_errors(error: Tensor, at_most: int) -> int:
+    """The number of independent terms that the elements of `error` amount to, `at_most` all of them.
+
+    (sum of e^2)^2 / sum of e^4 is a third of their number for normal errors of one size, and the number of the few
+    that matter where some are much larger (outlier channels).
+    """
+    squares = error.double().square()
+    fourth = float(squares.square().sum())
+    if not fourth > 0:
+        return min(at_most, error.numel())
+    return min(at_most, error.numel(), round(3 * float(squares.sum()) ** 2 / fourth))
+
+
+def largest_ratio(independent: int, stock_runs: int) -> float:
+    """Ratio of an RMS error of so many independent terms to that of 1 or 4 stock runs, above which it is no chance."""
+    known = bisect.bisect_right(list(_QUANTILES), max(independent, 1)) - 1
+    return SYSTEMATIC * list(_QUANTILES.values())[known][stock_runs == STOCK_RUNS]
+
+
+def typical_errors(errors: Mapping[str, float], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """Name -> the median of `errors`, relative to their tensors, over all of its kind: same last name and rank.
+
+    A model that is right by luck in one parameter is no yardstick for it.
+    """
+    kinds: dict[tuple[str, int], list[float]] = {}
+    for name, error in errors.items():
+        kinds.setdefault(_kind(name, truth[name]), []).append(error)
+    medians = {kind: statistics.median(members) for kind, members in kinds.items()}
+    return {name: medians[_kind(name, truth[name])] for name in errors}
+
+
+def _kind(name: str, tensor: Tensor) -> tuple[str, int]:
+    return name.rpartition(".")[2], tensor.dim()
+
+
+def fewest_elements(tensors: Iterable[Tensor]) -> int:
+    """Elements of the smallest of `tensors`; what is computed from it has no more independent errors."""
+    return min((tensor.numel() for tensor in tensors if tensor.numel()), default=torch.iinfo(torch.int64).max)

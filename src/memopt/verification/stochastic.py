@@ -1,0 +1,34 @@
+"""Stochastic arithmetic: how far off rounding can put a result, by rounding at random (CESTAC: Vignes, 1993)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.torch_compat import TorchDispatchMode, operator_schema, tree_map
+
+
+class RandomRounding(TorchDispatchMode):
+    """Inside, every result in `dtype` is off by up to half a unit in the last place before it is rounded.
+
+    Draws from torch's default generator. Results that are infinite, or would be, and views stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(each.alias_info is not None for each in operator_schema(func).returns):
+            return result
+        return tree_map(self._rounded, result)
+
+    def _rounded(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dtype != self._dtype or leaf.is_meta:
+            return leaf
+        factor = 1 + torch.finfo(self._dtype).eps * (torch.rand_like(leaf, dtype=torch.float64) - 0.5)
+        rounded = (leaf.double() * factor).to(self._dtype)
+        return torch.where(rounded.isfinite(), rounded, leaf)
