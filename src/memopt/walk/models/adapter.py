@@ -1,0 +1,28 @@
+"""Folders of PEFT adapters, which hold no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from memopt.errors import ModelError
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise where transformers would load another model than the folder's: the base model of its adapter.
+
+    Raises:
+        ModelError: `folder` holds a PEFT adapter; names the base model.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(f"'{folder}' holds a PEFT adapter, not a model.", "Give the base model that it belongs to.")
+    raise ModelError(f"'{folder}' holds a PEFT adapter of '{base}', not a model.", f"Give the base model: {base}")
