@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import memopt
+from memopt.cli.main import main
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.patches.record import record_of
 from memopt.pipeline import patch_checkpoint, report
@@ -125,3 +128,113 @@ def test_a_damaged_key_is_named(trained: Path, value: object) -> None:
         memopt.load(trained)
     verdict = verify(trained, level="weights")
     assert [(check.id, check.status) for check in verdict.checks] == [("weights.manifest", "fail")]
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of stock modules, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(1, 40)[None]).logits
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_untrained_folder_is_unpatched_to_the_original_byte_for_byte(folders: Path, tmp_path: Path) -> None:
+    result = memopt.unpatch_checkpoint(folders / "patched", out=tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(folders / "original")
+    assert result.unfolded.computed == result.unfolded.kept == []
+
+
+def test_a_trained_folder_is_unpatched_to_a_stock_one_that_computes_the_same(folders: Path, tmp_path: Path) -> None:
+    result = memopt.unpatch_checkpoint(folders / "trained", folders / "original", tmp_path / "out")
+    assert (len(result.unfolded.norms), result.unfolded.kept) == (4, [])
+    expected, got = logits(folders / "trained"), logits(tmp_path / "out")
+    # fp32 weights, each rounded once more, through a few layers.
+    assert (got - expected).norm() <= 100 * torch.finfo(torch.float32).eps * expected.norm()
+    original, after = (load_file(folder / "model.safetensors") for folder in (folders / "original", tmp_path / "out"))
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(after[norm], original[norm])
+    assert not torch.equal(after["model.norm.weight"], original["model.norm.weight"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "memopt" not in config
+    assert not (tmp_path / "out" / "memopt.json").exists()
+
+
+def test_what_was_unpatched_can_be_patched_again(folders: Path, tmp_path: Path) -> None:
+    memopt.unpatch_checkpoint(folders / "trained", folders / "original", tmp_path / "stock")
+    patch_checkpoint(tmp_path / "stock", tmp_path / "again", overrides=SETTINGS)
+    assert verify(tmp_path / "again", level="weights").status == "pass"
+    expected, got = logits(folders / "trained"), logits(tmp_path / "again")
+    assert (got - expected).norm() <= 100 * torch.finfo(torch.float32).eps * expected.norm()
+
+
+def test_a_folder_without_folds_needs_no_original(folders: Path, tmp_path: Path) -> None:
+    patch_checkpoint(folders / "original", tmp_path / "patched", "exact-unfolded")
+    memopt.load(tmp_path / "patched").save_pretrained(tmp_path / "saved")
+    memopt.unpatch_checkpoint(tmp_path / "saved", out=tmp_path / "out")
+    assert contents(tmp_path / "out")["model.safetensors"] == contents(folders / "original")["model.safetensors"]
+    assert "memopt" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("folder", ["patched", "trained"])
+def test_another_model_as_the_original_is_refused(folders: Path, tmp_path: Path, folder: str) -> None:
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match="is not the model that"):
+        memopt.unpatch_checkpoint(folders / folder, tmp_path / "other", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folds_that_cannot_be_planned_again_are_taken_from_memopt_json(folders: Path, trained: Path) -> None:
+    config = json.loads((trained / "config.json").read_text())
+    config["memopt"]["folds"] = "0" * 64  # as another version of memopt would have folded
+    (trained / "config.json").write_text(json.dumps(config))
+    out = trained.with_name("out")
+    with pytest.raises(ModelError, match=r"cannot be told from.*memopt\.json"):
+        memopt.unpatch_checkpoint(trained, folders / "original", out)
+    shutil.copy(folders / "patched" / "memopt.json", trained)
+    assert memopt.unpatch_checkpoint(trained, folders / "original", out).unfolded.kept == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["original"], "no memopt.json"),
+        (["trained"], "--against"),
+        (["trained", "--against", "patched"], "itself patched"),
+        (["patched", "--out", "patched"], "--out"),
+        (["patched", "--out", "original"], "not empty"),
+        (["nowhere"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_unpatched_is_one_sentence(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(folders)
+    before = sorted(path.name for path in folders.iterdir())
+    first, *rest = arguments
+    assert main(["unpatch", f"./{first}", *rest]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert words in captured.err
+    assert sorted(path.name for path in folders.iterdir()) == before
+
+
+def test_the_command_exits_with_one_and_names_what_keeps_its_fold(
+    folders: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(trained / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(1, 64)  # as if another class had saved it
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    out = trained.with_name("out")
+    arguments = ["unpatch", str(trained), "--against", str(folders / "original"), "--out"]
+    assert main([*arguments, str(out)]) == 1
+    text = capsys.readouterr().out
+    assert "3 folds taken back" in text
+    assert "model.layers.0.input_layernorm" in text
+    assert main([*arguments, f"{out}-json", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["command"], document["status"]) == ("unpatch", "fail")
+    assert [norm for norm, _ in document["kept"]] == ["model.layers.0.input_layernorm"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, summary, unpatch
-    from memopt.pipeline import PatchResult, patch_checkpoint, report
+    from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
     from memopt.verification.run import verify
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("patch", "plan_for", "unpatch", "summary", "load"), "memopt.api"),
-    **dict.fromkeys(("PatchResult", "patch_checkpoint", "report"), "memopt.pipeline"),
+    **dict.fromkeys(
+        ("PatchResult", "UnpatchResult", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
+    ),
     "verify": "memopt.verification.run",
     **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),
     **dict.fromkeys(("Recipe", "load_recipe"), "memopt.plan.recipe"),
@@ -31,6 +33,7 @@ __all__ = [
     "PatchResult",
     "Plan",
     "Recipe",
+    "UnpatchResult",
     "__version__",
     "load",
     "load_recipe",
@@ -41,6 +44,7 @@ __all__ = [
     "report",
     "summary",
     "unpatch",
+    "unpatch_checkpoint",
     "verify",
 ]
 

@@ -1,4 +1,4 @@
-"""The public functions for checkpoints: patch_checkpoint and report. `memopt` re-exports them."""
+"""The public functions for checkpoints: patch_checkpoint, unpatch_checkpoint, report. `memopt` re-exports them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from memopt.checkpoint.atomic import check_space, check_target
-from memopt.checkpoint.fold import FoldPlan
-from memopt.checkpoint.manifest import InputsRecord
-from memopt.checkpoint.patched import is_patched, patched_folder
-from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
+from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.manifest import CONFIG_KEY, InputsRecord
+from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched, patched_folder
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
+from memopt.checkpoint.unfold import Unfolded
+from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
-from memopt.errors import NegativeVerdict
+from memopt.errors import ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
@@ -27,6 +29,20 @@ from memopt.walk.observe import walk_folder
 from memopt.walk.sites import Sites
 
 Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class UnpatchResult:
+    """What :func:`unpatch_checkpoint` did."""
+
+    folder: Path
+    """The patched folder."""
+    out: Path
+    """The stock folder that was written."""
+    unfolded: Unfolded
+    """Which norms and tensors were restored, and which could not be."""
+    notes: tuple[str, ...]
+    """Sentences that a user should read."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +203,56 @@ def report(
     return replace(comparison, sections=sections)
 
 
+def unpatch_checkpoint(
+    folder: str | Path,
+    against: str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+    note: Note | None = None,
+) -> UnpatchResult:
+    """Write the stock form of a patched folder, trained or not: `memopt patch` works on it again.
+
+    What was not trained is the original's, bit by bit. What was trained is divided by the scales of the original norms,
+    one rounding an element.
+
+    Args:
+        folder: a folder that `memopt patch` wrote, or that such a model was saved to.
+        against: the model that it was made from, a folder or a hub id; by default where memopt.json says it was.
+        out: the folder to write; by default NAME-unpatched in the current folder.
+        trust_remote_code: run the Python files that come with the model.
+        allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) of `against`.
+        progress: called with (bytes done, bytes to do).
+        note: called with each note of the result as soon as it is known.
+
+    Raises:
+        ModelError: `folder` is not patched, or `against` is not the model that it was made from.
+        OutputError: `out` cannot be used or written.
+    """
+    if not Path(folder).is_dir():
+        raise ModelError(f"Folder '{folder}' does not exist.", "Give a folder that `memopt patch` wrote.")
+    patched = open_source(str(folder))
+    record = patched_folder(patched.root)
+    target = Path(out) if out is not None else Path(f"{patched.root.name}-unpatched")
+    original, folds = None, tuple[Fold, ...]()
+    if record.folded_norms():
+        original = _original(record, against, allow_pickle)
+        folds = _folds(record, patched, original, trust_remote_code)
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        if note is not None:
+            note(text)
+
+    unfolded = write_unpatched(patched, original, folds, target, progress=progress, note=tell)
+    for name, reason in unfolded.kept:
+        tell(f"{name} keeps its folded form: {reason}.")
+    return UnpatchResult(patched.root, target, unfolded, tuple(notes))
+
+
 def default_folder(model: str) -> Path:
     """NAME-memopt in the current folder, for a local folder or a hub id."""
     path = Path(model).expanduser()
@@ -205,6 +271,48 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
         f"'{model}' is already patched: it was made from {base}, loaded and saved again.",
         f"Train it on with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
     )
+
+
+def _original(record: PatchedFolder, against: str | Path | None, allow_pickle: bool) -> CheckpointSource:
+    """The model that a patched folder was made from."""
+    model, revision = (str(against), None) if against is not None else record.origin()
+    if model is None:
+        raise ModelError(
+            f"{record.base_model}, from which '{record.folder}' was made, is not where it was.",
+            "Give it with --against.",
+        )
+    read = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
+    source = open_source(model, revision=revision, allow_pickle=allow_pickle or read)
+    if is_patched(source.root):
+        raise ModelError(f"'{model}' is itself patched.", "Give the model that it was made from.")
+    return source
+
+
+def _folds(
+    record: PatchedFolder, patched: CheckpointSource, original: CheckpointSource, trust_remote_code: bool
+) -> tuple[Fold, ...]:
+    """The folds of a patched folder; without memopt.json they are planned again, and must be those of the key."""
+    if record.manifest is not None:
+        folds = tuple(each.fold for each in record.manifest.folds)
+    else:
+        sites, _ = _walk(original, None, trust_remote_code)
+        planned = FoldPlan.from_plan(make_plan(sites, record.recipe), original.tensors, original.weights.aliases)
+        folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
+    key = patched.config.get(CONFIG_KEY)
+    expected = key if isinstance(key, dict) else {}
+    if record.manifest is None and digest_of_folds(folds) != expected.get("folds"):
+        raise ModelError(
+            f"How the norms of '{record.folder}' were folded cannot be told from '{original.model}' (it was patched by "
+            f"memopt {expected.get('version')}).",
+            f"Give the model that it was made from, or copy the {MANIFEST} of the patched folder into this one.",
+        )
+    there = all(name in original.tensors for fold in folds for name in fold.own)  # else they are kept, by name
+    if there and expected.get("affines", found := digest_of_affines(folds, original.read_range)) != found:
+        raise ModelError(
+            f"'{original.model}' is not the model that '{record.folder}' was made from: its norms have other weights.",
+            "Give that model with --against.",
+        )
+    return folds
 
 
 def _walk(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:

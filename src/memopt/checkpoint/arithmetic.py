@@ -104,12 +104,12 @@ class Scaler:
 
 def fold_scale(gamma: Floats, offset: int, size: int, channels: Channels = None) -> Floats:
     """fp64 scale of each of `size` coordinates; 1 where `channels` is negative (not this norm's)."""
-    return _spread(gamma.reshape(-1) + offset, size, channels, neutral=1.0)
+    return spread(gamma.reshape(-1) + offset, size, channels, neutral=1.0)
 
 
 def fold_shift(beta: Floats, scale: float, size: int, channels: Channels = None) -> Floats:
     """fp64 constant that each of `size` coordinates adds; 0 where `channels` is negative."""
-    return _spread(beta.reshape(-1) * scale, size, channels, neutral=0.0)
+    return spread(beta.reshape(-1) * scale, size, channels, neutral=0.0)
 
 
 def contract(block: Bits, dtype: str, shift: Floats) -> Pair:
@@ -195,7 +195,7 @@ def _upper_half(bits: npt.NDArray[np.uint32]) -> Bits:
     return bits.astype(np.uint16)
 
 
-def _spread(values: Floats, size: int, channels: Channels, *, neutral: float) -> Floats:
+def spread(values: Floats, size: int, channels: Channels, *, neutral: float) -> Floats:
     """`values` of the norm's channels at the `size` coordinates that read them; `neutral` at the others."""
     if channels is None:
         return values

@@ -61,6 +61,16 @@ class PatchedFolder:
             return source.model if source.commit else source.path
         return self.key.base_model if self.key else "MODEL"
 
+    def origin(self) -> tuple[str | None, str | None]:
+        """(model, revision) to open the model that was patched; (None, None) where it is not known or gone."""
+        if self.manifest is None:
+            assert self.key is not None
+            return (self.key.base_model, self.key.commit) if self.key.commit else (None, None)
+        source = self.manifest.source
+        if source.commit is not None:
+            return source.model, source.commit
+        return (source.path if Path(source.path).is_dir() else None), None
+
     def folded_norms(self) -> frozenset[str]:
         """Module names of the norms whose affine was folded into the next linears."""
         if self.manifest is not None:

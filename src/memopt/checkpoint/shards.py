@@ -208,7 +208,7 @@ def _scale(
     for part in operation.parts:
         scale = scale * arithmetic.fold_scale(read_floats(source, part.gamma), part.offset, size, part.channels)
     scaler = arithmetic.Scaler(scale, info.dtype)
-    for piece, start, count in _pieces(info, operation.axis):
+    for piece, start, count in pieces(info, operation.axis):
         before, after = stream.buffers(count)
         source.weights.read_into(before, info, start)
         extent = [part.stop - part.start for part in piece]
@@ -227,7 +227,7 @@ def shifted(source: CheckpointSource, name: str, operation: Shift) -> Bits:
         outer, size, inner = view3(info.shape, part.axis)
         shift = arithmetic.fold_shift(read_floats(source, part.beta), part.scale, size, part.channels)
         pair = arithmetic.zero_pair(outer, inner)
-        for piece, start, count in _pieces(info, part.axis):
+        for piece, start, count in pieces(info, part.axis):
             block = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
             block = block.reshape([part.stop - part.start for part in piece])
             arithmetic.accumulate(pair, piece, arithmetic.contract(block, info.dtype, shift[piece[1]]))
@@ -245,7 +245,7 @@ def _bits(source: CheckpointSource, name: str) -> Bits:
     return arithmetic.stored(source.read_range(name), source.tensors[name].dtype)
 
 
-def _pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
+def pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
     """(slices, first byte, bytes) of consecutive blocks of a tensor, viewed as (before axis, axis, after axis)."""
     shape = view3(info.shape, axis)
     itemsize = info.nbytes // max(prod(shape), 1)

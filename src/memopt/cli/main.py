@@ -18,7 +18,7 @@ from memopt.cli import common
 from memopt.errors import UsageError
 
 _HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
-COMMANDS = ("patch", "verify", "report", "recipes")
+COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 

@@ -1,0 +1,79 @@
+"""Writes the stock folder of a patched one: folds taken back, no key in config.json, no memopt.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.fold import Fold
+from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.shards import write_at
+from memopt.checkpoint.sources.base import INDEX
+from memopt.checkpoint.sources.source import CheckpointSource
+from memopt.checkpoint.unfold import Unfolded, unfold
+
+
+def write_unpatched(
+    patched: CheckpointSource,
+    original: CheckpointSource | None,
+    folds: tuple[Fold, ...],
+    out: Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Unfolded:
+    """Write the stock form of `patched` to the folder `out`; all of it or nothing.
+
+    Args:
+        original: the model that it was made from; needed where there are folds.
+        folds: all of its folds, by the names of the original's tensors.
+        progress: called with (bytes done, bytes to do).
+        note: called with each sentence that a user should read.
+
+    Raises:
+        OutputError: `out` cannot be used or written.
+    """
+    out = check_target(out, patched.root, force=False)
+    if original is not None:
+        check_target(out, original.root, force=False)
+    check_space(out, patched.space_needed)
+    tell = note or (lambda text: None)
+    done = Unfolded()
+    written = total = 0
+    with staged(out, force=False, note=tell) as stage:
+        for shard in patched.shards:
+            shutil.copyfile(shard.origin, stage / shard.name)
+
+        def put(name: str, start: int, content: memoryview) -> None:
+            nonlocal written
+            info = patched.tensors[name]
+            with open(stage / info.shard, "r+b", buffering=0) as file:
+                write_at(file.fileno(), content, info.offset + start)
+            written += len(content)
+            if progress is not None:
+                progress(written, total)
+
+        if original is not None:
+            touched = frozenset[str]().union(*(fold.touched for fold in folds))
+            total = sum(info.nbytes for name, info in original.tensors.items() if name in touched)
+            done = unfold(patched, original, folds, put)
+        for name in patched.side_files:
+            (stage / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(patched.root / name, stage / name)
+        if patched.weights.index is not None:
+            (stage / INDEX).write_bytes(patched.weights.index)
+        if patched.left_out:
+            tell(f"Not copied, because they are no part of the model: {', '.join(patched.left_out)}.")
+        (stage / "config.json").write_bytes(_stock_config(patched, original))
+    return done
+
+
+def _stock_config(patched: CheckpointSource, original: CheckpointSource | None) -> bytes:
+    """config.json without the key: the original's bytes where nothing else differs."""
+    config = {key: value for key, value in patched.config.items() if key != CONFIG_KEY}
+    if original is not None and config == original.config:
+        return (original.root / "config.json").read_bytes()
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,74 @@
+"""`memopt unpatch`: the stock form of a patched folder. Options and printing around `memopt.pipeline`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memopt.cli import common
+
+if TYPE_CHECKING:
+    from memopt.pipeline import UnpatchResult
+
+
+def unpatch(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A folder that `memopt patch` wrote, trained since or not.", show_default=False
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The original, if it is not where memopt.json says.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-unpatched.", show_default=False)
+    ] = None,
+    trust_remote_code: common.TrustOption = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL where it has no safetensors file.")
+    ] = False,
+    json_output: common.JsonOption = False,
+) -> int:
+    """Write the stock form of DIR: norms get their weights back, and the linears behind them are divided by these.
+
+    What was not trained is the original's bit by bit. Exits with 1 if a norm had to keep its folded form.
+    """
+    with common.only_results_on_stdout(), common.progress("Restoring") as progress:
+        from memopt.pipeline import unpatch_checkpoint
+
+        result = unpatch_checkpoint(
+            directory,
+            against,
+            out,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            note=lambda text: common.note(f"note: {text}"),
+        )
+    code = common.EXIT_NEGATIVE if result.unfolded.kept else common.EXIT_OK
+    if json_output:
+        fields = {**dataclasses.asdict(result.unfolded), "notes": result.notes, "output": str(result.out)}
+        common.print_json(common.document("unpatch", "fail" if code else "pass", model=str(directory), **fields))
+    else:
+        print(_summary(result))
+    return code
+
+
+def _summary(result: UnpatchResult) -> str:
+    done = result.unfolded
+    lines = [f"Wrote {result.out}: a stock checkpoint, {common.plural(len(done.norms), 'fold')} taken back."]
+    if done.original:
+        lines.append(f"{common.plural(len(done.original), 'tensor')} as in the original, bit by bit.")
+    if done.computed:
+        lines.append(f"{common.plural(len(done.computed), 'trained tensor')} divided by the scales, rounded once.")
+    if done.kept:
+        norms = ", ".join(name for name, _ in done.kept)
+        lines.append(f"It computes the same, but these norms keep their folded form, see the notes: {norms}")
+    lines.append(f"Next:\n  memopt patch {shlex.quote(str(result.out))}")
+    return "\n".join(lines)
