@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from memopt.verification.recompute import decode, round_product, round_sum
+from memopt.verification.recompute import decode, is_rounded_product, round_product, round_sum
 from tests.checkpoint.folding import round_once
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -63,3 +63,25 @@ def test_fractions_confirm_the_rounding() -> None:
     for number in (0.1, 1 / 3, 1e-39, 3e38, 5e-41):
         quantum = Fraction(2) ** (max(math.frexp(number)[1] - 1, -126) - 7)
         assert round_product(np.array([number]), "BF16")[0] == float(round(Fraction(number) / quantum) * quantum)
+
+
+def test_bf16_products_are_accepted_only_where_each_is_the_nearest_and_ties_are_even() -> None:
+    mantissas = torch.arange(1, 2, 2**-7).bfloat16()
+    before, scale = (
+        mantissas[:, None].expand(-1, 128).contiguous(),
+        mantissas.float() * torch.tensor([-1.0, 1.0]).repeat(64),
+    )
+    after = (before.double() * scale.double()).bfloat16()  # exact products of 16 bits, every tie among them
+    bits = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (before, after)]
+    assert is_rounded_product(bits[0], bits[1], scale.numpy())
+    for row, column in list(np.ndindex(128, 128))[::7]:
+        for other in (bits[1][row, column] - 1, bits[1][row, column] + 1, bits[1][row, column] ^ 0x8000):
+            block = np.array([[other]], dtype=np.uint16)
+            assert not is_rounded_product(bits[0][row : row + 1, :1], block, scale[column : column + 1].numpy())
+
+
+@pytest.mark.parametrize("result", [0.0, 2.0**-127, math.inf, math.nan])
+def test_bf16_products_that_left_the_normal_range_are_looked_at_in_fp64(result: float) -> None:
+    one, value = torch.ones(1).bfloat16(), torch.tensor([result]).bfloat16()
+    bits = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (one, value)]
+    assert not is_rounded_product(bits[0], bits[1], value.float().numpy())

@@ -29,7 +29,7 @@ Bits = npt.NDArray[Any]
 """Stored values as unsigned integers of their size."""
 Pair = tuple[Floats, Floats]
 #: Elements per step: a tile and its temporaries fit into the cache.
-_TILE = 1 << 16
+_TILE = 1 << 17
 #: dtype -> (unsigned integer, its floating-point type in numpy, smallest normal number, infinity), the last two as bits
 _FORMATS: dict[str, tuple[type, type, int, int]] = {
     "BF16": (np.uint16, np.uint16, 0x0080, 0x7F80),
@@ -61,7 +61,7 @@ def encode(values: Floats, dtype: str) -> Bits:
         bits = single.view(np.uint32)
         bits -= np.abs(back) > np.abs(values)  # sign and magnitude: one less is one towards zero
         bits |= back != values
-    return _upper_half(bits)
+    return _round_to_upper_half(bits).astype(np.uint16)
 
 
 def epsilon(dtype: str) -> float:
@@ -96,10 +96,11 @@ class Scaler:
             if not self._in_single:
                 out[...] = encode(decode(block, self._dtype) * self._scale[None, columns, None], self._dtype)
                 return
-            bits = np.left_shift(block, 16, dtype=np.uint32)
+            bits = block.astype(np.uint32)
+            bits <<= 16
             product = bits.view(np.float32)
             product *= self._single[None, columns, None]
-            out[...] = _upper_half(bits)
+            out[...] = _round_to_upper_half(bits)
 
 
 def fold_scale(gamma: Floats, offset: int, size: int, channels: Channels = None) -> Floats:
@@ -185,14 +186,14 @@ class RangeChanges:
         self.subnormals += int(((size != 0) & (size < tiny) & (origin >= tiny)).sum())
 
 
-def _upper_half(bits: npt.NDArray[np.uint32]) -> Bits:
-    """The upper 16 bits of fp32 numbers, rounded to nearest even; `bits` is overwritten."""
+def _round_to_upper_half(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The upper 16 bits of fp32 numbers, rounded to nearest even, in the place of `bits`."""
     odd = bits >> 16
     odd &= 1
     bits += odd
     bits += 0x7FFF  # a carry out of the largest finite number makes an infinity; one out of a NaN cannot occur
     bits >>= 16
-    return bits.astype(np.uint16)
+    return bits
 
 
 def spread(values: Floats, size: int, channels: Channels, *, neutral: float) -> Floats:

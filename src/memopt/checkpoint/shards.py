@@ -7,20 +7,17 @@ read, since the manifest has its digest, so copying inside the kernel would save
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import cycle
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.arithmetic import Bits, Floats, Pair, RangeChanges
+from memopt.checkpoint.digests import BLOCK, Digests
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
 from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.base import Shard
@@ -28,8 +25,7 @@ from memopt.checkpoint.sources.header import TensorInfo
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
-_BLOCK = 4 << 20
-_DEPTH = 3
+_BLOCK = BLOCK
 _WRITE_BACK = 32 << 20
 _FICLONE = 0x40049409  # <linux/fs.h>
 Advance = Callable[[int], None]
@@ -63,7 +59,8 @@ def write_shard(
     as_is = source.weights.copies_as_is
     with open(path, "xb", buffering=0) as file:
         cloned = as_is and _clone(shard, file.fileno())
-        with _Stream(file.fileno(), cloned, advance) as stream:
+        with Digests(_BLOCK) as digests:
+            stream = _Stream(file.fileno(), cloned, digests, advance)
             stream.put(memoryview(shard.header.raw))
             for info in _spans(shard, operations, merge=as_is):
                 operation = operations.get(info.name)
@@ -71,7 +68,7 @@ def write_shard(
                     _copy(source, info, stream)
                 else:
                     changes[info.name] = _apply(source, info, operation, stream)
-            read, written = stream.digests()
+            read, written = digests.hex()
         os.fsync(file.fileno())
     size = shard.header.file_size
     return WrittenShard(changes, FileRecord(read, size) if as_is else None, FileRecord(written, size))
@@ -97,44 +94,17 @@ def write_at(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 class _Stream:
-    """A file that is written from its start to its end, with the digests of what was read and of what is written.
+    """A file that is written from its start to its end."""
 
-    Each digest has a thread, and there is one digest as long as both contents are the same.
-    """
-
-    def __init__(self, target: int, cloned: bool, advance: Advance) -> None:
+    def __init__(self, target: int, cloned: bool, digests: Digests, advance: Advance) -> None:
         self._target, self._cloned, self._advance = target, cloned, advance
         self._position = self._started = 0
-        self._read = hashlib.sha256()
-        self._written: hashlib._Hash | None = None
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="memopt-sha256") for _ in range(2)]
-        slots: list[tuple[bytearray, bytearray, list[Future[None]]]] = [
-            (bytearray(_BLOCK), bytearray(_BLOCK), []) for _ in range(_DEPTH)
-        ]
-        self._slots = cycle(slots)
-        self._pending = slots[-1][2]
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        for thread in self._threads:
-            thread.shutdown()
-
-    def buffers(self, count: int) -> tuple[memoryview, memoryview]:
-        """Buffers for the next block, one for what is read and one for what is written; both are used again later."""
-        before, after, self._pending = next(self._slots)
-        while self._pending:
-            self._pending.pop().result()
-        return memoryview(before)[:count], memoryview(after)[:count]
+        self._digests = digests
+        self.buffers = digests.buffers
 
     def put(self, before: memoryview, after: memoryview | None = None) -> None:
         """Append `after`, which the source has as `before`; None where both are the same."""
-        if after is not None and self._written is None:
-            self._written = self._threads[0].submit(self._read.copy).result()
-        self._pending.append(self._threads[0].submit(self._read.update, before))
-        if self._written is not None:
-            self._pending.append(self._threads[1].submit(self._written.update, before if after is None else after))
+        self._digests.update(before, after)
         if after is not None or not self._cloned:
             write_at(self._target, before if after is None else after, self._position)
         self._position += len(before)
@@ -143,12 +113,6 @@ class _Stream:
             os.posix_fadvise(self._target, self._started, self._position - self._started, os.POSIX_FADV_DONTNEED)
             self._started = self._position
         self._advance(len(before))
-
-    def digests(self) -> tuple[str, str]:
-        """SHA-256 of what was read and of what was written."""
-        for thread in self._threads:
-            thread.shutdown()
-        return self._read.hexdigest(), (self._written or self._read).hexdigest()
 
 
 def _clone(shard: Shard, target: int) -> bool:

@@ -19,6 +19,8 @@ from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
 Floats = npt.NDArray[np.float64]
+Bits = npt.NDArray[np.uint16]
+Piece = tuple[slice, slice, slice]
 #: Bytes at a time: few where every element needs many temporaries, more where Python loops over the columns.
 _SCALE_BLOCK = 1 << 18
 _SUM_BLOCK = 4 << 20
@@ -46,18 +48,84 @@ class TensorComparison:
         return TensorComparison(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def compare(source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation) -> TensorComparison:
-    """Compare the tensor `name` of `patched` with `operation` on the same tensor of `source`, block by block."""
-    dtype = source.tensors[name].dtype
-    result = TensorComparison()
-    for before, after, expected in _blocks(source, patched, name, operation):
-        result.elements += after.size
+class Comparison:
+    """One stored tensor against `operation` on the source's tensor, block by block; None: it has the source's bytes."""
+
+    def __init__(self, source: CheckpointSource, name: str, operation: Operation | None) -> None:
+        info = source.tensors[name]
+        self.result = TensorComparison()
+        self._dtype, self._operation = info.dtype, operation
+        if operation is None:
+            self._shape, self._itemsize = (1, info.nbytes, 1), 1
+            return
+        self._shape = view3(info.shape or (1,), operation.axis if isinstance(operation, Scale) else 0)
+        self._itemsize = info.nbytes // max(prod(self._shape), 1)
+        if isinstance(operation, Scale):
+            self._scale = _scale(source, operation, self._shape[1])
+            self._single = self._scale.astype(np.float32)
+            exact = np.array_equal(self._single, self._scale) and not (self._single.view(np.uint32) & 0xFFFF).any()
+            self._exact_in_single = exact and info.dtype == "BF16"
+        elif isinstance(operation, Shift):
+            self._shifted = _shifted(source, name, _read(source, name), operation)
+
+    def pieces(self, block: int) -> Iterator[tuple[Piece, int, int]]:
+        """(slices, first byte, end) of consecutive blocks to give to `add`."""
+        return _pieces(self._shape, self._itemsize, block)
+
+    def add(self, piece: Piece, start: int, before: memoryview, after: memoryview) -> None:
+        """Compare one block of the source's and of the patched tensor."""
+        if self._operation is None:
+            same = np.array_equal(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))
+            self.result.different += not same
+            return
+        extent = (piece[0].stop - piece[0].start, piece[1].stop - piece[1].start, piece[2].stop - piece[2].start)
+        for tile, first, end in _pieces(extent, self._itemsize, _SCALE_BLOCK):
+            columns = slice(piece[1].start + tile[1].start, piece[1].start + tile[1].stop)
+            shape = [part.stop - part.start for part in tile]
+            self.result.elements += prod(shape)
+            if isinstance(self._operation, Scale) and self._exact_in_single:
+                stored, found = (np.frombuffer(view[first:end], np.uint16).reshape(shape) for view in (before, after))
+                if is_rounded_product(stored, found, self._single[None, columns, None]):
+                    continue
+            old, new = (decode(view[first:end], self._dtype).reshape(shape) for view in (before, after))
+            if isinstance(self._operation, Fill):
+                expected = np.full_like(new, self._operation.value)
+            elif isinstance(self._operation, Shift):
+                place = (start + first) // self._itemsize
+                expected = self._shifted[place : place + new.size].reshape(shape)
+            else:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    expected = round_product(old * self._scale[None, columns, None], self._dtype)
+            self._count(old, new, expected)
+
+    def _count(self, before: Floats, after: Floats, expected: Floats) -> None:
         if not np.array_equal(after.view(np.int64), expected.view(np.int64)):
             same = (after == expected) & (np.signbit(after) == np.signbit(expected))
-            result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
-        if not isinstance(operation, Fill):
-            _count_range(result, before, after, dtype)
-    return result
+            self.result.different += int((~(same | (np.isnan(after) & np.isnan(expected)))).sum())
+        if not isinstance(self._operation, Fill):
+            _count_range(self.result, before, after, self._dtype)
+
+
+def is_rounded_product(before: Bits, after: Bits, scale: npt.NDArray[np.float32]) -> bool:
+    """Whether the bf16 numbers `after` are normal, and each is the nearest to `before` * `scale`, ties to even.
+
+    The product of two bf16 numbers is exact in fp32 there. Numbers of one sign have the order of their bits, and the
+    nearest bf16 number is at most half of a bf16 step away, which is 2^15 in the bits of fp32.
+    """
+    size = after & 0x7FFF
+    if size.min() < 0x0080 or size.max() >= 0x7F80:
+        return False
+    product = before.astype(np.uint32)
+    product <<= 16
+    with np.errstate(all="ignore"):
+        product.view(np.float32)[...] *= scale
+    distance = after.astype(np.uint32)
+    distance <<= 16
+    np.subtract(product, distance, out=distance)
+    distance += 0x8000
+    if distance.max() > 0x10000:
+        return False
+    return not (after[(distance & 0xFFFF) == 0] & 1).any()
 
 
 def round_product(values: Floats, dtype: str) -> Floats:
@@ -95,7 +163,7 @@ def round_sum(high: Floats, low: Floats, dtype: str) -> Floats:
     return np.where(np.isfinite(high), rounded, high)
 
 
-def decode(raw: bytes | bytearray, dtype: str) -> Floats:
+def decode(raw: bytes | bytearray | memoryview, dtype: str) -> Floats:
     """Stored bytes as fp64 numbers."""
     if dtype == "BF16":
         bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
@@ -112,31 +180,6 @@ def _count_range(result: TensorComparison, before: Floats, after: Floats, dtype:
     result.infinities += int((~np.isfinite(after) & np.isfinite(before)).sum())
     result.zeros += int(((size == 0) & (before != 0)).sum())
     result.subnormals += int(((size != 0) & (size < smallest) & (np.abs(before) >= smallest)).sum())
-
-
-def _blocks(
-    source: CheckpointSource, patched: CheckpointSource, name: str, operation: Operation
-) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """(before, stored now, expected) of the tensor, in pieces."""
-    info = source.tensors[name]
-    if isinstance(operation, Shift):
-        before = _read(source, name)
-        yield before, _read(patched, name), _shifted(source, name, before, operation)
-        return
-    axis = operation.axis if isinstance(operation, Scale) else 0
-    shape = view3(info.shape or (1,), axis)
-    scale = _scale(source, operation, shape[1]) if isinstance(operation, Scale) else None
-    for piece, start, stop in _pieces(shape, info.nbytes // max(prod(shape), 1), _SCALE_BLOCK):
-        extent = tuple(part.stop - part.start for part in piece)
-        before = decode(source.read_range(name, start, stop), info.dtype).reshape(extent)
-        after = decode(patched.read_range(name, start, stop), info.dtype).reshape(extent)
-        if isinstance(operation, Fill):
-            expected = np.full_like(after, operation.value)
-        else:
-            assert scale is not None
-            with np.errstate(over="ignore", invalid="ignore"):
-                expected = round_product(before * scale[piece[1]][None, :, None], info.dtype)
-        yield before, after, expected
 
 
 def _scale(source: CheckpointSource, operation: Scale, size: int) -> Floats:
@@ -186,9 +229,7 @@ def _read(source: CheckpointSource, name: str) -> Floats:
     return decode(source.read_range(name), source.tensors[name].dtype)
 
 
-def _pieces(
-    shape: tuple[int, int, int], itemsize: int, block: int
-) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:
+def _pieces(shape: tuple[int, int, int], itemsize: int, block: int) -> Iterator[tuple[Piece, int, int]]:
     """(slices, first byte, end) of consecutive pieces."""
     start = 0
     for piece in tiles(shape, block // max(itemsize, 1)):

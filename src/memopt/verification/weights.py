@@ -7,7 +7,7 @@ one must have the source's bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +17,11 @@ from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.checks import Check, Status
 from memopt.errors import ModelError
-from memopt.verification.recompute import TensorComparison, compare
+from memopt.verification.reading import Reading, read_both
+from memopt.verification.recompute import TensorComparison
 from memopt.verification.side_files import files_of, verify_side_files
 
 _MAX_WORKERS = 4
-_BLOCK = 8 << 20
 _EXACT = "the fold is deterministic: a tolerance would hide a wrong norm, axis or offset"
 _SAVED_OVER = f". If the model was trained and saved into this folder: remove {MANIFEST} and verify again"
 T = TypeVar("T")
@@ -43,10 +43,19 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
         patched = open_source(str(folder))
     except ModelError as error:
         damaged = _check("headers", str(folder), "fail", detail=str(error))
-        return [_check_files(folder, manifest, frozenset()), damaged]
-    checks = [_check_files(folder, manifest, files_of(patched))]
+        return [_check_files(folder, manifest, frozenset(), {}), damaged]
+    folds = tuple(record.fold for record in manifest.folds)
+    source, missing = _open_original(manifest, against)
+    unknown = _unknown_tensors(folds, source)
+    reading = Reading({}, {})
+    if source is not None:
+        reading = read_both(source, patched, {} if unknown else FoldPlan(folds).operations())
+    checks = [_check_files(folder, manifest, files_of(patched), reading.digests)]
     checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
-    source, found = _open_original(manifest, against)
+    if source is not None:
+        source, found = _check_original(manifest, source, reading.digests, given=against is not None)
+    else:
+        found = _check("source", manifest.source.model, "skip", detail=missing)
     checks += [found, *verify_side_files(manifest, patched, source)]
     if source is None:
         return [*checks, _check("fold", "folded tensors", "skip", detail=found.detail)]
@@ -54,16 +63,21 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     checks.append(layout)
     if layout.status == "fail":
         return checks
-    return checks + _check_tensors(source, patched, manifest)
+    if unknown:
+        named = f"memopt.json folds {_some(unknown)}, which does not exist"
+        return [*checks, _check("fold", "folded tensors", "fail", detail=named)]
+    return checks + _check_tensors(folds, reading.comparisons)
 
 
-def _check_files(folder: Path, manifest: Manifest, there: frozenset[str]) -> Check:
+def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digests: Mapping[Path, str]) -> Check:
+    root = folder.resolve()
+
     def state(name: str) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         record = manifest.files[name]
-        same = path.stat().st_size == record.size and sha256(path) == record.sha256
+        same = path.stat().st_size == record.size and (digests.get(root / name) or sha256(path)) == record.sha256
         return None if same else f"{name} was changed"
 
     wrong = [text for text in _parallel(state, manifest.files) if text]
@@ -80,26 +94,34 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str]) -> Che
     )
 
 
-def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, Check]:
-    """(the source if it can be compared with, the check that says so)."""
+def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, str]:
+    """(the source, or why it cannot be compared with)."""
     record = manifest.source
     if against is None and not Path(record.path).is_dir():
-        return None, _check("source", record.model, "skip", detail=f"'{record.path}' is gone: give it with --against")
+        return None, f"'{record.path}' is gone: give it with --against"
     try:
-        source = open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files))
+        return open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files)), ""
     except ModelError as error:
         if against is not None:
             raise
-        return None, _check("source", record.model, "skip", detail=f"{error} Give the source with --against")
+        return None, f"{error} Give the source with --against"
+
+
+def _check_original(
+    manifest: Manifest, source: CheckpointSource, read: Mapping[Path, str], *, given: bool
+) -> tuple[CheckpointSource | None, Check]:
+    """(the source if it can be compared with, the check that says so)."""
+    record = manifest.source
     origins = {path.name: path for path in (source.root / name for name in record.files) if path.is_file()}
-    digests = dict(zip(origins, _parallel(sha256, origins.values()), strict=True))
+    found = _parallel(lambda path: read.get(path) or sha256(path), origins.values())
+    digests = dict(zip(origins, found, strict=True))
     wrong = [name for name, file in record.files.items() if digests.get(Path(name).name) != file.sha256]
     status: Status = "pass"
     detail = ""
     if wrong:
-        status = "skip" if against is None else "warn"
+        status = "warn" if given else "skip"
         detail = f"{', '.join(wrong)} changed since the patch"
-        detail += ": give the original with --against" if against is None else "; its tensors are compared all the same"
+        detail += "; its tensors are compared all the same" if given else ": give the original with --against"
     check = _check(
         "source",
         source.model,
@@ -139,17 +161,15 @@ def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
     )
 
 
-def _check_tensors(source: CheckpointSource, patched: CheckpointSource, manifest: Manifest) -> list[Check]:
-    folds = tuple(record.fold for record in manifest.folds)
-    operations = FoldPlan(folds).operations()
-    unknown = sorted(frozenset().union(*(fold.touched for fold in folds)) - source.tensors.keys())
-    if unknown:
-        return [
-            _check("fold", "folded tensors", "fail", detail=f"memopt.json folds {_some(unknown)}, which does not exist")
-        ]
-    untouched = sorted(source.tensors.keys() - operations.keys())
-    equal = _parallel(lambda name: _same_bytes(source, patched, name), untouched)
-    different = [name for name, same in zip(untouched, equal, strict=True) if not same]
+def _unknown_tensors(folds: tuple[Fold, ...], source: CheckpointSource | None) -> list[str]:
+    touched = frozenset[str]().union(*(fold.touched for fold in folds))
+    return [] if source is None else sorted(touched - source.tensors.keys())
+
+
+def _check_tensors(folds: tuple[Fold, ...], results: dict[str, TensorComparison]) -> list[Check]:
+    folded = frozenset[str]().union(*(fold.touched for fold in folds))
+    untouched = sorted(results.keys() - folded)
+    different = [name for name in untouched if results[name].different]
     checks = [
         _check(
             "unchanged",
@@ -162,12 +182,9 @@ def _check_tensors(source: CheckpointSource, patched: CheckpointSource, manifest
             detail=_some(different),
         )
     ]
-    names = sorted(operations)
-    found = _parallel(lambda name: compare(source, patched, name, operations[name]), names)
-    results = dict(zip(names, found, strict=True))
     checks += [_check_fold(fold, results) for fold in folds]
     if folds:
-        checks.append(_check_range(results))
+        checks.append(_check_range([results[name] for name in folded]))
     return checks
 
 
@@ -185,8 +202,8 @@ def _check_fold(fold: Fold, results: dict[str, TensorComparison]) -> Check:
     )
 
 
-def _check_range(results: dict[str, TensorComparison]) -> Check:
-    total = sum(results.values(), TensorComparison())
+def _check_range(results: list[TensorComparison]) -> Check:
+    total = sum(results, TensorComparison())
     return _check(
         "range",
         "folded tensors",
@@ -196,15 +213,6 @@ def _check_range(results: dict[str, TensorComparison]) -> Check:
         reference="source",
         n=total.elements,
         detail=f"{total.zeros} became zero, {total.subnormals} subnormal",
-    )
-
-
-def _same_bytes(source: CheckpointSource, patched: CheckpointSource, name: str) -> bool:
-    size = source.tensors[name].nbytes
-    return all(
-        source.read_range(name, start, min(start + _BLOCK, size))
-        == patched.read_range(name, start, min(start + _BLOCK, size))
-        for start in range(0, size, _BLOCK)
     )
 
 
