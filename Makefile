@@ -13,8 +13,8 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test quick mutations test-all test-kernels coverage zoo-latest zoo-oldest gpu-check \
-  gpu-bench lint format clean distclean
+.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test quick mutations test-all test-faults test-kernels coverage zoo-latest \
+  zoo-oldest gpu-check gpu-bench lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -88,7 +88,7 @@ test: $(STAMP) ## run the tests that need no GPU, without the slow ones
 
 # Nothing here walks a model, compiles a kernel or starts a process, but for single tests of these rooms.
 QUICK = tests/kernels tests/saved tests/checkpoint tests/test_plan.py tests/test_activations.py tests/test_mutations.py
-QUICK_LEAVES_OUT = tests/kernels/test_sampling.py tests/checkpoint/test_atomic.py tests/checkpoint/test_memory.py
+QUICK_LEAVES_OUT = tests/kernels/test_sampling.py $(addprefix tests/checkpoint/test_,atomic.py faults.py memory.py)
 
 quick: $(STAMP) ## run the tests of the inner loop: operators, saved tensors, checkpoints (under a minute)
 	@echo "==> Left out: every other folder of tests, $(QUICK_LEAVES_OUT), and what is marked slow or gpu"
@@ -100,6 +100,9 @@ mutations: $(STAMP) ## plant faults in a copy of the sources and show that the t
 test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"
 	@$(INTERPRETED)
+
+test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
+	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred
 
 test-kernels: $(STAMP) ## run the tests of the kernels only: operators, compiled binaries, interpreted kernels
 	@$(COMPILED) tests/kernels tests/aot

@@ -139,7 +139,10 @@ def _publish(stage: Stage, out: Path, files: Files | None, note: Callable[[str],
         except OSError:
             os.rename(stage.old, out)
             raise
-    _sync_folder(out.parent)
+    try:
+        _sync_folder(out.parent)
+    except OSError as error:
+        note(f"'{out}' was written, but a power cut may undo it: {error.strerror}.")
     if files is not None:
         old = stage.old if stage.old.exists() else stage.new
         try:
