@@ -45,6 +45,10 @@ class OutputError(MemoptError):
     """The output folder cannot be written."""
 
 
+class StreamError(MemoptError):
+    """The result cannot be printed: stdout is closed, or its disk is full."""
+
+
 class NegativeVerdict(MemoptError):
     """It ran, and the answer is no: nothing to patch, already patched, a check failed (exit code 1)."""
 

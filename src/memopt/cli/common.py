@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memopt
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, StreamError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,6 +67,57 @@ def print_rich(*renderables: RenderableType) -> None:
     console = Console(highlight=False)
     for renderable in renderables:
         console.print(renderable)
+
+
+class Checked:
+    """A stdout that says in a `StreamError` why it cannot be written; a reader that left is none (BrokenPipeError)."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        with _as_stream_error():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _as_stream_error():
+            self._stream.flush()
+
+
+class Forgiving(Checked):
+    """A stderr whose failures stop no work: notes and errors are lost, the exit code remains."""
+
+    def write(self, text: str) -> Any:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _as_stream_error() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"The result cannot be written to stdout: {error.strerror}."
+        raise StreamError(message, "Send it somewhere else and run the command again.") from error
+
+
+@contextlib.contextmanager
+def result(outcome: str) -> Iterator[None]:
+    """Around what prints a result: where that fails, `outcome` says what was done before."""
+    try:
+        yield
+        sys.stdout.flush()
+    except StreamError as error:
+        raise StreamError(error.message, outcome) from error
 
 
 def note(text: str) -> None:

@@ -5,17 +5,18 @@ A sub-command is a typer function in a module of its name. It returns its exit c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 import memopt
 from memopt.cli import common
-from memopt.errors import UsageError
+from memopt.errors import StreamError, UsageError
 
 _HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")
@@ -24,6 +25,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def run() -> None:
     """Entry point of the console script."""
+    # A closed stderr is None, and what is printed to None goes to stdout.
+    stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = cast(Any, common.Forgiving(stderr))
     sys.exit(main(sys.argv[1:]))
 
 
@@ -32,13 +36,20 @@ def main(arguments: Sequence[str]) -> int:
     rest, debug = _take_globals(arguments)
     as_json = "--json" in rest
     command = next((word for word in rest if word in COMMANDS), None)
+    stdout: Any = sys.stdout
+    if stdout is None:
+        error = StreamError("stdout is closed, so no result could be printed: nothing was done.", "Give it a stdout.")
+        return common.report_error(error, command=command, as_json=False, debug=debug)
     try:
-        code = _run(rest, command, as_json=as_json, debug=debug)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads stdout any more, and Python flushes it again at exit: discard that.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return common.EXIT_BROKEN_PIPE
+        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))):
+            code = _run(rest, command, as_json=as_json, debug=debug)
+            sys.stdout.flush()
+    except (BrokenPipeError, StreamError) as error:
+        # Python flushes stdout again at exit: what is left is discarded.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # nobody reads it any more
+            return common.EXIT_BROKEN_PIPE
+        return common.report_error(error, command=command, as_json=False, debug=debug)
     return code
 
 
@@ -84,7 +95,7 @@ def _run(arguments: list[str], command: str | None, *, as_json: bool, debug: boo
             raise KeyboardInterrupt
     except _UsageError as error:
         return common.report_error(_explain(error, command), command=command, as_json=as_json, debug=False)
-    except BrokenPipeError:
+    except (BrokenPipeError, StreamError):
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error.__context__, BrokenPipeError):  # typer's translation of it

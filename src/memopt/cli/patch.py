@@ -66,10 +66,12 @@ def patch(
             progress=progress,
             note=lambda text: common.note(f"note: {text}"),
         )
-    if json_output:
-        common.print_json(_document(result))
-    else:
-        _print(result, verbose)
+    complete = f"'{result.out}' was written and is complete." if result.written else "Nothing was written."
+    with common.result(complete):
+        if json_output:
+            common.print_json(_document(result))
+        else:
+            _print(result, verbose)
     return common.EXIT_OK
 
 
