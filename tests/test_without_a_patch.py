@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,17 +16,27 @@ from tests.factories import tiny_model
 
 SOURCE = Path(memopt.__file__).parent
 GONE = "dropout"
-#: Runs in the copy: every module but the tools, which list all launches, and the kernels, which need Triton.
-IMPORT_ALL = """
-import pkgutil, sys, memopt
+#: Runs in the copy, in one process: imports every module but the tools, which list all launches, and the kernels, which
+#: need Triton; then runs commands. Prints the names of modules, then exit code and output of each command, as JSON.
+EVERYTHING = """
+import contextlib, io, json, pkgutil, sys, memopt
 names = [m.name for m in pkgutil.walk_packages(memopt.__path__, "memopt.") if m.name != "memopt.__main__"]
 for name in names:
     if ".tools" not in name and not name.endswith("_triton"):
         __import__(name)
-assert sys.argv[1] in memopt.__file__, memopt.__file__
-assert not [name for name in sys.modules if name.startswith("memopt") and "dropout" in name]
+print(json.dumps([memopt.__file__, [name for name in sys.modules if name.startswith("memopt")]]))
+from memopt.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = main(arguments)
+    print(json.dumps([code, output.getvalue()]))
 """
-COMMAND = "from memopt.cli.main import run; run()"
+COMMANDS = {
+    "patch": ["patch", "model", "--out", "out"],
+    "verify": ["verify", "out"],
+    "report": ["report", "out", "--seq", "32"],
+    "recipes": ["recipes", "exact"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +46,41 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(SOURCE.parents[1] / "configs" / "recipes", root / "configs" / "recipes")
     for room in ("patches", "kernels"):
         shutil.rmtree(root / "src" / "memopt" / room / GONE)
+    tiny_model("bert", hidden_dropout_prob=0.1).save_pretrained(root / "model")
     return root
 
 
-def run(copy: Path, code: str, *arguments: object) -> str:
+@pytest.fixture(scope="module")
+def lines(copy: Path) -> list[str]:
+    """What `EVERYTHING` prints in the copy."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-c", EVERYTHING, json.dumps([*COMMANDS.values()])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=copy, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-def test_every_module_can_be_imported(copy: Path) -> None:
-    run(copy, IMPORT_ALL, copy)
+@pytest.fixture(scope="module")
+def outputs(lines: list[str]) -> dict[str, str]:
+    """What each command printed; all of them exit with 0."""
+    found = dict(zip(COMMANDS, map(json.loads, lines[1:]), strict=True))
+    assert {name: code for name, (code, _) in found.items() if code} == {}, found
+    return {name: output for name, (_, output) in found.items()}
 
 
-def test_a_model_is_patched_verified_and_reported(copy: Path) -> None:
-    tiny_model("bert", hidden_dropout_prob=0.1).save_pretrained(copy / "model")
-    table = run(copy, COMMAND, "patch", copy / "model", "--out", copy / "out")
-    assert "norms: 5 folded" in table or "folded" in table
-    assert GONE not in "".join(line for line in table.splitlines() if ": " in line)
-    assert "all checks passed" in run(copy, COMMAND, "verify", copy / "out")
-    assert "saved for backward" in run(copy, COMMAND, "report", copy / "out", "--seq", 32)
+def test_every_module_can_be_imported(copy: Path, lines: list[str]) -> None:
+    package, modules = json.loads(lines[0])
+    assert str(copy) in package
+    assert len(modules) > 100
+    assert [name for name in modules if GONE in name] == []
 
 
-def test_its_key_is_unknown_to_recipes(copy: Path) -> None:
-    assert f"{GONE}s" not in run(copy, COMMAND, "recipes", "exact")
+def test_a_model_is_patched_verified_and_reported(outputs: dict[str, str]) -> None:
+    assert "folded" in outputs["patch"]
+    assert GONE not in "".join(line for line in outputs["patch"].splitlines() if ": " in line)
+    assert "all checks passed" in outputs["verify"]
+    assert "saved for backward" in outputs["report"]
+
+
+def test_its_key_is_unknown_to_recipes(outputs: dict[str, str]) -> None:
+    assert f"{GONE}s" not in outputs["recipes"]
