@@ -14,18 +14,20 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Binaries of kernels are compiled once for the sources they came from (tests/aot/binary_cache.py).
+# Kernels are compiled (tests/aot/binary_cache.py) and models walked (tests/support/walks.py) once for their sources.
 os.environ.setdefault("MEMOPT_AOT_CACHE", str(Path(__file__).parents[1] / "build" / "aot"))
+os.environ.setdefault("MEMOPT_WALK_CACHE", str(Path(__file__).parents[1] / "build" / "walks"))
 
 import pytest
 import torch
 
+import memopt
 from examples.demo.fetch_models import FetchError, fetch
 from tests.support.uninitialized import poisoned
-from tests.support.walks import Walks, install
+from tests.support.walks import Walks, folder_of_sources, install
 from tests.zoo.share import SHARES, VARIABLE, share
 
-# Workers of one run must collect the same types, also where a week ends between their starts.
+# Workers of one run must collect the same types, also where a day ends between their starts.
 os.environ[VARIABLE], _SHARE_FROM = map(str, share())
 
 # Tiny tensors lose more in waking threads than they win; OMP_NUM_THREADS chooses another number.
@@ -63,7 +65,7 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
         yield
 
 
-#: Folders whose tests are about the walk, so that each of them walks for itself.
+#: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.
 _WALKING = {"walk", "zoo"}
 _WALKS = pytest.StashKey[Walks]()
 
@@ -73,24 +75,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     A count of bytes collects garbage first. What the imports have made takes most of that time, and is never garbage.
     """
-    walks = Walks(_folder_of_run(session.config) / "walks")
-    walks.folder.mkdir(exist_ok=True)
+    walks = Walks(folder_of_sources(Path(os.environ["MEMOPT_WALK_CACHE"]), Path(memopt.__file__).parent))
     install(walks)
     session.config.stash[_WALKS] = walks
     gc.collect()
     gc.freeze()
 
 
-def _folder_of_run(config: pytest.Config) -> Path:
-    """A folder that the workers of one run share, and no other run."""
-    folder: Path = config._tmp_path_factory.getbasetemp()
-    return folder.parent if hasattr(config, "workerinput") else folder
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     walks = item.config.stash[_WALKS]
-    walks.enabled = not _WALKING & {*item.path.parts}
+    marker = item.get_closest_marker("walks")
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    walks.enabled = marker.kwargs["shared"] if marker else folder not in _WALKING
     try:
         return (yield)
     finally:

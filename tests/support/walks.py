@@ -1,8 +1,9 @@
-"""Walks of one model are done once in a run: what the first test found is read by every other, in every worker.
+"""Walks of one model are done once: what the first test found is read by every other, in every worker and later run.
 
-Only outside tests/walk and tests/zoo, whose subject is the walk. A model is told by all that a walk can read: classes
-and the code of their forwards, attributes, config, shapes, dtypes, ties and training flags. A model whose hooks, own
-methods or classes cannot be compared, such as those that a test defines, is walked each time.
+A folder of walks belongs to the sources that a walk runs and to the libraries it reads, so that a change of either
+starts an empty one. A model is told by all that a walk can read: classes and the code of their forwards, attributes,
+config, shapes, dtypes, ties and training flags. A model whose hooks, own methods or classes cannot be compared, such as
+those that a test defines, is walked each time. Tests whose subject is the walk say so (`tests/conftest.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import os
 import pickle
+import platform
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -29,17 +36,51 @@ _CONTAINERS = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "memopt", "warnings_issued"}
 
 
+#: Rooms of src/memopt that stand above the walk, which imports none of them.
+ABOVE = {"__main__", "api", "checkpoint", "cli", "patches", "pipeline", "plan", "reporting", "sampling", "verification"}
+#: Libraries whose models and operations a walk observes.
+_LIBRARIES = ("torch", "transformers", "peft", "numpy")
+_KEPT_SECONDS = 14 * 24 * 3600
+
+
+def folder_of_sources(root: Path, package: Path) -> Path:
+    """The folder below `root` for walks done by the sources in `package`; folders that nobody used lately are removed.
+
+    The sources of rooms above the walk do not count: a walk does not run them.
+    """
+    digest = hashlib.sha256(" ".join([platform.python_version(), *map(_version, _LIBRARIES)]).encode())
+    for path in sorted(package.rglob("*.py")):
+        inside = path.relative_to(package)
+        if inside.parts[0].removesuffix(".py") not in ABOVE:
+            digest.update(f"{inside}\0".encode() + path.read_bytes() + b"\0")
+    folder = root / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for other in root.iterdir():
+        if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
 class Unknown(Exception):
     """What a value is cannot be told, so its walk is not remembered."""
 
 
 class Walks:
-    """What walks found, in a folder that the workers of a run share."""
+    """What walks found, in a folder that workers and runs share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.enabled = False
         self._read: dict[str, Any] = {}
+        self._sources = Sources()
 
     def remembered(self, walk: Callable[..., Any]) -> Callable[..., Any]:
         """`walk`, which reads what it returned for an equal first argument and equal options before."""
@@ -53,29 +94,65 @@ class Walks:
             if key is None:
                 return walk(*args, **kwargs)
             if key not in self._read:
-                self._read[key] = self._shared(key, lambda: walk(*args, **kwargs))
+                found = self._stored(key)
+                if found is None:
+                    found = walk(*args, **kwargs)
+                    if not self._sources.are_as_written():
+                        return found
+                    self._store(key, found)
+                self._read[key] = found
             return self._read[key]
 
         return once
 
-    def _shared(self, key: str, walk: Callable[[], Any]) -> Any:
-        path = self.folder / key
-        if path.exists():
-            return pickle.loads(path.read_bytes())
-        found = walk()
+    def _stored(self, key: str) -> Any:
+        try:
+            return pickle.loads((self.folder / key).read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+
+    def _store(self, key: str, found: Any) -> None:
         with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
             pickle.dump(found, file)
-        Path(file.name).replace(path)
-        return found
+        Path(file.name).replace(self.folder / key)
+
+
+class Sources:
+    """The functions and classes of the modules that a walk may run: whether a test has replaced one of them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, Any]] = {}
+        self.are_as_written()
+
+    def are_as_written(self) -> bool:
+        """Whether every module, and every class in one, holds what it held when it was first seen here."""
+        return all([self._is_as_seen(name, module) for name, module in [*sys.modules.items()] if _is_run(name)])  # noqa: C419 - each is noted
+
+    def _is_as_seen(self, name: str, module: ModuleType) -> bool:
+        owners = [module, *(value for value in vars(module).values() if getattr(value, "__module__", "") == name)]
+        held = {
+            f"{getattr(owner, '__qualname__', '')}.{attribute}": value
+            for owner in owners
+            if isinstance(owner, (type, ModuleType))
+            for attribute, value in vars(owner).items()
+            if callable(value) or isinstance(value, (classmethod, property, staticmethod))
+        }
+        before = self._seen.setdefault(name, held)
+        return all(held.get(attribute) is value for attribute, value in before.items())
+
+
+def _is_run(module: str) -> bool:
+    package, _, inside = module.partition(".")
+    return package == "memopt" and inside.partition(".")[0] not in ABOVE | {""}
 
 
 def install(walks: Walks) -> None:
-    """Let every module that has imported a walk, or will, use the remembered one."""
-    observe = sys.modules.get("memopt.walk.observe")
+    """Let every module that has imported a walk, or will, use the remembered one; nothing where no test has a model."""
+    if "transformers" not in sys.modules:
+        return
+    observe = import_module("memopt.walk.observe")
     for name in ("walk_model", "walk_config"):
-        walk = getattr(observe, name, None)
-        if walk is None:
-            continue
+        walk = getattr(observe, name)
         once = walks.remembered(walk)
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith(("memopt.", "tests.")) and vars(module).get(name) is walk:

@@ -14,6 +14,9 @@ from memopt.walk.observe import walk_config
 from memopt.walk.sites import NormSite, Sites
 from tests.factories import NAMES, tiny_config
 
+#: What was found by the sources as they are is not looked for again.
+pytestmark = pytest.mark.walks(shared=True)
+
 FAMILIES = (*NAMES, "mixtral")
 
 

@@ -1,6 +1,6 @@
 """Every model type of the installed transformers: what is patched is right, and what was recorded still holds.
 
-A tenth of the types runs in `make test`, another one each week (`tests.zoo.share`), all of them in `make test-all`.
+A twentieth of the types runs in `make test`, another one each day (`tests.zoo.share`), all of them in `make test-all`.
 Bytes are measured by `make coverage` only.
 """
 
@@ -34,6 +34,7 @@ def is_quick(model_type: str) -> bool:
 SAMPLE = [name for name in types_of_share(TYPES, share()[0]) if is_quick(name)]
 
 
+@pytest.mark.walks(shared=True)
 @pytest.mark.parametrize(
     "model_type", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 )
