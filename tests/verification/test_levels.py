@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import memopt.kernels.norm.function as norm_kernel
 import memopt.kernels.norm.ops as norm_steps
+import memopt.patches.linear.module as linear_module
 import memopt.patches.scope as scope_patch
 from memopt.cli.main import main
 from memopt.errors import ModelError
@@ -136,6 +138,49 @@ def test_a_tensor_hidden_in_an_attribute_fails_memory(folders, monkeypatch):
 
     monkeypatch.setattr(norm_kernel.NormFunction, "forward", staticmethod(hiding))
     assert statuses(verify(folders / "bert-patched", level="memory"))["memory.nothing_hidden"] == "fail"
+
+
+def test_a_norm_that_keeps_a_second_copy_fails_memory_by_name(folders, monkeypatch):
+    right = norm_kernel.NormFunction.forward
+
+    def saving(ctx, x, *arguments):
+        save = ctx.save_for_backward
+        seen = {"save_for_backward": lambda *tensors: save(*tensors, x.detach().clone())}
+        return right(_Seen(ctx, seen), x, *arguments)
+
+    backward = norm_kernel.NormFunction.backward
+    monkeypatch.setattr(norm_kernel.NormFunction, "forward", staticmethod(saving))
+    monkeypatch.setattr(
+        norm_kernel.NormFunction,
+        "backward",
+        staticmethod(lambda ctx, dy: backward(_Seen(ctx, {"saved_tensors": ctx.saved_tensors[:4]}), dy)),
+    )
+    check = next(
+        check for check in verify(folders / "bert-patched", level="memory").checks if check.id == "memory.module"
+    )
+    assert (check.status, check.subject) == ("fail", "bert.embeddings.LayerNorm")
+
+
+def test_a_linear_that_saves_what_it_could_recompute_fails_memory_by_name(folders, monkeypatch):
+    monkeypatch.setattr(linear_module, "reads_spec", lambda x, weight: None)
+    monkeypatch.setattr(scope_patch, "_CLOSED", contextlib.nullcontext())
+    monkeypatch.setattr(scope_patch.ScopeRewrite, "around", lambda *given, **named: contextlib.nullcontext())
+    found = {check.id: check for check in verify(folders / "bert-patched", level="memory").checks}
+    assert found["memory.recomputed"].status == "fail"
+    assert found["memory.recomputed"].subject == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
+
+
+class _Seen:
+    """An autograd context with other attributes."""
+
+    def __init__(self, ctx, changed):
+        self.__dict__.update(_ctx=ctx, _changed=changed)
+
+    def __getattr__(self, name):
+        return self._changed[name] if name in self._changed else getattr(self._ctx, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._ctx, name, value)
 
 
 def test_a_missing_original_is_inconclusive_and_against_names_another(folders, tmp_path):

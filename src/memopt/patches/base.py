@@ -6,7 +6,7 @@ in the folder's other files, imported when it is applied or checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -67,6 +67,16 @@ class Rules(Strict):
     def in_memory(self) -> Mapping[str, str]:
         """The fields that differ for a model in memory, whose weights nobody changes."""
         return {}
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call of a module returned."""
+
+    rows: int
+    """Elements of all dimensions but the last."""
+    width: int
+    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -266,6 +276,15 @@ class Patch:
 
     def finish(self, live: Live) -> None:
         """Called when every patch has been applied and the scopes are in place."""
+
+    def own_bytes(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Mapping[str, int]:
+        """Module that it rewrites -> bytes of its own results that it saves at most, given the outputs of each module
+        in the stock model. One that is not named here may save what the stock module does."""
+        return {}
+
+    def recomputed(self, plan: PlanView) -> Iterable[str]:
+        """Modules inside blocks whose output no linear saves, since it is recomputed."""
+        return ()
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 

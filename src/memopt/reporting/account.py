@@ -43,6 +43,13 @@ class SavedStorage:
     """(module, operation) of each save, in order."""
     cause: str
     """What it is: one of `memopt.reporting.causes.CAUSES`."""
+    module: str = ""
+    """The innermost module that was running when it was allocated."""
+
+    @property
+    def savers_modules(self) -> frozenset[str]:
+        """The modules that save it."""
+        return frozenset(module for module, _ in self.savers)
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,7 @@ def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: C
         block=block,
         savers=savers,
         cause=causes.of(birth, savers, differentiable=first.differentiable),
+        module=birth.module,
     )
 
 

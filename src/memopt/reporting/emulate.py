@@ -36,14 +36,23 @@ class CudaChoices(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
-        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype != torch.bfloat16:
-            # PyTorch's shape rule for this kernel knows bf16 only; the fallback saves the same.
-            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], kwargs["offs"])
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 args, kwargs = tree_map(_to_fp32, (args, kwargs))
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+class AnyGroupedProduct(TorchFunctionMode):
+    """While active, grouped products can be traced in every dtype.
+
+    PyTorch's shape rule for this kernel knows bf16 only; transformers' fallback saves the same.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype != torch.bfloat16:
+            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], (kwargs or {})["offs"])
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
-from memopt.reporting.emulate import CudaChoices, unpadded_masks
+from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake_reads import FakeReads
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensorMode, tree_map
@@ -104,7 +104,7 @@ def trace_account(
 
     try:
         # Inputs that are made have no values that a forward could read.
-        with fake, unpadded_masks(), contextlib.nullcontext() if inputs is None else FakeReads():
+        with fake, AnyGroupedProduct(), unpadded_masks(), contextlib.nullcontext() if inputs is None else FakeReads():
             arguments = _arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")

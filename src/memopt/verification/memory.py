@@ -1,24 +1,31 @@
-"""Level "memory": the patched model saves for backward what the plan predicts, block by block.
+"""Level "memory": the patched model saves for backward what the plan says, block by block and module by module.
 
-Three numbers for the same forward: the stock model's saved bytes, the patched model's, and the prediction of a trace of
-the plan on the config alone. The patched model's live storages are counted too, so that a tensor hidden in an
-attribute shows.
+The stock model runs stock code alone. What each patched module may save follows from the sizes of the stock modules'
+outputs and the plan's arithmetic (`Patch.own_bytes`, `Patch.recomputed`), not from patched code; the trace of the plan
+on the config, which `memopt report` prints, is held to the measurement as well. The patched model's live storages are
+counted too, so that a tensor hidden in an attribute shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
+from memopt.patches.base import Output, PlanView
+from memopt.patches.record import record_of
+from memopt.patches.registry import patches
+from memopt.patches.swap import is_swapped
 from memopt.reporting.account import Account, account, live_bytes
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
@@ -46,6 +53,19 @@ class _Stock:
     driven: Batch | None
     """The batch that the walk runs with; None to guess one."""
     sites: Sites
+    outputs: Mapping[str, list[Output]]
+    """Module -> what its calls return."""
+
+
+@dataclass(frozen=True)
+class _Patched:
+    """What the patched model saves, and by which plan."""
+
+    account: Account
+    live: int
+    plan: PlanView | None
+    modules: frozenset[str]
+    """Names of the modules that are patched."""
 
 
 def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
@@ -57,15 +77,24 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
         # The walk guesses inputs itself, in all variants, where there is no batch of the user's or a processor's.
         driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
         sites = walk_model(model, driven)
-        return _Stock(_measure(model, probes, sites)[0], model.config, stored_dtype(model), probes, driven, sites)
+        with _outputs(model) as outputs:
+            measured = account(model, _forward(model, probes), blocks=sites.blocks, sites=sites)
+        return _Stock(measured, model.config, stored_dtype(model), probes, driven, sites, outputs)
+
+    def run_patched(model: nn.Module) -> _Patched:
+        run = _forward(model, probes)
+        measured, live = account(model, run, blocks=sites.blocks, sites=sites), live_bytes(run)
+        record = record_of(model)
+        swapped = frozenset(name for name, module in model.named_modules() if is_swapped(module))
+        return _Patched(measured, live, None if record is None else record.plan, swapped)
 
     stock = load_run_free(functools.partial(load_stock, folder, trust_remote_code=trust_remote_code), run_stock)
     probes, driven, sites = stock.probes, stock.driven, stock.sites
-    patched, live = load_run_free(
-        functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=driven),
-        lambda model: _measure(model, probes, sites),
+    run = load_run_free(
+        functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=driven), run_patched
     )
-    checks = list(_compare(stock.account, patched, live, probes))
+    patched = run.account
+    checks = [*_compare(stock.account, patched, run.live, probes), *_each_module(stock, run)]
     precision = _PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
@@ -80,13 +109,9 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     return [*checks, *_against_plan(patched, predicted)]
 
 
-def _measure(model: nn.Module, probes: Probes, sites: Sites) -> tuple[Account, int]:
+def _forward(model: nn.Module, probes: Probes) -> Callable[[], Tensor]:
     inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
-
-    def run() -> torch.Tensor:
-        return training_loss(model, inputs)
-
-    return account(model, run, blocks=sites.blocks, sites=sites), live_bytes(run)
+    return lambda: training_loss(model, inputs)
 
 
 def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Iterator[Check]:
@@ -135,6 +160,77 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         reference="live storages after the forward",
         n=live,
         detail=f"inputs: {probes.source}",
+    )
+
+
+@contextlib.contextmanager
+def _outputs(model: nn.Module) -> Iterator[dict[str, list[Output]]]:
+    """Inside, what the modules of `model` return that give one tensor."""
+    found: dict[str, list[Output]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dim():
+            width = max(output.shape[-1], 1)
+            found.setdefault(name, []).append(Output(output.numel() // width, width, output.element_size()))
+
+    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
+    """What each patched module saves of its own results, and what is saved of results that are recomputed."""
+    plan = patched.plan
+    if plan is None:
+        return
+    allowed = _own(stock.account)
+    for patch in patches():
+        allowed.update(patch.own_bytes(plan, stock.outputs))
+    more = {name: own - allowed[name] for name, own in _own(patched.account).items() if name in patched.modules}
+    if plan.recipe.without("approximate", "sampled"):  # codes and samples are saved instead of what is there
+        more = {name: nbytes for name, nbytes in more.items() if allowed[name]}
+    worst = max(more, key=lambda name: more[name], default="")
+    yield _no_bytes(
+        "memory.module", worst, max(more.get(worst, 0), 0), "bytes of its own results that a module saves beyond plan",
+        "a norm saves x_hat, a number a row and its affine; others no more than stock", len(patched.modules),
+    )  # fmt: skip
+    producers = {name for patch in patches() for name in patch.recomputed(plan)}
+    linears = {linear.module for linear in plan.sites.linears}
+    kept = Counter[str]()
+    for each in patched.account.storages:
+        if each.part == "block" and each.module in producers and each.savers_modules <= linears - {each.module}:
+            kept[each.module] += each.nbytes
+    worst = max(kept, key=lambda name: kept[name], default="")
+    yield _no_bytes(
+        "memory.recomputed", worst, kept[worst], "bytes that linears save of a result that is recomputed",
+        "the plan recomputes it", len(producers),
+    )  # fmt: skip
+
+
+def _own(measured: Account) -> Counter[str]:
+    """Module -> bytes that it computed and saves itself."""
+    own = Counter[str]()
+    for each in measured.storages:
+        if each.module in each.savers_modules:
+            own[each.module] += each.nbytes
+    return own
+
+
+def _no_bytes(id: str, subject: str, nbytes: int, metric: str, reason: str, modules: int) -> Check:
+    return Check(
+        id=id,
+        level="memory",
+        subject=subject if nbytes else f"{modules} modules",
+        status="fail" if nbytes else "pass",
+        metric=metric,
+        value=float(nbytes),
+        threshold=0.0,
+        threshold_reason=reason,
+        reference="sizes of the stock modules' outputs, and the plan",
+        n=modules,
     )
 
 

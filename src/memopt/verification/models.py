@@ -69,10 +69,10 @@ def load_stock(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Stock model in its stored dtype (or `dtype`), eval mode, on the CPU."""
+    """Stock model in its stored dtype (or `dtype`), eval mode, on the CPU; fp64 is the stored weights, widened."""
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     cls: Any = model_class(config)
-    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
+    keywords: dict[str, Any] = {"dtype": _loaded_as(dtype), "trust_remote_code": trust_remote_code}
     if revision is not None:
         keywords["revision"] = revision
     with quiet():
@@ -87,10 +87,17 @@ def load_patched(
     inputs: Batch | None = None,
     overrides: Iterable[str] = (),
 ) -> nn.Module:
-    """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`."""
-    keywords: dict[str, Any] = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
+    """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`.
+
+    For fp64 it is patched in the stored dtype and widened then: it is those modules that are compared.
+    """
+    keywords: dict[str, Any] = {"dtype": _loaded_as(dtype), "trust_remote_code": trust_remote_code}
     with quiet():
         return _in_dtype(load(folder, inputs=inputs, overrides=overrides, **keywords).eval(), dtype)
+
+
+def _loaded_as(dtype: torch.dtype | None) -> torch.dtype | str:
+    return "auto" if dtype in (None, torch.float64) else dtype
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checks import Check
+from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves
 from memopt.verification.inputs import Probes
@@ -68,6 +69,21 @@ def verify_modules(
         with precise(dtype), stock_forwards(module for _, module in swapped[patched:]):
             return _compare(training_step(model, probes, dtype), truth)
 
+    record = record_of(model)
+    refused = () if record is None else record.refused
+    yield Check(
+        id="gradient.patched",
+        level="gradient",
+        subject=refused[0][0] if refused else "all planned modules",
+        status="warn" if refused else "pass",
+        metric="modules that are planned and could not be patched",
+        value=len(refused),
+        threshold=0,
+        threshold_reason="what is left as it was is not compared",
+        reference="the plan",
+        n=len(swapped),
+        detail="; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
+    )
     limit = LIMITS[dtype]
     is_wrong = not worst.value <= limit
     yield Check(

@@ -74,6 +74,9 @@ class ActivationPatch(Patch):
             and not (site.saves_its_output and plan.recipe.selects(site.name))
         }
 
+    def recomputed(self, plan: PlanView) -> Iterator[str]:
+        yield from (site.name for site in plan.chosen("activation", "recompute") if site.is_module)
+
     def settles(self, plan: PlanView) -> bool:
         return bool(plan.chosen("activation", "code"))
 

@@ -51,6 +51,9 @@ class GatedMLPPatch(Patch):
         left = (site.name for site in plan.sites.gated_mlps if site.name not in rewritten)
         return dict.fromkeys(left, frozenset({PRODUCT, ELEMENTWISE}))
 
+    def recomputed(self, plan: PlanView) -> Iterator[str]:
+        yield from (site.name for site in plan.chosen("gated_mlp"))
+
     def apply(self, live: Live) -> None:
         from memopt.patches.gated_mlp.module import patch_gated_mlp
         from memopt.patches.scopes import innermost

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Rules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Output, Patch, PlanView, RecipeView, Rules
 from memopt.recompute_rules import NORMALISED
 from memopt.walk.sites import NormSite, Sites
 
@@ -68,6 +68,21 @@ class NormPatch(Patch):
         replayed = {norm.name for norm in norms if not norm.has_formula}
         yield from (consumer.module for norm in norms for consumer in norm.consumers)
         yield from (linear.module for linear in plan.sites.linears if linear.fed_by in replayed)
+
+    def own_bytes(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Mapping[str, int]:
+        """x_hat, a statistic for each row in at least fp32, and a copy of weight and bias."""
+        return {
+            norm.name: sum(
+                call.rows * (call.width * call.itemsize + max(call.itemsize, 4))
+                + 2 * call.width * max(call.itemsize, 4)
+                for call in outputs[norm.name]
+            )
+            for norm in plan.chosen("norm")
+            if norm.has_formula and norm.name in outputs
+        }
+
+    def recomputed(self, plan: PlanView) -> Iterator[str]:
+        yield from (norm.name for norm in plan.chosen("norm") if norm.has_formula)
 
     def apply(self, live: Live) -> None:
         from memopt.patches.norm.module import patch_norm
