@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import memopt.kernels.derivative_codes.function as coded
+import memopt.patches.activation.module as activation_patch
+import memopt.patches.compression.checks as compression_checks
 import memopt.patches.compression.compressor as compression
+from memopt.checkpoint.manifest import read_manifest
 from memopt.checks import Check
 from memopt.kernels.quantize.layout import Quantized
+from memopt.patches.registry import patches
+from memopt.patches.swap import swap_state
 from memopt.pipeline import PatchResult, patch_checkpoint
 from memopt.verification.run import verify
+from memopt.verification.trial import CheckpointTrial
 from tests.factories import tiny_model
 
 
@@ -31,7 +38,7 @@ def checks(folder: Path) -> dict[str, Check]:
 def test_what_a_recipe_declares_holds_and_something_was_approximated(tmp_path: Path, name: str, recipe: str) -> None:
     found = checks(patched(tmp_path, name, recipe).out)
     assert {check.status for check in found.values()} == {"pass"}, found
-    assert "gradient.median_error_ratio" not in found
+    assert found["gradient.modules"].value < 1e-12  # with what is approximate switched off
     error = found["gradient.declared_error"].value
     assert error is not None
     assert error > 1e-5  # rounding in fp32 is 1e-7
@@ -68,6 +75,52 @@ def test_a_forgotten_minimum_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(compression, "dequantize", without_minimum)
     assert checks(folder)["gradient.declared_error"].status == "fail"
+
+
+@pytest.mark.parametrize("recipe", ["mesa", "int8"])
+def test_steps_that_are_off_by_a_twentieth_in_one_block_fail_by_its_name(tmp_path, monkeypatch, recipe) -> None:
+    folder, dequantize, calls = patched(tmp_path, "llama", recipe).out, compression.dequantize, []
+
+    def with_wrong_steps(quantized: Quantized) -> torch.Tensor:
+        calls.append(quantized)
+        if len(calls) > 1:
+            return dequantize(quantized)
+        scales = quantized.scales * torch.tensor([1.0, 1.05])
+        return dequantize(Quantized(quantized.codes, scales, quantized.bits, quantized.numel, quantized.dtype))
+
+    (check,) = _checks_of(compression_checks.verify_rounding, monkeypatch, with_wrong_steps, folder)
+    assert check.status == "fail"
+    assert check.subject.startswith("model.layers.1")  # backward reads the last block first
+    assert check.value > 5
+
+
+def _checks_of(verify_rounding, monkeypatch, fault, folder: Path) -> list[Check]:
+    """The check of steps, where the fault is there while tensors are compared."""
+    recipe = read_manifest(folder).recipe
+    with monkeypatch.context() as planted:
+        planted.setattr(compression, "dequantize", fault)
+        trial = CheckpointTrial(folder, recipe)
+        (patch,) = (each for each in patches() if each.compression(recipe) is not None)
+        found = list(verify_rounding(trial, patch.compression(recipe)))
+    return [check for check in found if check.id == "quantised.steps"]
+
+
+@pytest.mark.parametrize("recipe", ["approx-8bit", "approx-2bit"])
+def test_a_level_that_is_off_by_a_twentieth_fails_by_the_name_of_the_module(tmp_path, monkeypatch, recipe) -> None:
+    folder, patch_activation = patched(tmp_path, "bert", recipe).out, activation_patch.patch_activation
+
+    def wrong(module, site, rules=None):
+        patch_activation(module, site, rules)
+        state = swap_state(module)
+        if "layer.1" in site.name and state.code is not None:
+            levels = (*state.code.levels[:-1], state.code.levels[-1] * 1.05)
+            code = dataclasses.replace(state.code, levels=levels)
+            vars(module)["_memopt"] = dataclasses.replace(state, code=code)
+
+    monkeypatch.setattr(activation_patch, "patch_activation", wrong)
+    check = checks(folder)["codes.levels"]
+    assert check.status == "fail"
+    assert check.subject == "bert.encoder.layer.1.intermediate.intermediate_act_fn"
 
 
 def test_a_forward_that_is_not_exact_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
@@ -116,18 +117,19 @@ def _run(
 
 
 def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    from memopt.verification.gradient import verify_gradient
     from memopt.verification.trial import CheckpointTrial
 
     folder, recipe = record.folder, record.recipe
     trial = CheckpointTrial(folder, recipe, trust_remote_code, inputs)
+    checks: list[Check] = []
     if "approximate" in recipe.effects:
         from memopt.verification.approximation import verify_approximation
 
-        checks = verify_approximation(trial)
-    else:
-        from memopt.verification.gradient import verify_gradient
-
-        checks = verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        checks += verify_approximation(trial)
+    with contextlib.suppress(NegativeVerdict) if checks else contextlib.nullcontext():
+        # What is patched exactly is compared exactly; a recipe may approximate everything that it patches.
+        checks += verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
     for patch in patches():
         checks += patch.checks(trial)
     return checks

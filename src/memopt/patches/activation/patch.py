@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 from memopt.patches.activation.rules import ActivationRules
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Trial
 from memopt.recompute_rules import ELEMENTWISE
 from memopt.walk.sites import ActivationSite, Sites
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from memopt.checks import Check
 
 
 class ActivationPatch(Patch):
@@ -102,6 +104,13 @@ class ActivationPatch(Patch):
     def alike(self, recipe: RecipeView) -> tuple[str, ...]:
         code = recipe.rules(ActivationRules).code.removesuffix("-stochastic")
         return ("activations.where=all", f"activations.code={code}")
+
+    def checks(self, trial: Trial) -> Iterable[Check]:
+        if trial.recipe.rules(ActivationRules).code == OFF:
+            return ()
+        from memopt.patches.activation.checks import verify_codes
+
+        return verify_codes(trial, self.at_most(trial.recipe))
 
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
         from memopt.patches.activation.errors import code_errors

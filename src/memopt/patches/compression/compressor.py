@@ -12,9 +12,9 @@ would be multiplied.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_sto
 #: hidden state, since statistics are in 32 bits.
 LEAST_WIDTH = 32
 LEAST_PART = 4
+
+
+#: (elements of a storage, view of a tensor in it) -> what is called with that tensor, decoded.
+Observer = Callable[[Tensor, tuple[Any, ...]], Callable[[Tensor], None]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class Compressor:
         hidden: what the scope's module was given; its last dimension is the hidden size.
         keep: the pack hook for what is kept instead.
     """
+
+    observers: ClassVar[list[Observer]] = []
+    """Called with the elements of each quantised storage and how a tensor lies in it."""
 
     def __init__(self, compression: Compression, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> None:
         self._compression, self._keep = compression, keep
@@ -88,30 +95,32 @@ class Compressor:
     def _compress(self, group: list[Compressible]) -> None:
         whole = next((member.holder.tensor for member in group if _fills_its_storage(member.holder.tensor)), None)
         if whole is not None:
-            stored = self._stored(whole.as_strided((whole.numel(),), (1,), 0))
+            elements = whole.as_strided((whole.numel(),), (1,), 0)
+            stored = self._stored(elements)
             for member in group:
                 tensor = member.holder.tensor
-                self._replace(member, stored, tensor.size(), tensor.stride(), tensor.storage_offset())
+                self._replace(member, stored, elements, tensor.size(), tensor.stride(), tensor.storage_offset())
             return
         if any(member.needs_strides or 0 in member.holder.tensor.stride() for member in group):
             return  # the storage stays for one of them, so for all
-        views: dict[Any, _Stored] = {}
+        views: dict[Any, tuple[_Stored, Tensor]] = {}
         for member in group:
             tensor = member.holder.tensor
             dense = torch.empty_like(tensor).stride()
             key = (tensor.storage_offset(), tensor.size(), tensor.stride())
             if key not in views:
                 in_order = torch.empty_strided(tensor.size(), dense, dtype=tensor.dtype, device=tensor.device)
-                views[key] = self._stored(in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0))
-            self._replace(member, views[key], tensor.size(), dense, 0)
+                elements = in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0)
+                views[key] = self._stored(elements), elements
+            self._replace(member, *views[key], tensor.size(), dense, 0)
 
     def _stored(self, elements: Tensor) -> _Stored:
         seed = draw_seed() if self._compression.stochastic else None
         return _Stored(quantize(elements, self._compression.bits, seed), self._keep)
 
-    @staticmethod
-    def _replace(member: Compressible, stored: _Stored, *view: Any) -> None:
-        member.packed = _View(stored, *view)
+    @classmethod
+    def _replace(cls, member: Compressible, stored: _Stored, elements: Tensor, *view: Any) -> None:
+        member.packed = _View(stored, view, [observer(elements, view) for observer in cls.observers])
         del member.holder
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
@@ -157,10 +166,13 @@ class _Stored:
 class _View:
     """One kept tensor inside a compressed storage."""
 
-    __slots__ = ("_stored", "_view")
+    __slots__ = ("_observers", "_stored", "_view")
 
-    def __init__(self, stored: _Stored, *view: Any) -> None:
-        self._stored, self._view = stored, view
+    def __init__(self, stored: _Stored, view: tuple[Any, ...], observers: Sequence[Callable[[Tensor], None]]) -> None:
+        self._stored, self._view, self._observers = stored, view, observers
 
     def unpack(self) -> Tensor:
-        return self._stored.values().as_strided(*self._view)
+        decoded = self._stored.values().as_strided(*self._view)
+        for observer in self._observers:
+            observer(decoded)
+        return decoded

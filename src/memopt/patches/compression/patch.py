@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memopt.patches.base import OFF, Effect, Patch, PlanView, RecipeView, Rules
+from memopt.patches.base import OFF, Effect, Patch, PlanView, RecipeView, Rules, Trial
 
 if TYPE_CHECKING:
+    from memopt.checks import Check
     from memopt.saved.compressible import Compression
 
 
@@ -58,6 +59,16 @@ class CompressionPatch(Patch):
 
     def alike(self, recipe: RecipeView) -> tuple[str, ...]:
         return (f"{self.key}.method={OFF}",)
+
+    def checks(self, trial: Trial) -> Iterable[Check]:
+        from memopt.patches.compression.compressor import Compression
+
+        compression = self.compression(trial.recipe)
+        if not isinstance(compression, Compression):
+            return ()
+        from memopt.patches.compression.checks import verify_rounding
+
+        return verify_rounding(trial, compression)
 
 
 PATCH = CompressionPatch()

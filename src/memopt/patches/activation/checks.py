@@ -1,0 +1,95 @@
+"""The proof that coded activations use the levels of their code, module by module.
+
+Each module runs alone on random inputs; the derivative that its backward applies has to be the level that the code's
+definition gives (`memopt.kernels.derivative_codes.schemes`), recomputed here from thresholds or the exact derivative.
+The code itself has to be the shipped one, and as far off at N(0, 1) as it says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from memopt.activations import ACTIVATIONS
+from memopt.checks import Check
+from memopt.kernels.derivative_codes.codes import derivative_code
+from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
+from memopt.patches.activation.module import ActivationRewrite
+from memopt.patches.base import Trial
+from memopt.patches.swap import is_swapped, original_class, swap_state
+
+_INPUTS, _SCALE = 8192, 3.0
+#: Of a level, from the nearest one: rounding in fp32.
+_ROUNDING = 1e-5
+#: Share of a step around a border between codes in which rounding decides.
+_BORDER = 1e-3
+#: Relative difference of two quadratures of a code's error.
+_QUADRATURE = 0.01
+_REACH, _POINTS = 12.0, 240_001
+
+
+def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
+    """One check of what every coded module applies, one of the tables."""
+    model = trial.patched(*settings)
+    off, tables = {}, {}
+    for name, module in model.named_modules():
+        state = swap_state(module) if is_swapped(module) else None
+        if isinstance(state, ActivationRewrite) and state.code is not None and state.is_always_coded:
+            stock = functools.partial(original_class(module).forward, module)
+            shipped = derivative_code(state.kind, state.code.name) if state.kind in ACTIVATIONS else state.code
+            off[name] = _off_its_levels(module, stock, shipped)
+            if not shipped.stochastic:
+                tables[name] = abs(_error(stock, state.code) / shipped.error - 1)
+    if off:
+        yield _check("codes.levels", off, "largest difference to the level of the code", _ROUNDING, "rounding in fp32",
+                     "the code's definition, on random inputs")  # fmt: skip
+    if tables:
+        yield _check("codes.table", tables, "relative difference of the code's error at N(0, 1)", _QUADRATURE,
+                     "two quadratures", "the error that is shipped with the code")  # fmt: skip
+
+
+def _check(id: str, values: dict[str, float], metric: str, limit: float, reason: str, reference: str) -> Check:
+    worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
+    return Check(
+        id=id, level="gradient", subject=worst, status="pass" if values[worst] <= limit else "fail", metric=metric,
+        value=values[worst], threshold=limit, threshold_reason=reason, reference=reference, n=len(values),
+    )  # fmt: skip
+
+
+def _off_its_levels(module: nn.Module, stock: functools.partial[Tensor], code: DerivativeCode) -> float:
+    generator = torch.Generator().manual_seed(0)
+    z = (_SCALE * torch.randn(_INPUTS, generator=generator)).requires_grad_()
+    (applied,) = torch.autograd.grad(module(z), z, torch.ones_like(z))
+    z = z.detach().double()
+    if code.stochastic:
+        # One of the two levels around the derivative, and the derivative on average (six standard errors of the mean).
+        place = (derivative(stock, z) - code.levels[0]) / code.step
+        place = place.clamp(0, len(code.levels) - 1)
+        number = (applied.double() - code.levels[0]) / code.step
+        beyond = ((number - place).abs() - 1).clamp(min=0).max() * code.step
+        bias = (number - place).mean().abs() - 3 / _INPUTS**0.5
+        return float(torch.maximum(beyond, bias.clamp(min=0) * code.step))
+    levels = torch.tensor(code.levels, dtype=torch.float64)
+    expected, is_certain = _levels(z, stock, code, levels)
+    return float((applied.double() - expected).abs().where(is_certain, 0.0).max() / levels.abs().max())
+
+
+def _levels(z: Tensor, stock: functools.partial[Tensor], code: DerivativeCode, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """The level of each input, and whether rounding cannot choose the next one."""
+    if code.thresholds:
+        thresholds = torch.tensor(code.thresholds, dtype=torch.float64)
+        near = (z[:, None] - thresholds).abs().min(1).values
+        return levels[(z[:, None] > thresholds).sum(1)], near > _BORDER
+    place = ((derivative(stock, z) - code.levels[0]) / code.step).clamp(0, len(levels) - 1)
+    return levels[place.round().long()], ((place - place.floor()) - 0.5).abs() > _BORDER * len(levels)
+
+
+def _error(stock: functools.partial[Tensor], code: DerivativeCode) -> float:
+    """Relative RMS error of the derivative for z ~ N(0, 1), by quadrature."""
+    z = torch.linspace(-_REACH, _REACH, _POINTS, dtype=torch.float64)
+    density, exact = torch.exp(-z.square() / 2), derivative(stock, z)
+    applied, _ = _levels(z, stock, code, torch.tensor(code.levels, dtype=torch.float64))
+    return float((((applied - exact).square() * density).sum() / (exact.square() * density).sum()).sqrt())

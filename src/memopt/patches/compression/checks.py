@@ -1,0 +1,114 @@
+"""The proof that quantised tensors are off by their own rounding and nothing else, block by block.
+
+In one training step every tensor is compared, where backward reads it, with what was saved. It may be off by a step
+(half of one, rounded to the nearest), and stochastic rounding by nothing on average. The steps are computed here from
+the values: (maximum - minimum) / (2^bits - 1) of each group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from memopt.checks import Check
+from memopt.kernels.quantize.layout import GROUP
+from memopt.patches.base import Trial
+from memopt.patches.compression.compressor import Compression, Compressor
+from memopt.patches.scope import ScopeRewrite
+from memopt.patches.swap import is_swapped, swap_state
+
+#: Standard errors of the mean that a sum of unbiased roundings may be off by.
+_STANDARD_ERRORS = 6.0
+
+
+def verify_rounding(trial: Trial, compression: Compression) -> Iterator[Check]:
+    """Two checks: the largest error in steps, and the mean error."""
+    model = trial.patched(*trial.recipe.without("sampled"))
+    with _Observed(model, compression) as seen:
+        trial.step(model)
+    if not seen.largest:
+        yield Check("quantised.steps", "gradient", "blocks", "skip", detail="nothing was quantised in this step")
+        return
+    allowed = 1.0 if compression.stochastic else 0.5
+    worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
+    yield Check(
+        id="quantised.steps", level="gradient", subject=worst,
+        status="pass" if seen.largest[worst] <= allowed else "fail", metric="largest error of an element, in steps",
+        value=seen.largest[worst], threshold=allowed, threshold_reason="what rounding to a level can cost",
+        reference="what was saved, and steps computed from it", n=seen.elements,
+    )  # fmt: skip
+    bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}
+    worst = max(bias, key=lambda name: bias[name])
+    if compression.stochastic:
+        yield Check(
+            id="quantised.bias", level="gradient", subject=worst,
+            status="pass" if bias[worst] <= _STANDARD_ERRORS else "fail",
+            metric="mean error of saved elements, in standard errors", value=bias[worst], threshold=_STANDARD_ERRORS,
+            threshold_reason="stochastic rounding has no bias", reference="what was saved", n=seen.elements,
+        )  # fmt: skip
+
+
+class _Observed:
+    """Context manager that compares every quantised tensor with its original, by the scope that it was saved in."""
+
+    def __init__(self, model: nn.Module, compression: Compression) -> None:
+        self.largest: dict[str, float] = {}
+        self.sums: dict[str, tuple[float, int]] = {}
+        self.elements = 0
+        self._levels = 2**compression.bits - 1
+        self._running: list[str] = []
+        self._model, self._stack = model, contextlib.ExitStack()
+
+    def __enter__(self) -> _Observed:
+        for name, module in self._model.named_modules():
+            if is_swapped(module) and isinstance(
+                getattr(swap_state(module), "scope", swap_state(module)), ScopeRewrite
+            ):
+                enter, leave = functools.partial(self._enter, name), self._leave
+                self._stack.callback(module.register_forward_pre_hook(enter).remove)
+                self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        Compressor.observers.append(self._saved)
+        self._stack.callback(Compressor.observers.remove, self._saved)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _enter(self, name: str, *call: Any) -> None:
+        self._running.append(name)
+
+    def _leave(self, *call: Any) -> None:
+        self._running.pop()
+
+    def _saved(self, elements: Tensor, view: tuple[Any, ...]) -> Any:
+        """Called with a storage's elements and how a tensor lies in it; returns what is called with the decoded one."""
+        values = elements.detach().double()
+        groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
+        inside = torch.arange(groups.numel()).view_as(groups) < values.numel()
+        high, low = groups.where(inside, -torch.inf).amax(1), groups.where(inside, torch.inf).amin(1)
+        steps = ((high - low) / self._levels).repeat_interleave(GROUP)[: values.numel()]
+        # The sum of minimum and steps is rounded in fp32, and then to the dtype.
+        rounding = torch.maximum(high.abs(), low.abs()).repeat_interleave(GROUP)[: values.numel()]
+        rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)
+        name = self._running[-1] if self._running else ""
+        return functools.partial(
+            self._decoded, name, *(each.clone().as_strided(*view) for each in (values, steps, rounding))
+        )
+
+    def _decoded(self, name: str, values: Tensor, steps: Tensor, rounding: Tensor, decoded: Tensor) -> None:
+        error = decoded.detach().double() - values
+        beyond = (error.abs() - rounding).clamp(min=0) / steps.clamp(min=torch.finfo(torch.float64).tiny)
+        beyond = beyond.where(steps > 0, (error.abs() > rounding) * torch.inf)
+        beyond = beyond.where(~error.isnan() | values.isnan(), torch.inf)
+        self.largest[name] = max(self.largest.get(name, 0.0), float(beyond.nan_to_num(0.0, posinf=torch.inf).max()))
+        is_rounded = (steps > rounding) & error.isfinite()
+        total, count = self.sums.get(name, (0.0, 0))
+        here = float((error / steps).where(is_rounded, 0.0).sum())
+        self.sums[name] = (total + here, count + int(is_rounded.sum()))
+        self.elements += values.numel()
