@@ -93,6 +93,15 @@ def test_verify_names_values_of_the_config_that_are_not_the_originals(folders: P
     assert [(check.id, "rms_norm_eps" in check.detail) for check in warned] == [("weights.config", True)]
 
 
+def test_an_entry_of_a_module_that_is_not_there_fails(folders: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders / "patched", tmp_path / "folder"))
+    manifest = json.loads((folder / "memopt.json").read_text())
+    manifest["entries"][-1]["site"] = "model.nowhere"
+    (folder / "memopt.json").write_text(json.dumps(manifest))
+    (failed,) = (check for check in verify(folder, level="weights").checks if check.status == "fail")
+    assert (failed.id, failed.detail) == ("weights.sites", "the model has no model.nowhere")
+
+
 def test_patching_it_names_the_way_out(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(NegativeVerdict, match=r"already patched.*memopt unpatch .*trained --against original"):
         patch_checkpoint(folders / "trained", tmp_path / "out")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import memopt
 from memopt.checkpoint.fold import Fold, FoldedConsumer
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.sources.source import open_source
@@ -17,7 +18,7 @@ from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.walk.sites import Consumer, NormSite
-from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, write_checkpoint_files
+from tests.checkpoint.builders import HIDDEN, plan_of, rms_norm, rms_plan, rms_tensors, write_checkpoint_files
 
 FILE = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -242,3 +243,23 @@ def test_a_norm_whose_readers_are_others_keeps_its_fold(
     patched = load_file(trained.patched / FILE)
     assert torch.equal(after["c.weight"], patched["c.weight"])
     assert torch.equal(after["p.weight"][:, :HIDDEN], patched["p.weight"][:, :HIDDEN])
+
+
+def test_an_original_in_pickle_files_is_read_as_when_it_was_patched(tmp_path: Path) -> None:
+    model = write_checkpoint_files(tmp_path / "model", rms_tensors())
+    (model / FILE).unlink()
+    torch.save(rms_tensors(), model / "pytorch_model.bin")
+    write_checkpoint(open_source(str(model), allow_pickle=True), rms_plan(), tmp_path / "patched")
+    memopt.unpatch_checkpoint(tmp_path / "patched", out=tmp_path / "out")
+    after = load_file(tmp_path / "out" / FILE)
+    assert all(torch.equal(after[name], tensor) for name, tensor in rms_tensors().items())
+
+
+def test_shards_side_files_and_private_modes_stay(tmp_path: Path) -> None:
+    model = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=3)
+    patched = write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "patched").out
+    (patched / "LICENSE").chmod(0o600)
+    memopt.unpatch_checkpoint(patched, out=tmp_path / "out")
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (model, tmp_path / "out")]
+    assert contents[0] == contents[1]
+    assert (tmp_path / "out" / "LICENSE").stat().st_mode & 0o777 == 0o600

@@ -66,7 +66,7 @@ def test_version_is_the_packages(memopt: Memopt) -> None:
     ("arguments", "words"),
     [
         ([], "Missing command"),
-        (["ptach"], "Did you mean 'patch'?"),
+        (["ptach"], "Did you mean 'patch'"),
         (["patch"], "MODEL"),
         (["patch", "x", "--forse"], "Did you mean --force?"),
         (["patch", "x", "y"], "y"),

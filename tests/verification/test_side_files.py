@@ -96,6 +96,13 @@ def test_a_value_of_the_config_that_differs_fails_by_name(
     assert words in found["weights.config"].detail
 
 
+def test_a_key_of_the_config_that_stands_twice_fails_by_name(patched: Path) -> None:
+    text = (patched / "config.json").read_text()
+    (patched / "config.json").write_text(text.replace("{", '{"use_cache": false,', 1))
+    forge(patched, "config.json")
+    assert "'use_cache' stands twice" in failed(patched)["weights.config"].detail
+
+
 @pytest.mark.parametrize(
     "name",
     ["tokenizer.json", "generation_config.json", "chat_template.jinja", "preprocessor_config.json", "modeling_own.py"],
@@ -133,6 +140,7 @@ def set_fold(manifest: dict[str, Any], **values: Any) -> None:
     ("edit", "words"),
     [
         (lambda m: m.update(entries=[]), "lists no site"),
+        (lambda m: m["source"].update(files={}), "lists no file of the source"),
         (lambda m: m.update(entries=m["entries"][1:]), "model.layers.0.norm is folded by no entry"),
         (lambda m: m["entries"][1].update(action="fold"), "model.layers.1.norm is folded by its plan, but there is no"),
         (lambda m: m["entries"][0].update(action="recoded"), "'recoded' is nothing that is done to a norm"),
@@ -216,6 +224,9 @@ def test_without_the_source_everything_else_is_still_checked(folders: Path, patc
         lambda manifest: manifest.update(schema_version=2),
         lambda manifest: manifest.update(schema_version=0),
         lambda manifest: manifest.pop("folds"),
+        lambda manifest: manifest.pop("notes"),
+        lambda manifest: manifest.update(planted=1),
+        lambda manifest: manifest["source"].update(planted=1),
         lambda manifest: manifest["files"].update({"../outside": {"sha256": "", "size": 1}}),
         lambda manifest: manifest["source"]["files"].update({"/etc/passwd": {"sha256": "", "size": 1}}),
     ],

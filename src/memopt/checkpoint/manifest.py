@@ -5,8 +5,11 @@ Reading is strict: a file of another form is an error.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -117,7 +120,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     path = Path(folder) / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        written = copy.deepcopy(data)
     except FileNotFoundError:
         raise ModelError(f"'{folder}' has no {MANIFEST}.", "Give a folder that `memopt patch` wrote.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -136,13 +140,53 @@ def read_manifest(folder: Path) -> Manifest:
             for consumer in record["fold"]["consumers"]:
                 consumer["channels"] = _from_runs(consumer["channels"])
         # Through JSON, whose arrays may be tuples where Python's lists may not.
-        return TypeAdapter(Manifest).validate_json(json.dumps(data), strict=True)
+        manifest = TypeAdapter(Manifest).validate_json(json.dumps(data), strict=True)
+        for where, what in differences(json.loads(manifest.to_json()) | {"recipe": 0}, written | {"recipe": 0}):
+            raise ValueError(f"{'.'.join(where)}: {what}")
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     raise ModelError(f"'{path}' is not a valid manifest ({why}).", "Run `memopt patch` again.")
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: a key stands in it twice, which parsers read differently.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} stands twice")
+    return found
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], at: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(key and the keys inside it, what is different) of each value; 1, 1.0 and true are three values."""
+    for name in sorted({*before, *after}):
+        where = (*at, name)
+        if name not in after:
+            yield where, "missing"
+        elif name not in before:
+            yield where, "added"
+        elif isinstance(before[name], dict) and isinstance(after[name], dict):
+            yield from differences(before[name], after[name], where)
+        elif (one := _text(before[name])) != (other := _text(after[name])):
+            yield where, f"{_short(other)} instead of {_short(one)}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:

@@ -11,9 +11,9 @@ from memopt.checkpoint.atomic import check_space, check_target, staged
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.manifest import CONFIG_KEY
 from memopt.checkpoint.shards import write_at
-from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.unfold import Unfolded, unfold
+from memopt.checkpoint.writer import copy_side_files, keep_private
 
 
 def write_unpatched(
@@ -60,14 +60,9 @@ def write_unpatched(
             touched = frozenset[str]().union(*(fold.touched for fold in folds))
             total = sum(info.nbytes for name, info in original.tensors.items() if name in touched)
             done = unfold(patched, original, folds, put)
-        for name in patched.side_files:
-            (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(patched.root / name, stage / name)
-        if patched.weights.index is not None:
-            (stage / INDEX).write_bytes(patched.weights.index)
-        if patched.left_out:
-            tell(f"Not copied, because they are no part of the model: {', '.join(patched.left_out)}.")
+        copy_side_files(patched, stage, tell)
         (stage / "config.json").write_bytes(_stock_config(patched, original))
+        keep_private(patched, stage)
     return done
 
 

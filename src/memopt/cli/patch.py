@@ -99,7 +99,7 @@ def _print(result: PatchResult, verbose: bool) -> None:
     near_zero = sum(record.near_zero for record in written.manifest.folds)
     if near_zero:
         channels = common.plural(near_zero, "channel")
-        print(f"{channels} had a scale near zero: the fold cannot be undone there, so keep the original.")
+        print(f"{channels} had a scale near zero: without the original the fold cannot be undone there, so keep it.")
     print(f"Next:\n  memopt verify {out}\n  memopt report {out}")
 
 

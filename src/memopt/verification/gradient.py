@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from memopt.checkpoint.manifest import read_manifest
+from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.plan.recipe import Recipe
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
@@ -86,7 +86,7 @@ def verify_gradient(
 
     truth, traces = load_run_free(functools.partial(load, dtype=wide), true_step)
     source = f"{stock.reference.name} run of stock modules on the same weights"
-    checks = [_parameters(patched.gradients, truth.gradients, read_manifest(folder).folded_norms())]
+    checks = [_parameters(patched.gradients, truth.gradients, patched_folder(folder).folded_norms())]
     compared = functools.partial(
         compare_gradients, truth=truth.gradients, dtype=stock.dtype, reference=source, stock_loss=stock.step.loss,
         patched_loss=patched.loss,

@@ -85,12 +85,12 @@ def _run(
 ) -> list[Check]:
     folder, trained = record.folder, record.manifest is None
     if level == "weights":
-        from memopt.verification.side_files import verify_saved_again
+        from memopt.verification.side_files import verify_saved_again, verify_sites
         from memopt.verification.weights import verify_weights
 
         if trained:
             return verify_saved_again(record, against, trust_remote_code=trust_remote_code)
-        return verify_weights(folder, against)
+        return [*verify_weights(folder, against), *verify_sites(record, trust_remote_code=trust_remote_code)]
     if level == "forward" and trained:
         why = (
             f"its weights were saved after it was patched, so its outputs may differ from those of {record.base_model}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
+from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences, once
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
@@ -47,7 +47,10 @@ def verify_side_files(
     yield _check(
         "config",
         "config.json",
-        [_phrase(*each) for each in _differences(source.config, stock)],
+        [
+            *sorted({*_twice(patched)} - {*_twice(source)}),
+            *(_phrase(*each) for each in differences(source.config, stock)),
+        ],
         metric="values that differ",
         reference="the source's config.json",
         n=len(source.config),
@@ -80,6 +83,22 @@ def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remo
     return [*checks, Check("weights.trained", "weights", "tensors", "skip", detail=why)]
 
 
+def verify_sites(record: PatchedFolder, *, trust_remote_code: bool = False) -> Iterator[Check]:
+    """Whether every site that memopt.json lists is in the model of the config, built without weights."""
+    from memopt.walk.models.build import build_meta
+    from memopt.walk.models.config import load_config
+
+    try:
+        model = build_meta(load_config(record.folder, trust_remote_code=trust_remote_code))
+    except ModelError:
+        return  # the config is at fault, and other checks say so
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known = modules | {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    entries = record.manifest.entries if record.manifest is not None else ()
+    wrong = [f"the model has no {entry.site}" for entry in entries if entry.site not in known]
+    yield _check("sites", MANIFEST, wrong, metric="sites that are not there", reference="the config", n=len(entries))
+
+
 def allowed_changes(manifest: Manifest, sites: Sites) -> frozenset[str]:
     """Outputs that may differ from the original's: that the folds of the recipe change, and memopt.json lists."""
     plan = Plan(manifest.recipe, sites, manifest.entries)
@@ -94,14 +113,22 @@ def _against(patched: CheckpointSource, against: str, trust_remote_code: bool) -
     source = open_source(against)
     shapes = {name: list(info.shape) for name, info in source.tensors.items()}
     after = {name: list(info.shape) for name, info in patched.tensors.items()}
-    wrong = [f"{name}: {what}" for (name,), what in _differences(shapes, after)]
+    wrong = [f"{name}: {what}" for (name,), what in differences(shapes, after)]
     # Another head has other tensors, and the files of a base model lack its prefix.
     yield _check("layout", "names and shapes", wrong, reference=source.model, n=len(shapes), status="warn")
     one, other = (
         load_config(root, trust_remote_code=trust_remote_code).to_dict() for root in (source.root, patched.root)
     )
-    wrong = [_phrase(*each) for each in _differences(one, other) if each[0][0] not in _OF_THE_SAVING]
+    wrong = [_phrase(*each) for each in differences(one, other) if each[0][0] not in _OF_THE_SAVING]
     yield _check("config", "config.json", wrong, reference=source.model, n=len(one), status="warn")
+
+
+def _twice(checkpoint: CheckpointSource) -> Iterator[str]:
+    """The key of config.json that stands twice, of which loaders may read either."""
+    try:
+        json.loads((checkpoint.root / "config.json").read_text(encoding="utf-8"), object_pairs_hook=once)
+    except ValueError as error:
+        yield str(error)
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -109,6 +136,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     recipe = manifest.recipe
     if not manifest.entries:
         yield "it lists no site of the model"
+    if not manifest.source.files:
+        yield "it lists no file of the source"
     known = {patch.kind: patch for patch in patches() if patch.kind}
     for entry in manifest.entries:
         patch = known.get(entry.kind)
@@ -144,7 +173,7 @@ def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: Checkpoin
     expected = config_key(
         record.model, record.path, record.commit, manifest.recipe, folds, affines, manifest.memopt_version
     )
-    for where, what in _differences(expected, key):
+    for where, what in differences(expected, key):
         yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
 
 
@@ -162,7 +191,7 @@ def _file_differences(source: CheckpointSource, patched: CheckpointSource) -> It
             yield f"{name} differs"
     one, other = _formats(source), _formats(patched)
     if one != other:
-        yield f"the weights' metadata name the format {_short(_text(other))} instead of {_short(_text(one))}"
+        yield f"the weights' metadata name the format {', '.join(other)} instead of {', '.join(one)}"
 
 
 def _formats(checkpoint: CheckpointSource) -> list[str]:
@@ -170,32 +199,8 @@ def _formats(checkpoint: CheckpointSource) -> list[str]:
     return sorted({str(shard.header.metadata.get("format")) for shard in checkpoint.shards})
 
 
-def _differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], at: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(key and the keys inside it, what is different) of each value; 1, 1.0 and true are three values."""
-    for name in sorted({*before, *after}):
-        where = (*at, name)
-        if name not in after:
-            yield where, "missing"
-        elif name not in before:
-            yield where, "added"
-        elif isinstance(before[name], dict) and isinstance(after[name], dict):
-            yield from _differences(before[name], after[name], where)
-        elif (one := _text(before[name])) != (other := _text(after[name])):
-            yield where, f"{_short(other)} instead of {_short(one)}"
-
-
 def _phrase(where: tuple[str, ...], what: str) -> str:
     return f"{'.'.join(where)}: {what}"
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check(
