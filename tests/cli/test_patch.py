@@ -187,10 +187,11 @@ def test_control_c_while_writing_leaves_nothing(memopt: Memopt, llama: Path, mon
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "_copy_side_files", interrupt)
+    monkeypatch.setattr(writer, "copy_side_files", interrupt)
     run = memopt("patch", llama, "--json")
     assert run.code == 130
     assert json.loads(run.out)["error"]["type"] == "Interrupted"
+    assert "was not written; nothing was left behind" in run.err
     assert [path.name for path in Path.cwd().iterdir()] == ["tiny-llama"]
 
 
