@@ -12,6 +12,8 @@ from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, named_shards, p
 from memopt.checkpoint.sources.header import Header, TensorInfo, read_header
 from memopt.errors import ModelError
 
+_LARGE = 1 << 20
+
 
 class SafetensorsFormat:
     """``model.safetensors``, or the shards of ``model.safetensors.index.json``."""
@@ -47,6 +49,9 @@ class SafetensorsFiles:
         try:
             with open(path, "rb", buffering=0) as file:
                 _read_into(file.fileno(), buffer, info.offset + start, path)
+                if len(buffer) >= _LARGE:  # a stream, whose next blocks the disk reads while this one is worked on
+                    end = info.offset + start + len(buffer)
+                    os.posix_fadvise(file.fileno(), end, 2 * len(buffer), os.POSIX_FADV_WILLNEED)
         except OSError as error:
             raise ModelError(f"'{path}' cannot be read: {error.strerror or error}.", "Copy it again.") from None
 
