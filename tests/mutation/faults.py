@@ -236,8 +236,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("fold: a 16-bit weight is rounded twice", "bits |= back != values", "pass", _FOLDS),
     Fault(
         "fold: a scale of many bits is multiplied in fp32",
-        "not (self._single.view(np.uint32) & 0xFFFF).any()",
-        "True",
+        "exact = bool((self._single == scale).all()) and not",
+        "exact = bool((self._single == scale).all()) or not",
         _FOLDS,
     ),
     Fault(
@@ -285,8 +285,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # Verification.
     Fault(
+        "verify: a bf16 tie may go to the odd neighbour",
+        "return not (after[(distance & 0xFFFF) == 0] & 1).any()",
+        "return True",
+        ("tests/verification/test_recompute.py",),
+    ),
+    Fault(
         "verify: a file of the same size counts as the same",
-        "same = path.stat().st_size == record.size and sha256(path) == record.sha256",
+        "same = path.stat().st_size == record.size and (digests.get(root / name) or sha256(path)) == record.sha256",
         "same = path.stat().st_size == record.size",
         ("tests/verification/test_weights.py",),
     ),
