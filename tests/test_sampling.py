@@ -20,6 +20,7 @@ from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import Visits, patch_visits, visits_of
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.sampling import INDEX, GradientMemory, IndexedDataset, remember_gradients
+from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, WIDTH, OUT = 6, 8, 5, 4
 #: bf16 has 8 bits of mantissa; |dY| itself is rounded in fp32, which is far less.
@@ -424,7 +425,7 @@ def _one_rank(rank: int, folder: str) -> None:
 
 
 def test_under_ddp_each_process_remembers_what_it_saw(tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_one_rank, (str(tmp_path),), nprocs=2)
+    run_ranks(_one_rank, str(tmp_path))
     tables, gradients = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
     assert torch.equal(gradients[0], gradients[1])
     for rank in range(2):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing
 
 import memopt
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.ranks import run_ranks
 
 
 def train(rank: int, folder: str, checkpointing: bool) -> None:
@@ -40,4 +40,4 @@ def train(rank: int, folder: str, checkpointing: bool) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_stock_model(tmp_path, checkpointing):
-    torch.multiprocessing.spawn(train, (str(tmp_path), checkpointing), nprocs=2)
+    run_ranks(train, str(tmp_path), checkpointing)
