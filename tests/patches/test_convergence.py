@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -311,13 +312,25 @@ def _data() -> tuple[Tensor, Tensor]:
     return x, torch.tanh(x @ teacher) * 2
 
 
-def compared(case: Case, optimizer: str) -> tuple[Trajectory, float, float]:
-    """memopt's trajectory, its distance from the definition, and the limit."""
-    patched, naive = case.models()
+@functools.cache
+def models(name: str) -> tuple[Model, nn.Module]:
+    """memopt's and the naive one of a case, shared: copy them to train them."""
+    return CASES[name].models()
+
+
+@functools.cache
+def defined(name: str, optimizer: str) -> tuple[Trajectory, float]:
+    """The definition's trajectory, and the limit of the distance from it."""
+    naive = models(name)[1]
     reference = trained(copy.deepcopy(naive), optimizer)
-    drift = trained(naive, optimizer, nudged=True).distance(reference)
-    mine = trained(patched, optimizer)
-    return mine, mine.distance(reference), MARGIN * drift
+    return reference, MARGIN * trained(copy.deepcopy(naive), optimizer, nudged=True).distance(reference)
+
+
+def compared(name: str, optimizer: str) -> tuple[Trajectory, float, float]:
+    """memopt's trajectory, its distance from the definition, and the limit."""
+    reference, limit = defined(name, optimizer)
+    mine = trained(copy.deepcopy(models(name)[0]), optimizer)
+    return mine, mine.distance(reference), limit
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
@@ -326,7 +339,7 @@ def compared(case: Case, optimizer: str) -> tuple[Trajectory, float, float]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CASES)
 def test_training_follows_the_definition(name: str, optimizer: str) -> None:
-    mine, distance, limit = compared(CASES[name], optimizer)
+    mine, distance, limit = compared(name, optimizer)
     assert limit < 1e-9  # rounding in fp64, grown over a few steps: a limit that means something
     assert distance <= limit
     assert mine.learnt >= LEARNT
@@ -336,7 +349,7 @@ def test_training_follows_the_definition(name: str, optimizer: str) -> None:
 def test_the_approximation_was_there(name: str) -> None:
     """Gradients are not the exact ones, and less is kept than stock modules keep."""
     case, (x, target) = CASES[name], _data()
-    stock, (patched, _) = built(case.block, down_is_frozen=case.down_is_frozen), case.models()
+    stock, (patched, _) = built(case.block, down_is_frozen=case.down_is_frozen), models(name)
 
     def gradient(model: nn.Module) -> Tensor:
         (found,) = torch.autograd.grad((model(x) - target).square().mean(), [model.embed.weight])
@@ -385,7 +398,7 @@ CODE_FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("name", [name for name in CASES if name != "int8"])
 def test_a_fault_in_the_codes_of_a_derivative_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     CODE_FAULTS[fault](monkeypatch)
-    _, distance, limit = compared(CASES[name], "sgd")
+    _, distance, limit = compared(name, "sgd")
     assert distance > DETECTED * limit
 
 
@@ -413,5 +426,5 @@ def test_a_fault_in_what_is_kept_in_8_bits_is_found(
     fault: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "dequantize", _decoded_with(INT8_FAULTS[fault]))
-    _, distance, limit = compared(CASES["int8"], optimizer)
+    _, distance, limit = compared("int8", optimizer)
     assert distance > DETECTED * limit
