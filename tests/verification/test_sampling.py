@@ -56,6 +56,19 @@ def test_bias_fails(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -
     assert found["sampling.others"].status == "pass"
 
 
+def test_weights_of_one_block_that_are_a_tenth_too_large_fail_by_its_name(folder, monkeypatch) -> None:
+    sample_rows, calls = sampled.sample_rows, []
+
+    def faulty(scores: Tensor, k: int, method: object) -> tuple[Tensor, Tensor]:
+        rows, weights = sample_rows(scores, k, method)  # type: ignore[arg-type]
+        calls.append(k)
+        return rows, weights * (1.1 if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(sampled, "sample_rows", faulty)
+    check = checks(folder)["sampling.weights"]
+    assert (check.status, check.subject) == ("fail", "bert.encoder.layer.0")
+
+
 def test_a_wrong_input_gradient_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = sampled_linear.SampledLinearFunction.backward
 

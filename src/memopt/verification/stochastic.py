@@ -11,14 +11,14 @@ from memopt.torch_compat import TorchDispatchMode, operator_schema, tree_map
 
 
 class RandomRounding(TorchDispatchMode):
-    """Inside, every result in `dtype` is off by up to half a unit in the last place before it is rounded.
+    """Inside, each result in `dtype` is off by up to half a unit in the last place (`scale` halves) and then rounded.
 
     Draws from torch's default generator. Results that are infinite, or would be, and views stay as they are.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._dtype = dtype
+        self._dtype, self._scale = dtype, scale
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -29,6 +29,11 @@ class RandomRounding(TorchDispatchMode):
     def _rounded(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dtype != self._dtype or leaf.is_meta:
             return leaf
-        factor = 1 + torch.finfo(self._dtype).eps * (torch.rand_like(leaf, dtype=torch.float64) - 0.5)
-        rounded = (leaf.double() * factor).to(self._dtype)
-        return torch.where(rounded.isfinite(), rounded, leaf)
+        return rounded_at_random(leaf, self._scale)
+
+
+def rounded_at_random(tensor: Tensor, scale: float = 1.0) -> Tensor:
+    """`tensor`, each element off by up to half a unit in the last place (`scale` halves) before it is rounded."""
+    off = torch.finfo(tensor.dtype).eps * scale * (torch.rand_like(tensor, dtype=torch.float64) - 0.5)
+    rounded = (tensor.double() * (1 + off)).to(tensor.dtype)
+    return torch.where(rounded.isfinite(), rounded, tensor)

@@ -20,8 +20,7 @@ from memopt.checks import Check
 from memopt.kernels.quantize.layout import GROUP
 from memopt.patches.base import Trial
 from memopt.patches.compression.compressor import Compression, Compressor
-from memopt.patches.scope import ScopeRewrite
-from memopt.patches.swap import is_swapped, swap_state
+from memopt.patches.running import RunningScopes
 
 #: Standard errors of the mean that a sum of unbiased roundings may be off by.
 _STANDARD_ERRORS = 6.0
@@ -62,29 +61,16 @@ class _Observed:
         self.sums: dict[str, tuple[float, int]] = {}
         self.elements = 0
         self._levels = 2**compression.bits - 1
-        self._running: list[str] = []
-        self._model, self._stack = model, contextlib.ExitStack()
+        self._running, self._stack = RunningScopes(model), contextlib.ExitStack()
 
     def __enter__(self) -> _Observed:
-        for name, module in self._model.named_modules():
-            if is_swapped(module) and isinstance(
-                getattr(swap_state(module), "scope", swap_state(module)), ScopeRewrite
-            ):
-                enter, leave = functools.partial(self._enter, name), self._leave
-                self._stack.callback(module.register_forward_pre_hook(enter).remove)
-                self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        self._stack.enter_context(self._running)
         Compressor.observers.append(self._saved)
         self._stack.callback(Compressor.observers.remove, self._saved)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _enter(self, name: str, *call: Any) -> None:
-        self._running.append(name)
-
-    def _leave(self, *call: Any) -> None:
-        self._running.pop()
 
     def _saved(self, elements: Tensor, view: tuple[Any, ...]) -> Any:
         """Called with a storage's elements and how a tensor lies in it; returns what is called with the decoded one."""
@@ -96,9 +82,10 @@ class _Observed:
         # The sum of minimum and steps is rounded in fp32, and then to the dtype.
         rounding = torch.maximum(high.abs(), low.abs()).repeat_interleave(GROUP)[: values.numel()]
         rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)
-        name = self._running[-1] if self._running else ""
         return functools.partial(
-            self._decoded, name, *(each.clone().as_strided(*view) for each in (values, steps, rounding))
+            self._decoded,
+            self._running.current,
+            *(each.clone().as_strided(*view) for each in (values, steps, rounding)),
         )
 
     def _decoded(self, name: str, values: Tensor, steps: Tensor, rounding: Tensor, decoded: Tensor) -> None:

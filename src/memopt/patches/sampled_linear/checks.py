@@ -6,25 +6,31 @@ exact gradient, within three standard errors, and a single draw as far off as th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.checks import Check, Status
 from memopt.generators import seed_cpu
+from memopt.kernels.sampled_linear.sampling import Method
 from memopt.patches.base import Trial
 from memopt.patches.registry import patches
+from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
 from memopt.patches.sampled_linear.noise import SamplingErrors
 from memopt.patches.sampled_linear.prediction import Captured
+from memopt.patches.sampled_linear.slot import observers
 
 Gradients = dict[str, Tensor]
 
 #: Draws whose mean is compared, and how many standard errors it may be off.
 DRAWS, STANDARD_ERRORS = 32, 3.0
+#: The same for each weight alone: there are hundreds of them, with errors of few independent terms.
+EACH_STANDARD_ERRORS = 6.0
 #: Relative difference of gradients that are the same sums: fp32 rounding, through all layers.
 _ROUNDING = 1e-4
 #: How much more than predicted the draws may scatter: a sum over many weights of few draws each.
@@ -48,15 +54,25 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         exact_loss, exact = trial.step(reference_model)
     del reference_model
     gc.collect()
-    draws = _Draws({f"{name}.weight" for name in samplings})
+    draws, off = _Draws({f"{name}.weight" for name in samplings}), dict[str, float]()
     loss = exact_loss
     for seed in range(DRAWS):
         seed_cpu(seed)
         model.zero_grad()
-        loss, gradients = trial.step(model)
+        with _weights_of_samples(model, off) if not seed else contextlib.nullcontext():
+            loss, gradients = trial.step(model)
         draws.add(gradients, exact)
     predicted = SamplingErrors("", 0.0, "", tuple(captured.errors)).together()
     yield from _checks(draws, predicted, abs(loss - exact_loss) / max(abs(exact_loss), 1e-30))
+    worst = max(off, key=lambda name: (off[name] != off[name], off[name]), default="")
+    yield Check(
+        id="sampling.weights", level="gradient", subject=worst or "samples",
+        status=_status(off.get(worst, 0.0), _ROUNDING), metric="sum of weight x score, sample / all rows, less 1",
+        value=off.get(worst, 0.0),
+        threshold=_ROUNDING, threshold_reason="each weight is the inverse of what its row is drawn by",
+        reference="the scores of all rows", n=len(off),
+    )  # fmt: skip
+    yield from _each(draws, {f"{each.module}.weight": each.first for each in captured.errors})
 
 
 def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
@@ -96,6 +112,52 @@ def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[None]:
+    """Inside, `off` is given how far off the weights of each scope's samples are.
+
+    Every sampler weights a row by the inverse of its probability: the sum of weight x score over the sample is the sum
+    of all scores, whatever was drawn; for a uniform sampler the sum of the weights is the number of rows.
+    """
+
+    def watch(scores: Tensor, rows: Tensor, weights: Tensor, method: Method) -> None:
+        w = (scores > 0).double() if method == "uniform" else scores.double()
+        total, found = float(w.sum()), float((weights.double() * w[rows.long()]).sum())
+        off[running.current] = max(off.get(running.current, 0.0), abs(found / total - 1) if total else 0.0)
+
+    with RunningScopes(model) as running:
+        observers.append(watch)
+        try:
+            yield
+        finally:
+            observers.remove(watch)
+
+
+def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
+    """The worst single weight: the mean of its draws, and what part of the exact gradient they contain."""
+    reference = "fp32 run of the patched model that samples nothing"
+    off = {
+        name: each.bias / (max(each.error, predicted.get(name, 0.0)) / DRAWS**0.5)
+        for name, each in draws.each.items()
+        if each.error
+    }
+    parts = {
+        name: abs(mean - 1) / (error + _ROUNDING)
+        for name, (mean, error) in ((name, each.scale) for name, each in draws.each.items())
+    }
+    for id, values, metric in (
+        ("sampling.weight_bias", off, f"error of the mean of {DRAWS} draws, in standard errors"),
+        ("sampling.weight_scale", parts, "part of the exact gradient in the draws, less 1, in standard errors"),
+    ):
+        if values:
+            worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
+            yield Check(
+                id=id, level="gradient", subject=worst, status=_status(values[worst], EACH_STANDARD_ERRORS),
+                metric=metric, value=values[worst], threshold=EACH_STANDARD_ERRORS,
+                threshold_reason="one weight of hundreds: six standard errors", reference=reference, n=len(values),
+            )  # fmt: skip
+
+
 def _status(value: float, limit: float) -> Status:
     return "pass" if value <= limit else "fail"
 
@@ -111,8 +173,14 @@ class _Draws:
     _scales: list[float] = field(default_factory=list)
     _squares: float = 0.0
     _size: float = 0.0
+    each: dict[str, _Draws] = field(default_factory=dict)
+    """The same for each weight alone."""
 
     def add(self, gradients: Gradients, exact: Gradients) -> None:
+        if len(self.weights) > 1:
+            for name in self.weights & gradients.keys():
+                alone = self.each.setdefault(name, _Draws({name}))
+                alone.add({name: gradients[name]}, {name: exact[name]})
         off = self._difference(gradients, exact, sampled=False)
         size = sum(_square(g) for name, g in exact.items() if name not in self.weights)
         self.others = max(self.others, (off / size) ** 0.5 if size else 0.0)

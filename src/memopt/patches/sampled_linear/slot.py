@@ -25,6 +25,9 @@ from memopt.saved.slots import Packing, Slot, tensor_of
 _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 
 
+#: Called with the scores of all rows, the rows that are saved, their weights and the method.
+observers: list[Callable[[Tensor, Tensor, Tensor, Method], None]] = []
+
 #: What reports call the tensors that are saved here.
 __memopt_saves__ = "sampled rows"
 
@@ -146,6 +149,8 @@ class SampledInput(Slot):
         if importance is not None:
             scores = scores.double() * importance  # the product of two small norms may be below fp32
         rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
+        for observer in observers:
+            observer(scores, rows, weights, self._sampling.method)
         kept, dtypes = gather_rows(x, rows), {slot.dtype or x.dtype for slot in readers}
         if len(dtypes) == 1:  # autocast's, say
             kept = kept.to(dtypes.pop())
