@@ -6,6 +6,8 @@ in memopt and keeps its traceback.
 
 from __future__ import annotations
 
+_LONGEST = 1_200
+
 
 class MemoptError(Exception):
     """It could not run: usage, missing or broken input, I/O (exit code 2)."""
@@ -13,12 +15,19 @@ class MemoptError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _printable(message)
+        self.hint = hint if hint is None else _printable(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+def _printable(text: str) -> str:
+    """`text` in one line of sane length, what controls a terminal escaped: names may come from a stranger's file."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
 
 
 class UsageError(MemoptError):

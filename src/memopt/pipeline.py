@@ -10,6 +10,7 @@ from typing import Any
 from memopt.checkpoint.atomic import check_space, check_target
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, InputsRecord
+from memopt.checkpoint.names import check_names
 from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
 from memopt.checkpoint.unfold import Unfolded
@@ -120,6 +121,10 @@ def patch_checkpoint(
         check_space(check_target(target, checkpoint.root, force=force), checkpoint.space_needed)
     if opened is not None:
         opened(checkpoint)
+    if checkpoint.shards:
+        config = load_config(checkpoint.root, trust_remote_code=trust_remote_code)
+        for text in check_names(checkpoint, config).notes:
+            tell(text)
     sites, driven = _walk(checkpoint, batch, trust_remote_code)
     plan = make_plan(sites, rules)
     _tell(plan, tell, made_by_processor=driven if batch is None else None)

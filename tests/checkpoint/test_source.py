@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from memopt import files
+from memopt.checkpoint.manifest import read_manifest
+from memopt.checkpoint.patched import is_patched
+from memopt.checkpoint.sources import header, source
 from memopt.checkpoint.sources.header import DTYPE_BITS, torch_dtype
 from memopt.checkpoint.sources.source import open_source
 from memopt.errors import ModelError
+from memopt.walk.models.config import load_config
 from tests.checkpoint.builders import rms_tensors, write_checkpoint_files
 
 
@@ -238,3 +247,111 @@ def test_a_broken_link_is_named(folder: Path) -> None:
     (folder / "vocab.txt").symlink_to("nowhere")
     with pytest.raises(ModelError, match=r"vocab\.txt"):
         open_source(str(folder))
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def bound_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket may be short only
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+NO_FILES = {"pipe": pipe, "endless device": endless, "socket": bound_socket}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES.keys())
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "memopt.json"])
+def test_what_is_no_plain_file_is_refused_and_never_waited_for(
+    folder: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    readers: list[Callable[[str], object]] = [open_source, load_config]
+    for read in readers:
+        with pytest.raises(ModelError, match=rf"{name}' is (a named pipe|a device|a socket), not a plain file"):
+            read(str(folder))
+    with pytest.raises(ModelError):
+        read_manifest(folder)
+    with contextlib.suppress(ModelError):
+        is_patched(folder)  # returns
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("config.json", 9 << 20), ("generation_config.json", 9 << 20), ("x.index.json", 17 << 20), ("t.json", 129 << 20)],
+)
+def test_a_json_file_that_is_too_large_is_refused_unread(folder: Path, name: str, size: int) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(size)
+    with pytest.raises(ModelError, match=rf"{name}' has {size:,} bytes"):
+        open_source(str(folder))
+
+
+def test_more_side_files_than_a_model_has_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_MAX_FILES", 3)
+    open_source(str(folder))
+    (folder / "logs").mkdir()
+    for number in range(3):
+        (folder / "logs" / f"{number}.txt").touch()
+    with pytest.raises(ModelError, match="more than 3 files beside the weights"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_more_tensors_than_a_model_has_are_refused(
+    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=shards)
+    monkeypatch.setattr(header, "MAX_TENSORS", 8)
+    with pytest.raises(ModelError, match=r"memopt reads at most 8 tensors"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_headers_that_are_too_large_are_refused(tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(), shards=shards)
+    monkeypatch.setattr(header, "MAX_JSON_BYTES", 800)
+    with pytest.raises(ModelError, match="800 bytes of headers"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\ud800", ""])
+def test_a_name_that_cannot_be_printed_is_refused(folder: Path, name: str) -> None:
+    write_raw(folder / "model.safetensors", {name: entry(0, 4)}, bytes(4))
+    with pytest.raises(ModelError, match="not a valid safetensors file") as caught:
+        open_source(str(folder))
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_with_a_name_that_cannot_be_printed_is_refused(folder: Path) -> None:
+    (folder / "a\x1b[2Jb").touch()
+    with pytest.raises(ModelError, match="unprintable"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": "\\ud800"}', '{"a": 1' + "0" * 5000 + "}"]
+)
+def test_json_that_python_cannot_hold_is_refused(folder: Path, content: str) -> None:
+    for name in ("config.json", "memopt.json"):
+        (folder / name).write_text(content)
+    for read in (open_source, load_config, read_manifest):
+        with pytest.raises(ModelError, match="JSON"):
+            read(str(folder))  # type: ignore[operator]
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_check", lambda *arguments: None)
+    with pytest.raises(ModelError, match="grew"):
+        files.read_small(folder / "config.json", 10)

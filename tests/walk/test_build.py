@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt.errors import ModelError
 from memopt.walk.calls.inputs import dummy_inputs
 from memopt.walk.calls.twin import build_twin
+from memopt.walk.models import limits
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config, model_class
 from tests.walk.configs import FAMILIES, llama_8b, llama_70b, make_config, tiny_llama, twin
@@ -386,3 +390,59 @@ class _Allocations(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self.devices.add(result.device.type)
         return result
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _grow() -> None:
+    found = []
+    for number in range(10**9):
+        found.append((number,))
+
+
+def _swallow() -> None:
+    with contextlib.suppress(BaseException):
+        _loop()
+
+
+class TestLimits:
+    @pytest.mark.parametrize("build", [_loop, _grow, _swallow])
+    def test_a_constructor_that_takes_too_much_is_stopped(
+        self, build: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(limits, "_MAX_SECONDS", 10 if build is _grow else 0.3)
+        monkeypatch.setattr(limits, "_MAX_BYTES", 50 << 20)
+
+        def run() -> None:
+            with limits.watched_build():
+                build()
+
+        with pytest.raises(ModelError, match="more than 50 MiB" if build is _grow else "more than 0 seconds"):
+            run()
+
+    def test_what_is_quick_is_left_alone(self) -> None:
+        for _ in range(20):
+            with limits.watched_build():
+                pass
+        assert not [thread for thread in threading.enumerate() if thread.name == "memopt-watch"]
+
+    def test_parts_are_counted_in_this_thread_alone_and_hooks_are_removed(self) -> None:
+        with limits.bounded_build(parts=5):
+            other = threading.Thread(target=lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))))
+            other.start()
+            other.join()
+            nn.Linear(2, 2)
+            with pytest.raises(ModelError, match="5 modules and parameters"):
+                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+
+    @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "depths", "num_experts", "image_size"])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_count_that_no_model_has_is_refused_by_name(self, tmp_path: Path, name: str, nested: bool) -> None:
+        part: dict[str, Any] = {name: [2, 10**6] if name == "depths" else 10**6}
+        folder = _folder(tmp_path, {"model_type": "llama", **({"parts": [part]} if nested else part)})
+        with pytest.raises(ModelError, match=f"'{name}' is above 20,000"):
+            load_config(folder)

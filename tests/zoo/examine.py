@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from memopt.walk.calls.parts import every_call
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.folds.proof import folded
-from memopt.walk.models.config import one_line
+from memopt.walk.models.config import load_config, one_line
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
@@ -156,6 +157,18 @@ def _twin(config: PreTrainedConfig) -> PreTrainedModel:
             if not complete(config, failure):
                 break
     raise _Stop("not built", failure)
+
+
+def saved_twin(model_type: str, folder: Path) -> bool:
+    """Write a small model of the type as `save_pretrained` does; False where it cannot be built, saved and read."""
+    try:
+        config = _config(Row(model_type))
+        _twin(config)
+        instantiate(next(shrunken(config)), device="cpu", dtype=torch.float32).save_pretrained(folder)
+        load_config(folder)
+    except Exception:  # of transformers: what it cannot build is another test's subject
+        return False
+    return True
 
 
 #: Reasons for modules and functions that are no norms of the last dimension.

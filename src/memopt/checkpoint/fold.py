@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 
 from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo
 from memopt.plan.plan import Plan
@@ -137,6 +137,11 @@ class FoldPlan:
                     operations[consumer.bias] = Shift(terms)
         return operations
 
+    def misfits(self, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+        """Where the folds of a manifest, which anybody may have written, cannot be carried out on `tensors`."""
+        bad = [text for fold in self.folds for text in _misfits(fold, tensors)]
+        yield from bad or (f"{norm}: {why}" for norm, why in _conflicts(self.folds))
+
     def without(self, reasons: Mapping[str, str]) -> FoldPlan:
         """The plan less the norms in `reasons` and every norm that shares a tensor with one of them."""
         dropped = dict(reasons)
@@ -182,6 +187,26 @@ def map_names(names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
 
 def _present(candidate: dict[str, str], keys: set[str]) -> dict[str, str]:
     return {name: key for name, key in candidate.items() if key in keys}
+
+
+def _misfits(fold: Fold, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    if missing := sorted(fold.touched - tensors.keys()):
+        yield f"{missing[0]} does not exist"
+        return
+    if coded := [name for name in sorted(fold.touched) if tensors[name].dtype not in FLOAT_DTYPES]:
+        yield f"{coded[0]} is stored as {tensors[coded[0]].dtype}"
+    size = prod(tensors[fold.weight].shape)
+    if fold.offset not in (0, 1) or (fold.bias and prod(tensors[fold.bias].shape) != size):
+        yield f"{fold.weight} and {fold.bias} are no scale and shift"
+    for consumer in fold.consumers:
+        shape, channels = tensors[consumer.weight].shape, consumer.channels
+        along = shape[consumer.axis] if 0 <= consumer.axis < len(shape) else -1
+        known = channels is None or all(-1 <= channel < size for channel in channels)
+        if not known or along != (size if channels is None else len(channels)) or not isfinite(consumer.scale):
+            yield f"{consumer.weight} has no such channels"
+        reduced = (*shape[: consumer.axis], *shape[consumer.axis + 1 :])
+        if fold.bias and consumer.bias and (bias := tensors[consumer.bias].shape) != reduced[: len(bias)]:
+            yield f"{consumer.bias} has another shape"
 
 
 def _parameters(norm: NormSite) -> Iterator[str]:

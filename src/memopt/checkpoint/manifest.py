@@ -17,11 +17,14 @@ from typing import Any
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.sources.source import MANIFEST
 from memopt.errors import ModelError
+from memopt.files import MAX_JSON_BYTES, parse_json, read_small
 from memopt.patches.base import Entry
 from memopt.plan.recipe import Recipe, modernised
 
 SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
+#: Of one weight that reads a norm.
+_MAX_CHANNELS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ class Manifest:
         """The batch of `inputs` on the meta device; a walk needs its shapes only."""
         from memopt.walk.calls.batch import from_description
 
-        return None if self.inputs is None else from_description(self.inputs.arguments)
+        try:
+            return None if self.inputs is None else from_description(self.inputs.arguments)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(f"The inputs in {MANIFEST} have no form that memopt writes: {error}.") from None
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}
@@ -120,11 +126,11 @@ def read_manifest(folder: Path) -> Manifest:
 
     path = Path(folder) / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        data = parse_json(read_small(path, MAX_JSON_BYTES), once)
         written = copy.deepcopy(data)
     except FileNotFoundError:
         raise ModelError(f"'{folder}' has no {MANIFEST}.", "Give a folder that `memopt patch` wrote.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"'{path}' is not readable JSON: {error}.", "Run `memopt patch` again.") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -133,8 +139,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}")
-        if outside := next((n for n in (*data["files"], *data["source"]["files"]) if _leads_out(n)), None):
-            raise ValueError(f"{outside!r} is no file inside a folder")
+        if outside := [n for n in (*data["files"], *data["source"]["files"]) if not _is_inside(n)]:
+            raise ValueError(f"{outside[0][:80]!r} is no file inside a folder")
         data["recipe"] = modernised(data["recipe"])
         for record in data["folds"]:
             for consumer in record["fold"]["consumers"]:
@@ -189,6 +195,12 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _is_inside(name: str) -> bool:
+    """Whether it is a path that leads to a file below the folder in which the manifest is."""
+    path = PurePosixPath(name)
+    return name.isprintable() and str(path) == name != "." and not path.is_absolute() and ".." not in path.parts
+
+
 def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:
     """config.json with one more key; every other byte is unchanged."""
     text = config.decode("utf-8")
@@ -197,10 +209,6 @@ def add_config_key(config: bytes, value: dict[str, Any]) -> bytes:
     lines = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     comma = "" if body.endswith("{") else ","
     return f'{body}{comma}\n  "{CONFIG_KEY}": {lines}\n{text[end:]}'.encode()
-
-
-def _leads_out(name: str) -> bool:
-    return not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name
 
 
 def _to_runs(channels: tuple[int, ...] | None) -> list[list[int]] | None:
@@ -219,4 +227,6 @@ def _to_runs(channels: tuple[int, ...] | None) -> list[list[int]] | None:
 def _from_runs(runs: list[list[int]] | None) -> list[int] | None:
     if runs is None:
         return None
+    if sum(count for _, count in runs) > _MAX_CHANNELS or any(count < 0 for _, count in runs):
+        raise ValueError("it lists more channels than a weight has")
     return [-1 if first < 0 else first + step for first, count in runs for step in range(count)]

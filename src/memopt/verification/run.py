@@ -85,12 +85,15 @@ def _run(
 ) -> list[Check]:
     folder, trained = record.folder, record.manifest is None
     if level == "weights":
+        from memopt.verification.names import verify_names
         from memopt.verification.side_files import verify_saved_again, verify_sites
         from memopt.verification.weights import verify_weights
 
+        names = verify_names(folder, trust_remote_code=trust_remote_code)
         if trained:
-            return verify_saved_again(record, against, trust_remote_code=trust_remote_code)
-        return [*verify_weights(folder, against), *verify_sites(record, trust_remote_code=trust_remote_code)]
+            return [*verify_saved_again(record, against, trust_remote_code=trust_remote_code), names]
+        sites = verify_sites(record, trust_remote_code=trust_remote_code)
+        return [*verify_weights(folder, against), names, *sites]
     if level == "forward" and trained:
         why = (
             f"its weights were saved after it was patched, so its outputs may differ from those of {record.base_model}"
@@ -98,15 +101,19 @@ def _run(
         return [Check("forward.original", level, "original model", "skip", detail=why)]
     from memopt.verification.inputs import NoInputs
     from memopt.verification.models import find_pair
+    from memopt.verification.names import random_tensors
 
     try:
         if level == "forward":
             from memopt.verification.forward import verify_forward
 
             pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
-            return [_no_original(level)] if pair is None else verify_forward(pair)
+            if pair is None:
+                return [_no_original(level)]
+            return random_tensors(level, record, pair, trust_remote_code) or verify_forward(pair)
         if level == "gradient":
-            return _gradient(record, trust_remote_code, inputs)
+            unknown = random_tensors(level, record, None, trust_remote_code)
+            return unknown or _gradient(record, trust_remote_code, inputs)
         from memopt.verification.memory import verify_memory
 
         return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)

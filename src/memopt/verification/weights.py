@@ -46,10 +46,10 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
         return [_check_files(folder, manifest, frozenset(), {}), damaged]
     folds = tuple(record.fold for record in manifest.folds)
     source, missing = _open_original(manifest, against)
-    unknown = _unknown_tensors(folds, source)
+    misfits = [] if source is None else list(FoldPlan(folds).misfits(source.tensors))
     reading = Reading({}, {})
     if source is not None:
-        reading = read_both(source, patched, {} if unknown else FoldPlan(folds).operations())
+        reading = read_both(source, patched, {} if misfits else FoldPlan(folds).operations())
     checks = [_check_files(folder, manifest, files_of(patched), reading.digests)]
     checks.append(_check("headers", str(folder), "pass", n=len(patched.shards), detail="shard headers and index agree"))
     if source is not None:
@@ -63,8 +63,8 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     checks.append(layout)
     if layout.status == "fail":
         return checks
-    if unknown:
-        named = f"memopt.json folds {_some(unknown)}, which does not exist"
+    if misfits:
+        named = f"memopt.json has folds that these tensors do not allow: {_some(misfits)}"
         return [*checks, _check("fold", "folded tensors", "fail", detail=named)]
     return checks + _check_tensors(folds, reading.comparisons)
 
@@ -159,11 +159,6 @@ def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
         n=len(before),
         detail=_some(wrong),
     )
-
-
-def _unknown_tensors(folds: tuple[Fold, ...], source: CheckpointSource | None) -> list[str]:
-    touched = frozenset[str]().union(*(fold.touched for fold in folds))
-    return [] if source is None else sorted(touched - source.tensors.keys())
 
 
 def _check_tensors(folds: tuple[Fold, ...], results: dict[str, TensorComparison]) -> list[Check]:

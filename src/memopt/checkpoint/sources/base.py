@@ -6,7 +6,6 @@ tensors as the safetensors files that a rewritten checkpoint contains.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import Protocol
 
 from memopt.checkpoint.sources.header import Header, TensorInfo
 from memopt.errors import ModelError
+from memopt.files import parse_json
 
 #: Names of the files that are written, and of safetensors checkpoints.
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MAX_SHARDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class NoWeights:
 def parse_index(path: Path, content: bytes) -> dict[str, str]:
     """Tensor name -> file name of a shard index."""
     try:
-        weight_map = json.loads(content)["weight_map"]
-        valid = all(isinstance(value, str) and value == Path(value).name for value in weight_map.values())
+        weight_map = parse_json(content)["weight_map"]
+        valid = all(isinstance(value, str) and _is_name(value) for value in weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError):
         valid = False
     if not valid or not weight_map:
@@ -115,12 +116,19 @@ def named_shards(index: Path, weight_map: Mapping[str, str]) -> list[Path]:
         ModelError: one is missing.
     """
     paths = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if len(paths) > _MAX_SHARDS:
+        raise ModelError(f"'{index}' names {len(paths):,} shards; memopt reads at most {_MAX_SHARDS:,}.")
     for path in paths:
         if not path.is_file():
             raise ModelError(
                 f"'{index}' names the shard '{path.name}', which is missing.", "Download or copy it again."
             )
     return paths
+
+
+def _is_name(value: str) -> bool:
+    """Whether it is the name of a file, without a folder."""
+    return value == Path(value).name and value.isprintable() and 0 < len(value.encode()) < 256
 
 
 def belongs_to(name: str, formats: Iterable[Format]) -> bool:

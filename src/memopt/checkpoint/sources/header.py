@@ -6,6 +6,7 @@ A file is an 8-byte little-endian length, a JSON header of that length and the t
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memopt.errors import ModelError
+from memopt.files import MAX_JSON_BYTES, check_side_file, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,9 @@ DTYPE_BITS = {
 }  # fmt: skip
 #: Dtypes that hold a weight's value itself. Narrower ones are codes with a scale in another tensor.
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+#: Tensors of a checkpoint, all files together; one with 384 experts in each of 60 layers has 70,000.
+MAX_TENSORS = 200_000
+_MAX_RANK, _MAX_ELEMENTS = 64, 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,45 @@ def read_header(path: Path) -> Header:
         ModelError: the file is truncated, its header is no valid JSON, or its offsets overlap, leave
             gaps or pass the end of the file.
     """
+    check_side_file(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if length < 0 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if length < 0 or length > size - 8:
                 raise _broken(path, f"its header does not fit into its {size} bytes")
+            if length > MAX_JSON_BYTES:
+                raise _too_large(path, f"has a header of {length:,} bytes")
             text = file.read(length)
     except OSError as error:
         raise ModelError(f"'{path}' cannot be read: {error.strerror or error}.") from None
     entries = _parse(path, text)
+    if len(entries) > MAX_TENSORS:
+        raise _too_large(path, f"has {len(entries):,} tensors")
     metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _broken(path, "its metadata is not a mapping")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, "its metadata is not a mapping of texts")
     start = 8 + length
     tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     _check_layout(path, tensors.values(), start, size)
     return Header(raw=prefix + text, metadata=metadata, tensors=tensors, file_size=size)
+
+
+def read_headers(paths: Iterable[Path]) -> list[Header]:
+    """Headers of the shards of one checkpoint.
+
+    Raises:
+        ModelError: one is damaged, or together they are larger than the header of a single file may be.
+    """
+    found = []
+    tensors = size = 0
+    for path in paths:
+        found.append(read_header(path))
+        tensors, size = tensors + len(found[-1].tensors), size + len(found[-1].raw)
+        if tensors > MAX_TENSORS or size > MAX_JSON_BYTES:
+            raise _too_large(path.parent, f"has over {tensors:,} tensors and {size:,} bytes of headers")
+    return found
 
 
 def build_header(shard: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Header:
@@ -130,8 +155,8 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(text, unique)
+    except ValueError as error:
         raise _broken(path, f"its header is not valid JSON ({error})") from None
     if not isinstance(entries, dict):
         raise _broken(path, "its header is not a JSON object")
@@ -139,14 +164,18 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    if not name or not name.isprintable():
+        raise _broken(path, f"it has a tensor with the name {name[:80]!a}")
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        whole = len(shape) <= _MAX_RANK and all(
+            type(n) is int and 0 <= n <= _MAX_ELEMENTS for n in (*shape, begin, end)
+        )
     except (TypeError, KeyError, ValueError):
         raise _broken(path, f"the entry of tensor '{name}' is incomplete") from None
-    if dtype not in DTYPE_BITS:
-        raise _broken(path, f"tensor '{name}' has the unknown dtype {dtype!r}")
-    if not whole or end - begin != _nbytes(dtype, shape):
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _broken(path, f"tensor '{name}' has the unknown dtype {ascii(dtype)[:40]}")
+    if not whole or prod(filter(None, shape)) > _MAX_ELEMENTS or end - begin != _nbytes(dtype, shape):
         raise _broken(path, f"tensor '{name}' has offsets that do not match its dtype and shape")
     return TensorInfo(name, path.name, dtype, shape, start + begin, end - begin)
 
@@ -167,6 +196,11 @@ def _check_layout(path: Path, tensors: Iterable[TensorInfo], start: int, size: i
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def _too_large(path: Path, what: str) -> ModelError:
+    most = f"memopt reads at most {MAX_TENSORS:,} tensors and {MAX_JSON_BYTES:,} bytes of headers"
+    return ModelError(f"'{path}' {what}; {most}.", "Save the model again with save_pretrained.")
 
 
 def _broken(path: Path, why: str) -> ModelError:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from memopt.checkpoint.sources.base import Shard, named_shards, parse_index
 from memopt.checkpoint.sources.header import TensorInfo, build_header, torch_dtype
 from memopt.errors import ModelError
+from memopt.files import MAX_JSON_BYTES, read_small
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ def _files(root: Path) -> list[Path]:
     single, index = root / _SINGLE, root / _INDEX
     if single.is_file() or not index.is_file():
         return [single] if single.is_file() else []
-    return named_shards(index, parse_index(index, index.read_bytes()))
+    return named_shards(index, parse_index(index, read_small(index, MAX_JSON_BYTES)))
 
 
 def _names() -> dict[torch.dtype, str]:

@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, named_shards, parse_index
-from memopt.checkpoint.sources.header import Header, TensorInfo, read_header
+from memopt.checkpoint.sources.header import Header, TensorInfo, read_header, read_headers
 from memopt.errors import ModelError
+from memopt.files import MAX_JSON_BYTES, read_small
 
 _LARGE = 1 << 20
 
@@ -28,9 +29,10 @@ class SafetensorsFormat:
         if (root / SINGLE).is_file():
             return SafetensorsFiles((Shard(SINGLE, read_header(root / SINGLE), root / SINGLE),), None)
         path = root / INDEX
-        content = path.read_bytes()
+        content = read_small(path, MAX_JSON_BYTES)
         weight_map = parse_index(path, content)
-        shards = [Shard(file.name, read_header(file), file) for file in named_shards(path, weight_map)]
+        files = named_shards(path, weight_map)
+        shards = [Shard(file.name, header, file) for file, header in zip(files, read_headers(files), strict=True)]
         _check_index(path, weight_map, {shard.name: shard.header for shard in shards})
         return SafetensorsFiles(tuple(shards), content)
 

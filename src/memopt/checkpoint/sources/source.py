@@ -6,7 +6,6 @@ Opening a source reads headers only; tensors are read on demand, in ranges. The 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFormat
 from memopt.errors import ModelError
+from memopt.files import MAX_CONFIG_NESTS, check_folder, check_side_file, parse_json, read_small
 from memopt.walk.models.adapter import refuse_adapter
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MANIFEST = "memopt.json"
 #: Every format that is read; of those in a folder the first is used.
 FORMATS: tuple[Format, ...] = (SafetensorsFormat(), PickleFormat())
+#: Most files beside the weights that are copied.
+_MAX_FILES = 5_000
 _IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})
 
 
@@ -103,6 +105,7 @@ def open_source(
         ModelError: nothing is found, a file is missing or damaged, or there is no safetensors file.
     """
     root = locate(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
+    check_folder(root)
     refuse_adapter(root)
     config = read_config(root)
     if not weights and commit_of(root) and not _has_weights(root):
@@ -132,7 +135,7 @@ def read_config(root: Path) -> dict[str, Any]:
     """config.json of the folder `root`."""
     path = root / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_small(path), nests=MAX_CONFIG_NESTS)
     except FileNotFoundError:
         raise ModelError(f"'{root}' has no config.json.", "Give the folder of a Hugging Face model.") from None
     except (OSError, ValueError) as error:
@@ -191,8 +194,12 @@ def _other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[st
             path = Path(folder, name).relative_to(root).as_posix()
             if path in known:
                 continue
-            if not (root / path).is_file():
-                raise ModelError(f"'{root / path}' is a broken link or no plain file.", "Remove it or copy it again.")
+            check_side_file(root / path)
+            if len(side_files) + len(left_out) >= _MAX_FILES:
+                raise ModelError(
+                    f"'{root}' holds more than {_MAX_FILES:,} files beside the weights, which would all be copied.",
+                    "Give a folder that holds the model alone.",
+                )
             is_weight = belongs_to(name, FORMATS) or any(fnmatchcase(name, pattern) for pattern in OTHER_WEIGHTS)
             (left_out if is_weight else side_files).append(path)
     return tuple(side_files), tuple(left_out)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from memopt.errors import ModelError
+from memopt.files import parse_json, read_small
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -20,8 +20,8 @@ def refuse_adapter(folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = parse_json(read_small(path))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
         raise ModelError(f"'{folder}' holds a PEFT adapter, not a model.", "Give the base model that it belongs to.")

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.torch_compat import storage_id
 from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.limits import watched_build
 
 
 def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -23,7 +24,8 @@ def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) ->
     Raises:
         ModelError: transformers has no class for the config, or the class cannot be built from it.
     """
-    model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
+    with watched_build():
+        model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
     # Some constructors of parameters ignore the default device.
     nn.Module.to(model, "meta")
     model.eval()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -30,7 +29,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from memopt.errors import ModelError
+from memopt.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
 from memopt.walk.models.adapter import refuse_adapter
+from memopt.walk.models.limits import check_counts, watched_build
 
 CONFIG_FILE = "config.json"
 
@@ -61,12 +62,17 @@ def load_config(
     path = _config_file(source, revision)
     settings = _read(path, source)
     _check_known(settings, source, trust_remote_code)
+    try:
+        check_counts(settings)
+    except ModelError as error:
+        raise ModelError(f"The {CONFIG_FILE} of '{source}' describes no model. {error.message}", error.hint) from None
     folder_or_id = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else str(source)
     try:
         # Without trust_remote_code, even False, transformers prompts on stdin.
-        config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
+        with watched_build():
+            config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if trust_remote_code and "AutoConfig" in (settings.get("auto_map") or {}):
+        if trust_remote_code and _has_code(settings):
             raise ModelError(f"The code that '{source}' carries cannot be loaded: {one_line(error)}.") from error
         raise ModelError(
             f"The config of '{source}' does not fit model type '{settings.get('model_type')}' of transformers "
@@ -84,13 +90,19 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Raises:
         ModelError: transformers has no model class for this config.
     """
-    for candidate in _candidate_classes(config):
+    for candidate in model_classes(config):
         return candidate
     raise ModelError(
         f"transformers {transformers.__version__} has no model class for model type '{config.model_type}' "
         f"({type(config).__name__}).",
         "Name one that it has in the config's 'architectures'.",
     )
+
+
+def named_classes(config: PreTrainedConfig) -> list[str]:
+    """The names in the config's ``architectures``."""
+    named = config.architectures
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list | tuple) else []
 
 
 def config_nodes(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -146,7 +158,8 @@ def _config_file(source: str | Path, revision: str | None) -> Path:
 def _config_in_folder(folder: Path) -> Path:
     refuse_adapter(folder)
     path = folder / CONFIG_FILE
-    if path.is_file():
+    if path.exists():
+        check_folder(folder)
         return path
     raise ModelError(
         f"'{folder}' is not a model: it has no {CONFIG_FILE}.", "Give a folder written by save_pretrained, or a hub id."
@@ -193,12 +206,10 @@ def _not_in_cache(source: str, at: str) -> ModelError:
 
 def _read(path: Path, source: str | Path) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(
-            f"The {CONFIG_FILE} of '{source}' is not valid JSON: {error.msg} at line {error.lineno}."
-        ) from None
-    except (UnicodeDecodeError, OSError) as error:
+        settings = parse_json(read_small(path), nests=MAX_CONFIG_NESTS)
+    except ValueError as error:
+        raise ModelError(f"The {CONFIG_FILE} of '{source}' is not valid JSON: {error}.") from None
+    except OSError as error:
         raise ModelError(f"The {CONFIG_FILE} of '{source}' cannot be read: {one_line(error)}.") from None
     if not isinstance(settings, dict):
         raise ModelError(f"The {CONFIG_FILE} of '{source}' is not a JSON object, so it describes no model.")
@@ -209,7 +220,7 @@ def _check_known(settings: dict[str, Any], source: str | Path, trust_remote_code
     model_type = settings.get("model_type")
     if isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING:
         return
-    has_code = "AutoConfig" in (settings.get("auto_map") or {})
+    has_code = _has_code(settings)
     if has_code and trust_remote_code:
         return
     if has_code:
@@ -229,11 +240,17 @@ def _check_known(settings: dict[str, Any], source: str | Path, trust_remote_code
     )
 
 
-def _candidate_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+def _has_code(settings: dict[str, Any]) -> bool:
+    code = settings.get("auto_map")
+    return isinstance(code, dict) and "AutoConfig" in code
+
+
+def model_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Classes that take `config`: those it names, then those of its model type, heads first."""
     consented = not type(config).__module__.startswith("transformers.") and bool(getattr(config, "auto_map", None))
     if consented:
         yield from _remote_classes(config)
-    for name in config.architectures or ():
+    for name in named_classes(config):
         candidate = getattr(transformers, name, None) or getattr(_modeling_module(config), name, None)
         if _runs(candidate, config):
             yield candidate
@@ -244,7 +261,7 @@ def _candidate_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedMode
 def _remote_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """Classes that ``auto_map`` points to: the named architecture first, then heads, then the bare model."""
     references = [ref for key, ref in config.auto_map.items() if key.startswith("AutoModel") and isinstance(ref, str)]
-    named = set(config.architectures or ())
+    named = set(named_classes(config))
     references.sort(key=lambda ref: (ref.rpartition(".")[2] not in named, config.auto_map.get("AutoModel") == ref))
     for reference in references:
         revision = getattr(config, "_commit_hash", None)

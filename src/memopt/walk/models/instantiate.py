@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from memopt.errors import ModelError
 from memopt.walk.aten.precision import default_dtype
 from memopt.walk.models.config import config_nodes, model_class, one_line
+from memopt.walk.models.limits import bounded_build
 
 _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 with contextlib.suppress(ImportError):  # Old remote code reads values of a torch.linspace in __init__.
@@ -41,6 +42,8 @@ def instantiate(
         prepared = _prepare(config, attention, experts_implementation)
         try:
             return _construct(cls, prepared, device, dtype or _config_dtype(config))
+        except ModelError:
+            raise
         except Exception as error:
             if attention != attempts[-1]:
                 continue
@@ -54,7 +57,7 @@ def _construct(
     cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
     safe = _safe_creation() if device == "meta" else contextlib.nullcontext()
-    with torch.device(device), default_dtype(dtype), safe:
+    with torch.device(device), default_dtype(dtype), safe, bounded_build():
         return cls(config)
 
 

@@ -1,0 +1,112 @@
+"""Reading the small files of a model's folder, which may come from a stranger: plain files of sane size, sane JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import ModelError
+
+#: Most bytes of a header, index or manifest. 92,000 tensors have an index of 9 MB.
+MAX_JSON_BYTES = 16 << 20
+#: Most bytes of another JSON file that is read here or by transformers, but for tokenizers (the largest have 35 MB).
+MAX_CONFIG_BYTES = 8 << 20
+#: Lists and objects in one document: each is a few bytes of text and a hundred of memory.
+MAX_NESTS, MAX_CONFIG_NESTS = 800_000, 50_000
+_MAX_TOKENIZER_BYTES = 128 << 20
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
+    """Content of a plain file (or a link to one) of at most `limit` bytes.
+
+    Raises:
+        ModelError: it is a pipe, a device or the like, or larger.
+        OSError: it is missing or not readable.
+    """
+    # Without O_NONBLOCK, opening a named pipe waits for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _check(path, os.fstat(file.fileno()), limit)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ModelError(f"'{path}' grew while it was read.")
+    return content
+
+
+def parse_json(
+    content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None, nests: int = MAX_NESTS
+) -> Any:
+    """The value of a JSON document; `pairs` makes its objects.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, too deep, has too many lists and objects, or text that is no Unicode.
+    """
+    if content.count(b"[") + content.count(b"{") > nests:
+        raise ValueError(f"it has over {nests:,} lists and objects")
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=pairs)
+        if b"\\u" in content:  # half of a surrogate pair passes as a string and cannot be written again
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at line {error.lineno}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it has text that is no valid Unicode") from None
+    return value
+
+
+def check_folder(root: Path) -> None:
+    """Check the files in `root`, folders below it not included, before a library opens one by its name.
+
+    Raises:
+        ModelError: one is a pipe, a device, a socket or a broken link, or a JSON file of more bytes than any model's.
+    """
+    with os.scandir(root) as entries:
+        for entry in entries:
+            check_side_file(Path(entry.path))
+
+
+def check_side_file(path: Path) -> None:
+    """Check one file as `check_folder` does; a folder passes.
+
+    Raises:
+        ModelError: it does not pass.
+    """
+    if not path.name.isprintable():
+        raise ModelError(f"A file in {str(path.parent)!a} has the unprintable name {path.name!a}.")
+    try:
+        found = path.stat()
+    except OSError:
+        raise ModelError(f"'{path}' is a broken link or no plain file.", "Remove it or copy it again.") from None
+    if not stat.S_ISDIR(found.st_mode):
+        _check(path, found, _limit(path.name))
+
+
+def _limit(name: str) -> int | None:
+    if not name.endswith(".json"):
+        return None
+    if name.endswith(".index.json") or name == "memopt.json":
+        return MAX_JSON_BYTES
+    return MAX_CONFIG_BYTES if name.endswith("config.json") else _MAX_TOKENIZER_BYTES
+
+
+def _check(path: Path, found: os.stat_result, limit: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), "something else")
+        raise ModelError(f"'{path}' is {kind}, not a plain file.", "Replace it with the model's own file.")
+    if limit is not None and found.st_size > limit:
+        raise ModelError(
+            f"'{path}' has {found.st_size:,} bytes; memopt reads at most {limit:,} of such a file.",
+            "Download or copy it again.",
+        )
