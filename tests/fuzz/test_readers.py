@@ -1,0 +1,187 @@
+"""The fuzzer: 20,000 hostile headers, indices, configs and manifests, in the whole run; some hundred in the quick one.
+
+No traceback, no hang, no growth, nothing written, nothing read outside of the folder (`tests.fuzz.guard`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memopt.checkpoint.fold import FoldPlan
+from memopt.checkpoint.manifest import add_config_key, is_patched, read_manifest
+from memopt.checkpoint.sources.header import read_header
+from memopt.checkpoint.sources.source import open_source
+from memopt.checkpoint.writer import write_checkpoint
+from memopt.errors import ModelError
+from memopt.verification.weights import verify_weights
+from memopt.walk.models.config import load_config, model_class
+from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
+from tests.factories import tiny_config
+from tests.fuzz.guard import GROWTH, Hung, answer, guarded, peak
+from tests.fuzz.mutate import mutated, to_bytes
+
+#: Share of the inputs: of 20,000.
+QUICK, WHOLE = 0.02, 1.0
+runs = pytest.mark.parametrize("share", [QUICK, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["quick", "whole"])
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def fuzz(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], inputs: float) -> None:
+    """Run `check` on so many inputs; the quick run has the same ones each time."""
+    quick = inputs < 1_000
+    options = settings(
+        max_examples=int(inputs), deadline=None, database=None, derandomize=quick, print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    before = peak()
+    options(given(strategy)(check))()
+    assert peak() - before < GROWTH
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A valid checkpoint, beside files that nobody may read."""
+    with tempfile.TemporaryDirectory() as root:
+        (Path(root) / "x").write_text("a secret")
+        yield write_checkpoint_files(Path(root) / "model", rms_tensors(layers=1))
+
+
+@cache
+def valid_header() -> tuple[Any, bytes]:
+    with tempfile.TemporaryDirectory() as root:
+        content = (write_checkpoint_files(Path(root), rms_tensors(layers=1, hidden=4)) / FILE).read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> bytes:
+    """A weight file with a mutated header, length or size."""
+    document, data = valid_header()
+    text = to_bytes(draw, draw(mutated(document)))
+    lengths = [len(text)] * 12 + [0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1]
+    content = struct.pack("<Q", max(draw(st.sampled_from(lengths)), 0)) + text + data
+    end = draw(st.sampled_from((None,) * 12 + (-1, 0, 4, 8, 9)))
+    return content[:end]
+
+
+@runs
+def test_headers(folder: Path, share: float) -> None:
+    def check(content: bytes) -> None:
+        (folder / FILE).write_bytes(content)
+        header = answer(folder, lambda: read_header(folder / FILE))
+        source = answer(folder, lambda: open_source(str(folder)))
+        if header is not None and source is not None:
+            for name in source.tensors:
+                answer(folder, lambda name=name: source.read(name))  # type: ignore[misc]
+            with guarded(folder):
+                FoldPlan.from_plan(rms_plan(1), source.tensors)
+
+    fuzz(headers(), check, 7_000 * share)
+
+
+@runs
+def test_indices(share: float, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("a secret")
+    folder = write_checkpoint_files(tmp_path / "model", rms_tensors(layers=1), shards=3)
+    document = json.loads((folder / INDEX).read_text())
+
+    def check(content: bytes) -> None:
+        (folder / INDEX).write_bytes(content)
+        answer(folder, lambda: open_source(str(folder)))
+
+    fuzz(contents(document), check, 4_000 * share)
+
+
+@st.composite
+def contents(draw: st.DrawFn, document: Any) -> bytes:
+    """`document`, mutated, in bytes."""
+    return to_bytes(draw, draw(mutated(document)))
+
+
+@runs
+def test_configs(folder: Path, share: float) -> None:
+    document = tiny_config("llama", architectures=["LlamaForCausalLM"]).to_dict()
+    document["text_config"] = {"num_hidden_layers": 2, "quantization_config": None}
+
+    def check(content: bytes) -> None:
+        (folder / "config.json").write_bytes(content)
+        answer(folder, lambda: is_patched(folder))
+        if answer(folder, lambda: open_source(str(folder))) is not None:
+            json.loads(add_config_key(content, {"recipe": "exact"}))
+        answer(folder, lambda: model_class(load_config(folder)))
+
+    fuzz(contents(document), check, 4_000 * share)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("patched")
+    model = write_checkpoint_files(root / "model", rms_tensors(layers=1))
+    return write_checkpoint(open_source(str(model)), rms_plan(1), root / "out").out
+
+
+@runs
+def test_manifests(patched: Path, share: float) -> None:
+    original = (patched / "memopt.json").read_text()
+    document = json.loads(original)
+    document["folds"][0]["fold"]["consumers"][0]["channels"] = [[0, 4], [-1, 20]]
+    document["inputs"] = {"file": "x.pt", "arguments": {"input_ids": {"shape": [2, 7], "dtype": "int64"}}}
+
+    def check(content: bytes) -> None:
+        (patched / "memopt.json").write_bytes(content)
+        manifest = answer(patched, lambda: read_manifest(patched))
+        if manifest is not None:
+            answer(patched, manifest.batch)
+            manifest.to_json()
+            against = str(patched.parent / "model")
+            # The original lies beside it, and is read.
+            answer(patched.parent, lambda: verify_weights(patched, against))
+
+    try:
+        fuzz(contents(document), check, 5_000 * share)
+    finally:
+        (patched / "memopt.json").write_text(original)
+
+
+# --- the fuzzer sees what it looks for
+
+
+def test_a_traceback_is_seen(folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        answer(folder, lambda: 1 // 0)
+
+
+def test_a_hang_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.guard.SECONDS", 0.1)
+
+    def hang() -> None:
+        while True:
+            pass
+
+    with pytest.raises(Hung):
+        answer(folder, hang)
+
+
+def test_what_is_written_or_read_outside_is_seen(folder: Path) -> None:
+    for offence in (lambda: (folder / "new").touch(), lambda: (folder.parent / "x").read_text()):
+        with pytest.raises(AssertionError):
+            answer(folder, offence)  # type: ignore[arg-type]
+
+
+def test_a_message_that_a_terminal_cannot_show_is_seen(folder: Path) -> None:
+    def refuse() -> None:
+        raise ModelError("a\x1b[2Jb")
+
+    with pytest.raises(AssertionError):
+        answer(folder, refuse)
