@@ -137,7 +137,7 @@ def whole_commands(folder: Path, size: float) -> dict[str, Cost]:
     }
     found = {}
     for name, call in calls.items():
-        found[name] = _watched([sys.executable, "-m", "memopt.cli.main", *call])
+        found[name] = _watched([sys.executable, "-c", "import memopt.cli.main as main; main.run()", *call])
     return found
 
 
@@ -263,7 +263,8 @@ def _watched(command: list[str]) -> Cost:
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - started
     process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, command
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     return Cost(seconds, usage.ru_utime + usage.ru_stime, 1024 * usage.ru_maxrss - _bare_peak())
 
 
