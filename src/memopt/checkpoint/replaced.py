@@ -16,6 +16,7 @@ from memopt.errors import OutputError
 #: File -> device, inode, size and times: what shows without reading that it is another one, or was changed.
 Files = dict[str, tuple[int, ...]]
 _SMALL = 1 << 20
+_LARGEST_LIST = 100_000_000
 _MOVE = "Move that away first, or choose another --out."
 
 
@@ -74,7 +75,8 @@ def remove_files(folder: Path, files: Files) -> None:
 def _records(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode) or state.st_size > _LARGEST_LIST:
             return None
         records = json.loads(path.read_bytes())["files"]
         valid = all({"size", "sha256"} <= record.keys() for record in records.values())
