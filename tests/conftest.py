@@ -5,7 +5,6 @@ Tiny models come from `tests/factories.py`.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 import memopt
 from examples.demo.fetch_models import FetchError, fetch
+from tests.support.garbage import ShortCollections
 from tests.support.uninitialized import poisoned
 from tests.support.walks import Walks, folder_of_sources, install
 from tests.zoo.share import SHARES, VARIABLE, share
@@ -68,18 +68,21 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
 #: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.
 _WALKING = {"walk", "zoo"}
 _WALKS = pytest.StashKey[Walks]()
+_GARBAGE = pytest.StashKey[ShortCollections]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Share walks between tests, and make counting bytes cheap: both once all test modules are imported.
-
-    A count of bytes collects garbage first. What the imports have made takes most of that time, and is never garbage.
-    """
+    """Share walks between tests, and keep collections of garbage short: both once all test modules are imported."""
     walks = Walks(folder_of_sources(Path(os.environ["MEMOPT_WALK_CACHE"]), Path(memopt.__file__).parent))
     install(walks)
     session.config.stash[_WALKS] = walks
-    gc.collect()
-    gc.freeze()
+    session.config.stash[_GARBAGE] = ShortCollections()
+
+
+@pytest.fixture
+def walks_of_run(request: pytest.FixtureRequest) -> Walks:
+    """What tests of this run share."""
+    return request.config.stash[_WALKS]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,6 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     marker = item.get_closest_marker("walks")
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     walks.enabled = marker.kwargs["shared"] if marker else folder not in _WALKING
+    item.config.stash[_GARBAGE].freeze_if_slow()
     try:
         return (yield)
     finally:

@@ -80,7 +80,7 @@ class Walks:
         self.folder = folder
         self.enabled = False
         self._read: dict[str, Any] = {}
-        self._sources = Sources()
+        self.sources = Sources()
 
     def remembered(self, walk: Callable[..., Any]) -> Callable[..., Any]:
         """`walk`, which reads what it returned for an equal first argument and equal options before."""
@@ -97,7 +97,7 @@ class Walks:
                 found = self._stored(key)
                 if found is None:
                     found = walk(*args, **kwargs)
-                    if not self._sources.are_as_written():
+                    if not self.sources.are_as_written():
                         return found
                     self._store(key, found)
                 self._read[key] = found
@@ -157,6 +157,7 @@ def install(walks: Walks) -> None:
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith(("memopt.", "tests.")) and vars(module).get(name) is walk:
                 setattr(module, name, once)
+    walks.sources = Sources()  # as they are with the remembered walks in them
 
 
 def fingerprint(*values: Any) -> str:

@@ -76,9 +76,10 @@ def test_every_size_is_covered_to_its_last_element_and_not_further(
 @pytest.mark.parametrize("hidden", [1, 17, 64, 1500])
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_halves_of_one_tensor_are_read_in_place(gate_first: bool, hidden: int, red_zones: RedZones) -> None:
-    both = red_zones.guard(draw(2, 9, 2 * hidden, dtype=torch.bfloat16))
+    rows = 9 if hidden < 1000 else 2
+    both = red_zones.guard(draw(2, rows, 2 * hidden, dtype=torch.bfloat16))
     gate, up = both.chunk(2, -1) if gate_first else both.chunk(2, -1)[::-1]
-    check_layout(draw(2, 9, hidden, dtype=torch.bfloat16, seed=1), gate, up)
+    check_layout(draw(2, rows, hidden, dtype=torch.bfloat16, seed=1), gate, up)
 
 
 LAYOUTS = {

@@ -56,7 +56,7 @@ def on_device(inputs, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype, launches):
-    model, inputs = tiny_model(name, dtype).to(DEVICE), on_device(tiny_inputs(name, 2, 16), dtype)
+    model, inputs = tiny_model(name, dtype).to(DEVICE), on_device(tiny_inputs(name, 2, 8), dtype)
     with precise(torch.float64):
         _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
     stock_loss, stock = loss_and_gradients(model, inputs)
@@ -148,7 +148,7 @@ def test_a_bias_that_a_tool_computes_is_not_lost(tool):
                 prune.l1_unstructured(dense, "bias", amount=4)
             else:
                 parametrize.register_parametrization(dense, "bias", nn.Softplus())
-        inputs = on_device(tiny_inputs("bert", 2, 16), torch.float32)
+        inputs = on_device(tiny_inputs("bert", 2, 8), torch.float32)
         results.append(model(**inputs).loss)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
@@ -162,7 +162,7 @@ def test_a_captured_activation_is_in_the_graph():
         captured = []
         act = model.bert.encoder.layer[0].intermediate.intermediate_act_fn
         act.register_forward_hook(lambda module, args, output, captured=captured: captured.append(output))
-        loss = model(**on_device(tiny_inputs("bert", 2, 16), torch.float32)).loss
+        loss = model(**on_device(tiny_inputs("bert", 2, 8), torch.float32)).loss
         results.append(torch.autograd.grad(loss, captured[0])[0])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-7)
 

@@ -160,7 +160,7 @@ def test_every_family_is_as_exact_as_the_reference(family, cast, dtype, red_zone
 @pytest.mark.parametrize("hidden", [1, 3, 64, 768, 4096, 8193, 16384, 16387])
 @pytest.mark.parametrize(("family", "dtype"), [(RMS, torch.float32), (LAYER, torch.bfloat16)], ids=str)
 def test_any_hidden_size(family, dtype, hidden, red_zones):
-    check(family, "after", dtype, rows=3 if hidden < 1000 else 2, hidden=hidden)
+    check(family, "after", dtype, rows=3 if hidden < 1000 else 2 if hidden < 16384 else 1, hidden=hidden)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 131])
@@ -173,7 +173,7 @@ def test_any_number_of_rows(family, rows, red_zones):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.usefixtures("short_tiles")
 def test_every_family_in_rows_longer_than_the_tile(family, dtype, red_zones):
-    check(family, "before", dtype, rows=13, hidden=75)
+    check(family, "before", dtype, rows=5, hidden=75)
 
 
 @pytest.mark.parametrize("hidden", [64, 32, 33])

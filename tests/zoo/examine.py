@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import re
 import time
@@ -332,21 +333,27 @@ def _differences(stock: list[_Result], patched: list[_Result], gone: Collection[
 def _difference(one: dict[str, Tensor], other: dict[str, Tensor], small: float) -> float:
     if one.keys() != other.keys() or any(one[key].shape != other[key].shape for key in one):
         return float("inf")
-    largest = max((_size(tensor) for tensor in one.values()), default=0.0)
+    sizes = {key: _size(tensor) for key, tensor in one.items()}
+    largest = max(sizes.values(), default=0.0)
     worst = 0.0
     for key, tensor in one.items():
         finite = tensor.isfinite()
         if not torch.equal(finite, other[key].isfinite()):
             return float("inf")
-        scale = max(_size(tensor), small * largest)
+        scale = max(sizes[key], small * largest)
         if scale:
-            worst = max(worst, float((tensor - other[key])[finite].abs().max()) / scale if finite.any() else 0.0)
+            difference = tensor - other[key]
+            worst = max(worst, _size(difference if finite.all() else difference[finite]) / scale)
         elif _size(other[key]):
             return float("inf")
     return worst
 
 
 def _size(tensor: Tensor) -> float:
+    """Largest finite element in size."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    if math.isfinite(largest):
+        return largest
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

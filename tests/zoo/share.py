@@ -40,8 +40,7 @@ def share_of_day(seconds: float) -> int:
 
 
 def types_of_share(types: Sequence[str], number: int) -> list[str]:
-    """Every twentieth of `types`, which are sorted: neighbours are often parts of one model, so a stride
-    spreads them."""
+    """Every twentieth of `types`, which are sorted: neighbours are often parts of one model, which a stride spreads."""
     return list(types[number::SHARES])
 
 
