@@ -32,8 +32,11 @@ from torch import Tensor, nn
 _FIXED = ("torch.", "transformers.", "peft.")
 #: Attributes of a module that are looked at on their own, or hold nothing that a walk reads.
 _CONTAINERS = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
-#: Where a model came from, and what memopt wrote into its config: nothing that a walk reads.
-_ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "memopt", "warnings_issued"}
+#: Where a model came from, what memopt wrote into its config, a hash of other fields that differs between processes:
+#: nothing that a walk reads.
+_ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "memopt", "warnings_issued"} | {
+    "_original_object_hash"
+}
 
 
 #: Rooms of src/memopt that stand above the walk, which imports none of them.
