@@ -72,6 +72,22 @@ def test_functions_of_autograd_are_numbered_and_show_their_tensors_too() -> None
     assert torch_compat.unpack_hooks(y.grad_fn) == [_unpack]
 
 
+def test_autograd_does_not_ask_a_function_whether_it_has_a_vjp() -> None:
+    class Asked(_Square):
+        vjp = _Square.backward
+
+    class NotAsked(Asked):
+        pass
+
+    torch_compat.call_its_backward(NotAsked)
+    x = leaf()
+    NotAsked.apply(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x)
+    with pytest.raises(RuntimeError, match="both 'backward' and 'vjp'"):
+        Asked.apply(x).sum().backward()
+
+
 def test_input_metadata_tell_dtype_and_shape_of_an_output() -> None:
     assert torch_compat.input_metadata is not None
     y = leaf(2, 3).to(torch.float64)
@@ -331,6 +347,16 @@ def test_a_hook_for_all_modules_is_seen() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "privateuseone"])
+def test_autocast_is_seen_on_every_device(device: str) -> None:
+    assert not torch_compat.any_autocast_enabled()
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert torch_compat.any_autocast_enabled()
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
 def test_dropouts_are_told_by_their_base_class() -> None:
     assert torch_compat.is_dropout(nn.Dropout())
     assert torch_compat.is_dropout(nn.Dropout2d())
@@ -405,7 +431,9 @@ GROUPS = {
     "raw fields": _named("unpack_hook", "_raw_saved"),
     "numbers and hooks": _named("sequence_nr", "_input_metadata", "_graph_task", "_hooks$", "_global_hook"),
     "storages": _named("Storage", "_storage_"),
-    "trees": _named("_pytree", "OpOverload$", "fake_tensor", "_utils", "functorch.is_", "_DropoutNd"),
+    "trees": _named(
+        "_pytree", "OpOverload$", "fake_tensor", "_utils", "functorch.is_", "_DropoutNd", "_autocast", "_backward_cls"
+    ),
     "transforms": _named("peek_", "_current_level", "_tracing_state"),
     "fields": ",".join(sorted(_FIELDS)),
     "dispatch": _named("TorchDispatchMode"),

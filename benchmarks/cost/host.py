@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -236,7 +237,7 @@ def launches_stubbed() -> Iterator[None]:
     from memopt.kernels.norm import forward_triton as norm
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(device, "_DEVICE", "cpu"))
+        stack.enter_context(mock.patch.object(device, "_is_there", attrgetter("is_cpu")))
         stack.enter_context(mock.patch.object(device, "_triton_is_there", _is_there))
         for module, stubs in (
             (norm, {"launch_forward": _norm, "launch_backward": _norm_backward, "launch_affine": _affine}),

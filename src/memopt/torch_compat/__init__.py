@@ -14,6 +14,7 @@ the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``
 
 from memopt.torch_compat.autograd import (
     SAVED_FIELDS,
+    call_its_backward,
     current_graph_task_id,
     input_metadata,
     living_storage,
@@ -33,6 +34,7 @@ from memopt.torch_compat.dispatch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    any_autocast_enabled,
     forward_mode_level,
     interpreter_stack,
     is_legacy_batched,

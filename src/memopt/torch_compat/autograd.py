@@ -64,6 +64,20 @@ it, or without the number of a node, no node counts as made inside.
 sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0
 """The number of a node, which :func:`next_sequence_number` gave before it was made."""
 
+_BACKWARD_CLASS = "torch.autograd.Function._backward_cls"
+find(_BACKWARD_CLASS, None, "backward of memopt's operators looks up how it is written each time, which takes longer")
+
+
+def call_its_backward(function: Any) -> None:
+    """Let autograd call the ``backward`` of `function`, a `torch.autograd.Function` without a ``vjp``, itself.
+
+    The method of ``_backward_cls`` that it replaces finds out at every call which of the two the function has. Without
+    this name that remains.
+    """
+    if is_found(_BACKWARD_CLASS):
+        function._backward_cls.apply = function.backward
+
+
 _METADATA = "torch._C._functions.AccumulateGrad._input_metadata"
 input_metadata: Callable[[Any], Any] | None = (
     attrgetter("_input_metadata")

@@ -152,6 +152,13 @@ tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unkno
 Without this name one counts as running.
 """
 
+any_autocast_enabled: Callable[[], bool] = find(
+    "torch._C._is_any_autocast_enabled", lambda: True, "memopt's operators look for autocast device by device, slowly"
+)
+"""Whether autocast is on for any device, MPS left out. Without this name it counts as on, and tensors are asked."""
+if torch.backends.mps.is_built():
+    any_autocast_enabled = lambda: True  # noqa: E731
+
 is_transformed: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_functorch_wrapped_tensor", _is_always, _NO_KERNELS
 )

@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionMeta
+
+from memopt.torch_compat import any_autocast_enabled, call_its_backward
 
 
-class DirectFunction(torch.autograd.Function):
+class _Direct(FunctionMeta):
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)  # type: ignore[no-untyped-call]
+        call_its_backward(cls)
+
+
+class DirectFunction(torch.autograd.Function, metaclass=_Direct):
     """An autograd function whose `apply` does not check for function transforms (`torch.func`).
 
-    That check is half the cost of applying a function. Patched modules make it before: they run stock there.
+    That check is half the cost of applying a function. Patched modules make it before: they run stock there. Nor is it
+    asked in backward which of `backward` and `vjp` there is.
     """
 
     @classmethod
@@ -44,6 +54,8 @@ def refuse_double_backward() -> None:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts inputs of linears on this tensor's device; None where it is off."""
+    if not any_autocast_enabled():
+        return None
     device = tensor.device.type
     if not _is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None

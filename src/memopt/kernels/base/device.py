@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from memopt.torch_compat import is_legacy_batched, is_transformed
 
 #: Triton's interpreter runs the kernels on CPU tensors; it is a tool of the tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_DEVICE = "cpu" if INTERPRETED else "cuda"
+_is_there: Callable[[Tensor], bool] = attrgetter("is_cpu" if INTERPRETED else "is_cuda")
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Fake and sharded tensors have no memory that a kernel can read.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
@@ -32,9 +34,9 @@ def runs_triton(*tensors: Tensor | None) -> bool:
         return False
     for tensor in tensors:
         if tensor is not None and (
-            tensor.device.type != _DEVICE
+            type(tensor) not in _PLAIN_TYPES
+            or not _is_there(tensor)
             or tensor.dtype not in _DTYPES
-            or type(tensor) not in _PLAIN_TYPES
             or is_transformed(tensor)
             or is_legacy_batched(tensor)
         ):
