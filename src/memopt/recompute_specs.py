@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,40 +27,46 @@ Recompute = Callable[..., Tensor]
 Differentiate = Callable[[Tensor, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
 
 _ATTRIBUTE = "_memopt_recompute_spec"
-_AS_PRODUCED: tuple[tuple[Any, ...], None, None] = ((), None, None)
 
 
 class Recomputed:
     """The recomputed output of one node while its readers need it. Refers to no node."""
 
-    __slots__ = ("_spec", "readers", "served", "values")
+    __slots__ = ("_rows", "_spec", "_value", "readers", "served", "values")
 
     def __init__(self) -> None:
         self.readers = 0
         """Linears and handles that will need the output in backward."""
         self.served = 0
+        self._value: Tensor | None = None
+        self._rows: Tensor | None = None
+        """The output, and the same as a matrix, for linears."""
         self.values: dict[Any, Tensor] = {}
-        """(what was done to the output, strides, device) -> the result."""
+        """(what was done to the output, strides, device) -> the result, for handles and for linears of other dtypes."""
         self._spec: weakref.ref[RecomputeSpec] | None = None
 
     def as_produced(self) -> Tensor | None:
         """The output as its node produced it, if it is there."""
-        value = self.values.get(_AS_PRODUCED)
-        if value is not None or not self.values:
-            return value
+        if self._value is not None or not self.values:
+            return self._value
         return next((value for (steps, *_), value in self.values.items() if not steps), None)
 
-    def output(self, recompute: Recompute, saved: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
-        """The output in `dtype`, for one of its readers; the last one lets it go."""
-        value = self.as_produced()
-        if value is None:
-            value = self.values[_AS_PRODUCED] = recompute(*saved)
-        if value.dtype != dtype:
+    def rows(self, recompute: Recompute, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """The output in `dtype` as a matrix of rows, for one of its readers; the last one lets it go."""
+        rows = self._rows
+        if rows is None:
+            value = self.as_produced()
+            self._value = value = recompute(*saved) if value is None else value
+            self._rows = rows = value.reshape(-1, value.size(-1))
+        if rows.dtype != dtype:
             steps = (("cast", dtype),)
             cast = next((each for (done, *_), each in self.values.items() if done == steps), None)
-            value = self.values[steps, None, None] = value.to(dtype) if cast is None else cast
+            if cast is None:
+                assert self._value is not None
+                cast = self.values[steps, None, None] = self._value.to(dtype)
+            rows = cast.reshape(rows.shape)
         self.count()
-        return value
+        return rows
 
     def count(self) -> None:
         """One reader more has been served."""
@@ -71,7 +77,9 @@ class Recomputed:
     def release(self, *_: object) -> None:
         """Let the output go: every reader comes before the node in backward."""
         self.served = 0
-        self.values.clear()
+        self._value = self._rows = None
+        if self.values:
+            self.values.clear()
 
     def finish(self) -> None:
         """The node's own backward runs: let the output go, and what an output that outlives the graph would hold."""
@@ -92,7 +100,7 @@ class RecomputeSpec:
         recompute: Recompute,
         recomputed: Recomputed,
         differentiate: Differentiate | None,
-        versions: tuple[int, ...] | None,
+        versions: list[int] | None,
         hook: object,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
@@ -101,23 +109,14 @@ class RecomputeSpec:
         self.hook = hook
         recomputed._spec = weakref.ref(self)
 
-    def is_current(self) -> bool:
-        """Whether the tensors are there, as they were, and would be saved under the hooks of the producer.
-
-        Checkpointing of the reader alone would find no spec in its second run.
-        """
-        if self.saved is None or self.hook is not _foreign_pack_hook():
-            return False
-        return self.versions is None or self.versions == _versions(self.saved)
-
-    def take(self) -> tuple[Tensor | None, ...]:
+    def take(self) -> Sequence[Tensor | None]:
         """The tensors for a reader to save, which needs the output once in backward."""
         self.recomputed.readers += 1
         assert self.saved is not None
         if self.versions is None:
             return self.saved
         # Not the tensors in the graph: they would own it.
-        return tuple(None if tensor is None else tensor.detach() for tensor in self.saved)
+        return [None if tensor is None else tensor.detach() for tensor in self.saved]
 
 
 def attach_spec(
@@ -153,11 +152,18 @@ def attach_spec(
 
 
 def spec_of(x: object) -> RecomputeSpec | None:
-    """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place."""
+    """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place.
+
+    Nor where saved tensors go through other hooks than at the producer: checkpointing of the reader alone would find no
+    spec in its second run.
+    """
     spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
-    if spec is None or x._version or not spec.is_current():  # type: ignore[attr-defined]
+    if spec is None or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
-    return spec
+    top = top_saved_tensors_hooks(False)
+    if spec.hook is not (None if top is None else getattr(top[0], "memopt_outer_pack", top[0])):
+        return None
+    return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
 
 
 def keep_producer(output: Tensor) -> None:
@@ -226,5 +232,5 @@ def _foreign_pack_hook() -> object:
     return None if top is None else getattr(top[0], "memopt_outer_pack", top[0])
 
 
-def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors if tensor is not None)
+def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]

@@ -77,10 +77,9 @@ def gated_linear(
     alike = gate.dtype == weight.dtype and (up is None or up.dtype == gate.dtype) and autocast_dtype(gate) is None
     if not alike or not weight.requires_grad or not is_plain(weight) or not gate.requires_grad:
         return None
-    with torch.no_grad():
-        h = _value(gate, up, kind, gate_first)
+    value = functools.partial(_value_of_halves if up is None else _value, kind=kind, gate_first=gate_first)
     differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
-    y: Tensor = FusedLinearFunction.apply(differentiate, h, weight, bias, *((gate,) if up is None else (gate, up)))
+    y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *((gate,) if up is None else (gate, up)))
     return y
 
 
@@ -146,9 +145,9 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
     """h"""
     gate, up = _halves(gate, up, gate_first)
     if gate.dtype == up.dtype and runs_triton(gate, up):
-        from memopt.kernels.gated_mlp.function_triton import launch_forward
+        import memopt.kernels.gated_mlp.function_triton as kernels
 
-        return launch_forward(gate, up, kind)
+        return kernels.launch_forward(gate, up, kind)
     with autocast_as(None, gate):
         return ACTIVATIONS[kind].value(gate) * up
 
@@ -159,12 +158,12 @@ def _gradients(
     """dgate, dup (None where dgate holds both) and, with `recompute`, h."""
     z, factor = _halves(gate, up, gate_first)
     if z.dtype == factor.dtype and runs_triton(dh, z, factor):
-        from memopt.kernels.gated_mlp.function_triton import launch_backward
+        import memopt.kernels.gated_mlp.function_triton as kernels
 
         if up is not None:
-            return launch_backward(dh, z, factor, kind, recompute)
+            return kernels.launch_backward(dh, z, factor, kind, recompute)
         both = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        *_, h = launch_backward(dh, z, factor, kind, recompute, _halves(both, None, gate_first))
+        *_, h = kernels.launch_backward(dh, z, factor, kind, recompute, _halves(both, None, gate_first))
         return both, None, h
     with autocast_as(None, z):
         activated = ACTIVATIONS[kind].value(z)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, not_a_view, refuse_double_backward
-from memopt.recompute_specs import Differentiate, RecomputeSpec, spec_of
+from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import FakeTensor, tensor_hooks
 
 #: Weights of other types bring their own idea of a linear.
@@ -36,8 +36,8 @@ def reads_spec(x: object, weight: Tensor) -> RecomputeSpec | None:
 
     The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
     """
-    spec = spec_of(x)
-    if spec is None or not weight.requires_grad or not is_plain(weight):
+    spec = spec_of(x) if weight.requires_grad and type(weight) in _PLAIN_TYPES else None
+    if spec is None:
         return None
     assert isinstance(x, Tensor)
     if x.dtype != weight.dtype and autocast_dtype(x) is None:
@@ -65,15 +65,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
 
 def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, *, fuses: bool) -> Tensor:
     """:func:`linear` of an `x` with this spec."""
-    dtype = None if x.dtype == torch.float64 else autocast_dtype(x)  # autocast leaves fp64 as it is
-    if dtype is not None:
-        # Ordinary casts, as autocast makes them, so that the gradients reach the parameters in their own dtype.
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtype = autocast_dtype(x)
+    is_cast = False
+    if dtype is not None and x.dtype != torch.float64:  # autocast leaves fp64 as it is
+        # Ordinary casts, as autocast makes them, so that the gradients reach their tensors in their own dtype.
+        is_cast = x.dtype != dtype
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y: Tensor
-    if fuses and spec.differentiate is not None and _may_be_detached(x) and x.dtype == weight.dtype:
+    if fuses and spec.differentiate is not None and not is_cast and _may_be_detached(x):
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
-        y = FusedLinearFunction.apply(differentiate, x.detach(), weight, bias, *spec.saved)
+        y = FusedLinearFunction.apply(differentiate, lambda *_: x, weight, bias, *spec.saved)
     else:
         y = RecomputedInputFunction.apply(x, weight, bias, spec)
     return y
@@ -88,9 +90,9 @@ class RecomputedInputFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
-        ctx.recompute, ctx.recomputed, ctx.shape, ctx.dtype = spec.function, spec.recomputed, x.shape, x.dtype
+        ctx.recompute, ctx.recomputed, ctx.shape = spec.function, spec.recomputed, x.shape
         ctx.save_for_backward(weight, *spec.take())
-        return not_a_view(F.linear(x if x.dtype == weight.dtype else x.to(weight.dtype), weight, bias))
+        return not_a_view(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,12 +104,9 @@ class RecomputedInputFunction(DirectFunction):
             rows = dy.reshape(-1, dy.size(-1))
             if needs[0]:
                 dx = rows.mm(weight).view(ctx.shape)
-                if dx.dtype != ctx.dtype:
-                    dx = dx.to(ctx.dtype)
             if needs[2]:
                 dbias = rows.sum(0)
-            x = ctx.recomputed.output(ctx.recompute, tuple(saved), weight.dtype)
-            dweight = weight_gradient(rows, x.reshape(-1, x.size(-1)), weight)
+            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, weight.dtype), weight)
         return dx, dweight, dbias, None
 
 
@@ -116,8 +115,15 @@ class FusedLinearFunction(DirectFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, differentiate: Differentiate, h: Tensor, weight: Tensor, bias: Tensor | None, *inputs: Tensor
+        ctx: Any,
+        differentiate: Differentiate,
+        value: Recompute,
+        weight: Tensor,
+        bias: Tensor | None,
+        *inputs: Tensor,
     ) -> Tensor:
+        """``value(*inputs)`` is the linear's input; no argument, because this function takes its place in the graph."""
+        h = value(*inputs)
         ctx.differentiate, ctx.shape = differentiate, h.shape
         ctx.save_for_backward(weight, *inputs)
         return not_a_view(F.linear(h, weight, bias))  # all in the dtype that autocast would cast to
