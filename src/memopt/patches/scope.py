@@ -99,7 +99,7 @@ class ScopeRewrite:
     kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
     history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
 
-    def around(self, module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    def around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """The scope for one call of `module` with these arguments."""
         hidden = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
         if hidden is None:
@@ -152,7 +152,7 @@ def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Modu
     """``run(module, *args, **kwargs)``, a call of `module`, inside the scope that `module` is."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
-    scope = rewrite.around(module, *args, **kwargs)
+    scope = rewrite.around(module, args, kwargs)
     if scope is _CLOSED and not is_under_foreign_hooks():
         return run(module, *args, **kwargs)
     # FSDP2's hook on a module inside the block wraps its inputs, but not where checkpointing runs it in backward.

@@ -118,7 +118,8 @@ def is_swapped(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
-    if any(module_hooks(module)) or has_any_global_hook():
+    forward, forward_pre, backward, backward_pre = module_hooks(module)
+    if forward or forward_pre or backward or backward_pre or has_any_global_hook():
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules
 

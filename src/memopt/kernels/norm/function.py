@@ -157,9 +157,10 @@ class NormFunction(DirectFunction):
         ctx.arguments, ctx.recomputes_output, ctx.recomputed = arguments, True, Recomputed()
         # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
         # output, in another shard unit, runs its backward first.
-        copies = [None if parameter is None else parameter.clone() for parameter in (weight, bias)]
-        ctx.save_for_backward(x_hat, rstd, *copies)
-        saved += (x_hat, *copies, ctx.recomputed)
+        scale = None if weight is None else weight.clone()
+        shift = None if bias is None else bias.clone()
+        ctx.save_for_backward(x_hat, rstd, scale, shift)
+        saved += (x_hat, scale, shift, ctx.recomputed)
         return y
 
     @staticmethod

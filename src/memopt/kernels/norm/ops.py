@@ -41,9 +41,9 @@ def forward(
             f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
         )
     if runs_triton(x, weight, bias, residual):
-        from memopt.kernels.norm.forward_triton import launch_forward
+        import memopt.kernels.norm.forward_triton as kernels
 
-        return launch_forward(x, weight, bias, arguments, residual)
+        return kernels.launch_forward(x, weight, bias, arguments, residual)
     if residual is not None:
         x = x + residual
     exact, rstd = normalize(x, arguments.spec)
@@ -54,9 +54,9 @@ def forward(
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
     if runs_triton(x_hat, weight, bias):
-        from memopt.kernels.norm.forward_triton import launch_affine
+        import memopt.kernels.norm.forward_triton as kernels
 
-        return launch_affine(x_hat, weight, bias, arguments)
+        return kernels.launch_affine(x_hat, weight, bias, arguments)
     return _affine(x_hat, weight, bias, arguments)
 
 
@@ -69,10 +69,10 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
     """dx in the dtype of x, dweight and dbias in that of rstd; None where not needed."""
-    if runs_triton(dy, x_hat, rstd, weight):
-        from memopt.kernels.norm.forward_triton import launch_backward
+    if runs_triton(dy, x_hat, weight):
+        import memopt.kernels.norm.forward_triton as kernels
 
-        return launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+        return kernels.launch_backward(dy, x_hat, rstd, weight, arguments, needs)
     dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
     return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
 

@@ -67,7 +67,7 @@ def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Mod
     children = module._modules
     down = children[rewrite.down]
     assert down is not None
-    with rewrite.scope.around(module, *args, **kwargs):
+    with rewrite.scope.around(module, args, kwargs):
         if len(given) != 1 or not _activates_as_patched(rewrite, children) or _gets_a_cast(down, given[0]):
             return stock(module, *args, **kwargs)
         # In a frame of its own: when the scope ends, only autograd refers to the saved tensors.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.base.device import runs_triton
 from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.swap import Rewrite, is_swapped, is_watched, steps_aside, swap_forward, swap_state
@@ -67,7 +66,7 @@ def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     """``module(a + b)``, without the sum where `module` is patched and a kernel can read both of its terms."""
     rewrite = swap_state(module) if is_swapped(module) else None
     call = None
-    if isinstance(rewrite, NormRewrite) and _have_a_kernel(a, b) and not is_watched(module):
+    if isinstance(rewrite, NormRewrite) and _are_alike(a, b) and not is_watched(module):
         call = _call(rewrite, module, a, b)
     if call is None:
         y: Tensor = module(a + b)
@@ -75,8 +74,8 @@ def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     return ms_norm_of_sum(a, b, *call)
 
 
-def _have_a_kernel(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and runs_triton(a, b)
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.get_device() == b.get_device()
 
 
 def _forward(
@@ -98,15 +97,14 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
         tensor is not None and tensor.requires_grad for tensor in (*terms[1:], weight, bias)
     ):
         return None
-    autocast = _autocast_dtype(x)
+    dtype = x.dtype
+    autocast = None if dtype is torch.float64 else autocast_dtype(x)
     # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
     if autocast is not None and rewrite.only_linears_read and not module_forward_hooks(module):
         dtype = autocast
-    elif any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
+    elif (weight is not None and weight.dtype != dtype) or (bias is not None and bias.dtype != dtype):
         # What the stock module returns for mixed dtypes depends on its code and the device.
         return None
-    else:
-        dtype = x.dtype
     if rewrite.frozen:
         return None, None, rewrite.spec, dtype, dtype
     return weight, bias, rewrite.spec, dtype, autocast or dtype
@@ -120,10 +118,6 @@ def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
         computed: Tensor = getattr(module, name)
         return computed
     return parameter
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    return None if x.dtype == torch.float64 else autocast_dtype(x)
 
 
 @torch.no_grad()

@@ -42,10 +42,9 @@ def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | N
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if steps_aside():
         return stock(module, *args, **kwargs)
-    run = functools.partial(_run, stock, rewrite.site)
     if rewrite.scope is None:
-        return run(module, *args, **kwargs)
-    return run_in_scope(rewrite.scope, run, module, *args, **kwargs)
+        return _run(stock, rewrite.site, module, *args, **kwargs)
+    return run_in_scope(rewrite.scope, functools.partial(_run, stock, rewrite.site), module, *args, **kwargs)
 
 
 def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +65,12 @@ def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args:
 
 def _bound(site: SumNormSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """(hidden, residual); None for a call that is not one of these two tensors."""
-    given = dict(zip(site.arguments, args, strict=False)) | kwargs
-    if len(args) + len(kwargs) != 2 or given.keys() != set(site.arguments):
+    if kwargs:
+        given = dict(zip(site.arguments, args, strict=False)) | kwargs
+        if len(args) + len(kwargs) != 2 or given.keys() != set(site.arguments):
+            return None
+        args = tuple(given[name] for name in site.arguments)
+    if len(args) != 2:
         return None
-    hidden, residual = (given[site.arguments[place]] for place in (1 - site.residual, site.residual))
+    hidden, residual = args[1 - site.residual], args[site.residual]
     return (hidden, residual) if isinstance(hidden, Tensor) and isinstance(residual, Tensor) else None
