@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.activation.function_triton import launch_backward, launch_forward
 from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
@@ -170,6 +170,22 @@ def test_a_function_that_returns_another_dtype_is_replayed() -> None:
     h = recomputed_activation(z, in_fp32, "gelu_tanh")
     assert h.dtype == torch.float32
     assert torch.equal(h, in_fp32(z))
+
+
+def test_the_dtype_that_a_function_returns_is_found_out_once_for_each_dtype() -> None:
+    found: Dtypes = {}
+    asked: list[torch.dtype] = []
+
+    def tanh(t: Tensor) -> Tensor:
+        asked.append(t.dtype)
+        return torch.tanh(t)
+
+    for dtype in (torch.bfloat16, torch.float32, torch.float16) * 2:
+        recomputed_activation(draw(64, dtype=dtype).requires_grad_(), tanh, "tanh", found)
+    assert asked == [torch.bfloat16, torch.float16], "fp32 without autocast stays fp32"
+    with torch.autocast(DEVICE, torch.bfloat16):
+        recomputed_activation(draw(64, dtype=torch.bfloat16).requires_grad_(), tanh, "tanh", found)
+    assert len(asked) == 3
 
 
 def test_the_output_is_made_again_by_the_kernel() -> None:

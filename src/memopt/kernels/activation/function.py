@@ -25,21 +25,27 @@ from memopt.kernels.base.device import runs_triton
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
 from memopt.recompute_specs import Recomputed, attach_spec
 
+#: (dtype of the input, that of autocast) -> whether the output has the dtype of the input.
+Dtypes = dict[tuple[torch.dtype, torch.dtype | None], bool]
 
-def recomputed_activation(z: Tensor, function: Elementwise, kind: str | None = None) -> Tensor:
+
+def recomputed_activation(
+    z: Tensor, function: Elementwise, kind: str | None = None, found: Dtypes | None = None
+) -> Tensor:
     """function(z), keeping z only.
 
     Args:
         z: any shape, floating point.
         function: elementwise, without parameters and without randomness.
         kind: the key of `memopt.activations.ACTIVATIONS` that `function` computes; None where it is none of them.
+        found: what calls of this function found out, for its next calls.
 
     Returns:
         The value of function(z), with its shape and dtype.
     """
     compiling = torch.compiler.is_compiling()
     h: Tensor
-    if kind in ACTIVATIONS and (compiling or runs_triton(z)) and _keeps_dtype(function, z):
+    if kind in ACTIVATIONS and (compiling or runs_triton(z)) and _keeps_dtype(function, z, found):
         h = activation(z, kind) if compiling else _by_kernel(z, kind)
     elif compiling:
         h = function(z)  # the compiler decides what to keep
@@ -66,13 +72,17 @@ def _differentiate(dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str) -> tupl
     return (dz,), h
 
 
-def _keeps_dtype(function: Elementwise, z: Tensor) -> bool:
+def _keeps_dtype(function: Elementwise, z: Tensor, found: Dtypes | None) -> bool:
     """Whether function(z) has the dtype of z. A module may compute in fp32 and leave it so, and under autocast some
     operations (a power, a softplus) return fp32."""
-    if z.dtype == torch.float32 and autocast_dtype(z) is None:
+    form = z.dtype, autocast_dtype(z)
+    if form == (torch.float32, None):
         return True
-    with torch.no_grad():
-        return function(z.new_empty(0)).dtype == z.dtype
+    found = {} if found is None else found
+    if form not in found:
+        with torch.no_grad():
+            found[form] = function(z.new_empty(0)).dtype == z.dtype
+    return found[form]
 
 
 class ActivationFunction(DirectFunction):
@@ -140,9 +150,9 @@ def _output(node: Node) -> Tensor:
 
 def _value(z: Tensor, kind: str) -> Tensor:
     if runs_triton(z):
-        from memopt.kernels.activation.function_triton import launch_forward
+        import memopt.kernels.activation.function_triton as kernels
 
-        return launch_forward(z, kind)
+        return kernels.launch_forward(z, kind)
     with autocast_as(None, z):
         return ACTIVATIONS[kind].value(z)
 
@@ -150,9 +160,9 @@ def _value(z: Tensor, kind: str) -> Tensor:
 def _gradient(dh: Tensor, z: Tensor, kind: str, *, recompute: bool) -> tuple[Tensor, Tensor | None]:
     """dz and, with `recompute`, h"""
     if runs_triton(dh, z):
-        from memopt.kernels.activation.function_triton import launch_backward
+        import memopt.kernels.activation.function_triton as kernels
 
-        return launch_backward(dh, z, kind, recompute)
+        return kernels.launch_backward(dh, z, kind, recompute)
     with autocast_as(None, z):
         return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.activation.function import recomputed_activation
+from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.function import (
@@ -44,6 +44,7 @@ class ActivationRewrite:
     code: DerivativeCode | None = None
     """Kept instead of its input: where nothing keeps its output, or always."""
     is_always_coded: bool = False
+    dtypes: Dtypes = field(default_factory=dict, compare=False, repr=False)
 
 
 def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationRules | None = None) -> None:
@@ -84,7 +85,7 @@ def _forward(
             return with_witness(coded)
     if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
         return with_witness(function(z))
-    h = with_witness(recomputed_activation(z, function, rewrite.kind))
+    h = with_witness(recomputed_activation(z, function, rewrite.kind, rewrite.dtypes))
     if is_watched(module):
         keep_producer(h)
     return h
