@@ -75,7 +75,8 @@ class Comparison:
     def add(self, piece: Piece, start: int, before: memoryview, after: memoryview) -> None:
         """Compare one block of the source's and of the patched tensor."""
         if self._operation is None:
-            same = np.array_equal(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))
+            word = np.uint8 if len(before) % 8 else np.uint64
+            same = np.array_equal(np.frombuffer(before, word), np.frombuffer(after, word))
             self.result.different += not same
             return
         extent = (piece[0].stop - piece[0].start, piece[1].stop - piece[1].start, piece[2].stop - piece[2].start)
