@@ -127,6 +127,13 @@ def test_a_file_that_was_added_fails_by_name(patched: Path, name: str, listed: b
     assert all(f"{name} " in check.detail for check in found.values())
 
 
+def test_an_adapter_that_was_added_fails_by_name(patched: Path) -> None:
+    (patched / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base-7b"}')
+    checks = {check.id: check for check in verify(patched, level="weights").checks}
+    assert checks["weights.headers"].status == "fail"
+    assert "adapter of 'org/base-7b'" in checks["weights.headers"].detail
+
+
 def test_an_empty_list_of_files_fails(patched: Path) -> None:
     rewrite(patched / "memopt.json", lambda manifest: manifest.update(files={}))
     assert "config.json was added" in failed(patched)["weights.files"].detail
