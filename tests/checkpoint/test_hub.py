@@ -57,7 +57,7 @@ def test_pickles_are_fetched_only_if_allowed_and_only_without_safetensors(
 ) -> None:
     calls: list[list[str]] = []
 
-    def download(model: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
+    def download(model: str, *, revision: str | None, ignore_patterns: list[str], **_: object) -> str:
         calls.append(ignore_patterns)
         return str(tmp_path)
 
@@ -75,7 +75,7 @@ def test_pickles_are_fetched_only_if_allowed_and_only_without_safetensors(
 def test_without_weights_no_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
-    def download(model: str, *, revision: str | None, ignore_patterns: list[str]) -> str:
+    def download(model: str, *, revision: str | None, ignore_patterns: list[str], **_: object) -> str:
         calls.append(ignore_patterns)
         return str(tmp_path)
 

@@ -170,7 +170,7 @@ class TestLoadConfig:
             (GatedRepoError("gated", response=_Response()), "'org/it' on the hub is gated"),  # type: ignore[arg-type]
             (RevisionNotFoundError("no", response=_Response()), "has no revision 'v9'"),  # type: ignore[arg-type]
             (RepositoryNotFoundError("no", response=_Response()), "nor a model on the hub"),  # type: ignore[arg-type]
-            (LocalEntryNotFoundError("no"), "the hub at .* cannot be reached"),
+            (LocalEntryNotFoundError("no"), "the hub at .* does not answer"),
             (EntryNotFoundError("no"), r"not a transformers model: it has no config\.json"),
             (ConnectionResetError("reset by peer"), "could not deliver.*reset by peer"),
         ],
@@ -179,6 +179,7 @@ class TestLoadConfig:
         self, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
     ) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("memopt.walk.models.config.hub_answers", lambda *_: True)
         _hub_answers(monkeypatch, error)
         with pytest.raises(ModelError, match=sentence):
             load_config("org/it", revision="v9")

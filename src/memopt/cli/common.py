@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 import traceback
@@ -123,6 +124,25 @@ def result(outcome: str) -> Iterator[None]:
 def note(text: str) -> None:
     """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"note: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def notes_shown() -> Iterator[None]:
+    """Inside, what memopt logs (that it waits for the hub) goes to stderr."""
+    logger, notes = logging.getLogger("memopt"), _Notes()
+    level = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,10 @@ def run() -> None:
     # A closed stderr is None, and what is printed to None goes to stdout.
     stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = cast(Any, common.Forgiving(stderr))
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == common.EXIT_INTERRUPTED:
+        os._exit(code)  # else Python waits for the threads of a download
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         error = StreamError("stdout is closed, so no result could be printed: nothing was done.", "Give it a stdout.")
         return common.report_error(error, command=command, as_json=False, debug=debug)
     try:
-        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))):
+        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))), common.notes_shown():
             code = _run(rest, command, as_json=as_json, debug=debug)
             sys.stdout.flush()
     except (BrokenPipeError, StreamError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
+from memopt.hub import hub_answers
 from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class
@@ -75,6 +76,8 @@ def load_stock(
     keywords: dict[str, Any] = {"dtype": _loaded_as(dtype), "trust_remote_code": trust_remote_code}
     if revision is not None:
         keywords["revision"] = revision
+    if not Path(source).is_dir():
+        keywords["local_files_only"] = not hub_answers(str(source), revision)
     with quiet():
         return _in_dtype(from_pretrained(cls, source, **keywords).eval(), dtype)
 

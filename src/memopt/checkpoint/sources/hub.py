@@ -64,10 +64,17 @@ def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    from memopt.hub import hub_answers, in_thread
+
     at = f" at revision '{revision}'" if revision else ""
     page = f"https://huggingface.co/{model}"
     try:
-        folder = huggingface_hub.snapshot_download(model, revision=revision, ignore_patterns=ignored)
+        cached_only = not hub_answers(model, revision)
+        folder = in_thread(
+            lambda: huggingface_hub.snapshot_download(
+                model, revision=revision, ignore_patterns=ignored, local_files_only=cached_only
+            )
+        )
     except errors.HFValidationError:
         raise ModelError(f"'{model}' is neither a folder here nor a valid hub id.") from None
     except errors.GatedRepoError:
@@ -95,4 +102,6 @@ def _why_offline() -> str:
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}:
             return f"and {variable} is set: unset it, or give a local folder."
-    return "and the hub cannot be reached: check the connection, or give a local folder."
+    from huggingface_hub import constants
+
+    return f"and the hub at {constants.ENDPOINT} does not answer: check the connection, or give a local folder."

@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto
 
 from memopt.errors import ModelError
 from memopt.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
+from memopt.hub import hub_answers, in_thread
 from memopt.walk.models.adapter import refuse_adapter
 from memopt.walk.models.limits import check_counts, watched_build
 
@@ -66,11 +67,17 @@ def load_config(
         check_counts(settings)
     except ModelError as error:
         raise ModelError(f"The {CONFIG_FILE} of '{source}' describes no model. {error.message}", error.hint) from None
-    folder_or_id = str(Path(source).expanduser()) if Path(source).expanduser().is_dir() else str(source)
+    on_hub = not Path(source).expanduser().is_dir()
+    remote = on_hub and trust_remote_code and "auto_map" in settings
+    options = {"revision": revision, "local_files_only": not hub_answers(str(source), revision)} if remote else {}
     try:
         # Without trust_remote_code, even False, transformers prompts on stdin.
         with watched_build():
-            config = AutoConfig.from_pretrained(folder_or_id, revision=revision, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                str(source) if remote else path.parent, trust_remote_code=trust_remote_code, **options
+            )
+        if on_hub:
+            config._name_or_path = str(source)
     except Exception as error:
         if trust_remote_code and _has_code(settings):
             raise ModelError(f"The code that '{source}' carries cannot be loaded: {one_line(error)}.") from error
@@ -169,7 +176,9 @@ def _config_in_folder(folder: Path) -> Path:
 def _config_on_hub(source: str, revision: str | None) -> Path:
     at = f" at revision '{revision}'" if revision else ""
     try:
-        return Path(huggingface_hub.hf_hub_download(source, CONFIG_FILE, revision=revision))
+        cached_only = not hub_answers(source, revision)
+        download = huggingface_hub.hf_hub_download
+        return Path(in_thread(lambda: download(source, CONFIG_FILE, revision=revision, local_files_only=cached_only)))
     except HFValidationError:
         message = f"'{source}' is neither an existing folder nor a hub id."
         raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None
@@ -200,7 +209,7 @@ def _not_in_cache(source: str, at: str) -> ModelError:
             "Unset HF_HUB_OFFLINE, or give a local folder.",
         )
     return ModelError(
-        f"{missing}, and the hub at {_endpoint()} cannot be reached.", "Check the network, or give a local folder."
+        f"{missing}, and the hub at {_endpoint()} does not answer.", "Check the network, or give a local folder."
     )
 
 
