@@ -166,7 +166,7 @@ def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner
 
 
 def proposed(
-    model: nn.Module, variants: Sequence[Variant], seed: int, *, part: str = "", method: str = ""
+    model: nn.Module, variants: Sequence[str], seed: int, *, part: str = "", method: str = ""
 ) -> Iterator[tuple[str, Call]]:
     """(name, call) of what to try, the likeliest first; a variant with the inputs of ``plain`` is left out.
 

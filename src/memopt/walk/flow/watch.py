@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from memopt.walk.aten.precision import default_dtype
-from memopt.walk.calls.inputs import Call
+from memopt.walk.calls.inputs import Call, Calls
 from memopt.walk.calls.parts import every_call
+from memopt.walk.flow.branches import Branches
 from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
@@ -29,12 +30,17 @@ class Observed:
     traces: list[tuple[str, str]]
     inputs: Mapping[str, InputUse]
     """Weight of a linear -> what else uses its input; only for linears that ran with gradients."""
+    unseen: str = ""
+    """Why some branch was not observed; empty where all were, or none was looked for."""
 
 
-def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_labels: bool) -> Observed:
+def observe(
+    model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_labels: bool, with_branches: bool = False
+) -> Observed:
     """Probe the modules of `model`, then observe every call that runs, in eval and in train mode.
 
-    With labels, one more forward records what autograd saves of the linears' inputs.
+    With labels, one more forward records what autograd saves of the linears' inputs. With branches, those that no call
+    took are observed too, and calls of other lengths added, where a forward decides by values or sizes.
     """
     norms, lookalikes, activations = _probe_all(model)
     labels = Labels(model, activations) if with_labels else None
@@ -45,15 +51,19 @@ def observe(model: nn.Module, inputs: Mapping[str, Any] | None = None, *, with_l
 
     def run(target: nn.Module, call: Call) -> Any:
         mode.forget()
-        return [mode.run(target, call) for _ in range(repeats)][-1]
+        return [mode.run(target, call) for _ in range(1 if branches.exploring else repeats)][-1]
 
+    branches = Branches(run)
     with plain_torch(float64=not on_meta):
         with mode.watch():
-            calls = every_call(model, inputs, run=run)
+            calls = every_call(model, inputs, run=branches.run if with_branches else run)
+            if with_branches and inputs is None:
+                calls = Calls([*calls, *branches.lengths(model)], calls.errors)
+            unseen = branches.take(model)  # nothing without branches, since nothing was noted
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
         uses = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces, uses)
+    return Observed(mode, labels, lookalikes, calls, traces, uses, unseen)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:

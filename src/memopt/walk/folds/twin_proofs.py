@@ -97,10 +97,13 @@ def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collect
 
     Folds with cautions are proved on top of the others, on all outputs but those that the cautions name.
     """
-    observed = observe(twin, inputs, with_labels=False)
+    observed = observe(twin, inputs, with_labels=False, with_branches=True)
     if not observed.calls:
         return _TwinProofs(note=f"the small twin does not run ({observed.traces[-1][1]})")
     norms = norm_sites(observed.mode, judge(observed.mode, None))
+    if observed.unseen:
+        all_folds = {_fold_template(norm): observed.unseen for norm in norms}
+        return _TwinProofs(reasons=all_folds, refused=frozenset(all_folds))
     plain = [norm for norm in norms if norm.foldable]
     cautious = [norm for norm in norms if norm.foldable_with_cautions and norm.cautions]
     changed = {output for norm in cautious for output in norm.changed_outputs}

@@ -86,6 +86,8 @@ class Request:
 
     @property
     def length(self) -> int:
+        if self.variant.startswith("length "):
+            return int(self.variant.removeprefix("length "))
         return ODD_LENGTH if self.variant == "odd" else LENGTH
 
     @property

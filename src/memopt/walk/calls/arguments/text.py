@@ -50,7 +50,7 @@ def text(request: Request) -> Iterator[tuple[str, Kwargs]]:
     if isinstance(end := request.setting("eos_token_id"), int):
         # Some heads read the position of the end of the sequence.
         ended = ids["input_ids"].clone()
-        ended[:, -PADDING - 1] = end
+        ended[:, -min(PADDING + 1, ended.shape[1])] = end
         yield "main:end of sequence", complete(request, {**ids, "input_ids": ended})
     choices = ids["input_ids"].unsqueeze(1).expand(BATCH, 2, -1).contiguous()
     yield "main:choices", complete(request, {**ids, "input_ids": choices})

@@ -1,0 +1,164 @@
+"""The branches of a forward that no call took: values decided the other way, lengths on the other side of a limit.
+
+A fold that is legal in every observed call may be wrong in a branch that none of them took. Each place where only one
+answer was seen is therefore run with the other one (`memopt.walk.aten.decisions`), and where sizes are compared, and
+the outcome depends on the length of the inputs, calls of such lengths are added that it falls both ways.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from memopt.walk.aten.decisions import Comparison, Decisions, Place
+from memopt.walk.calls.arguments.request import LENGTH, ODD_LENGTH
+from memopt.walk.calls.inputs import Call, Runner, first_to_run, proposed, run_once
+from memopt.walk.models.config import one_line
+
+#: Longest inputs that are made to get to the other side of a limit.
+LONGEST = 256
+#: Places that are run with the other answer, and lengths that are added; a model with more has norms left unfolded.
+MOST_PLACES, MOST_LENGTHS = 32, 8
+
+
+class Branches:
+    """Runs calls by `run` and remembers what their forwards decided by."""
+
+    def __init__(self, run: Runner) -> None:
+        self._run = run
+        self._turned: frozenset[Place] = frozenset()
+        self._needed: frozenset[Place] = frozenset()
+        self.exploring = False
+        """Whether the call that runs is one that is added here."""
+        self._answers: dict[Place, set[bool]] = defaultdict(set)
+        self._first: dict[Place, tuple[Call, bool, frozenset[Place]]] = {}
+        self._sizes: dict[str, list[Comparison]] = {}
+
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """Run a call under observation, as a `Runner`."""
+        decisions = Decisions(self._turned)
+        try:
+            with decisions:
+                output = self._run(model, call)
+        except Exception:
+            # Other arguments, which do not fit the model, are tried too, and decide nothing; and of several places only
+            # one decided how this ended.
+            if len(self._turned - self._needed) == 1:
+                self._note(decisions, model, call)
+            raise
+        self._note(decisions, model, call)
+        if not model.training and not self._turned:
+            self._sizes[call.label] = decisions.sizes
+        return output
+
+    def _note(self, decisions: Decisions, model: nn.Module, call: Call) -> None:
+        for place, answers in decisions.values.items():
+            self._answers[place] |= answers
+            self._first.setdefault(place, (call, model.training, self._turned))
+
+    def take(self, model: nn.Module) -> str:
+        """Run the branches that the calls so far did not take, by values; why not all of them could be observed."""
+        self.exploring, tried, own_files = True, set[Place](), _files(model)
+        # Most of what is open at first can be turned round at once, in a forward or two.
+        together = {place for place in self._answers if self._is_open(place)}
+        if len(together) > 1:
+            self._turn(model, *self._first[min(together)], together)
+        while place := next((p for p in self._answers if self._is_open(p) and p not in tried), None):
+            if len(tried) == MOST_PLACES:
+                return f"its forward decides by values at more than {MOST_PLACES} places"
+            tried.add(place)
+            error = self._turn(model, *self._first[place], {place})
+            # Code outside of the modules' files calls no module: it prepares masks, which may not fit turned round.
+            if error is not None and place[0] in own_files and not _is_raised(error):
+                where = f"{place[0].rpartition('/')[2]}:{place[1]}"
+                return f"a branch on values, at {where}, cannot be observed ({one_line(error)})"
+        return ""
+
+    def _is_open(self, place: Place) -> bool:
+        return len(self._answers[place]) == 1
+
+    def _turn(
+        self, model: nn.Module, call: Call, training: bool, needed: frozenset[Place], places: set[Place]
+    ) -> Exception | None:
+        """Run `call` with `places` turned round, and with those `needed` to get there; the error where it fails."""
+        self._needed, self._turned = needed, needed | places
+        try:
+            run_once(model, call, self.run, training)
+        except Exception as error:  # a branch that is never taken may do anything
+            return error
+        finally:
+            self._needed = self._turned = frozenset()
+        return None
+
+    def lengths(self, model: nn.Module) -> list[Call]:
+        """Run calls of other lengths, on the other side of what was compared, and return those that ran."""
+        calls: list[Call] = []
+        self.exploring = True
+        tried = {LENGTH, ODD_LENGTH}
+        while len(tried) < MOST_LENGTHS and (length := next(self._missing(tried), None)):
+            tried.add(length)
+            variants = proposed(model, ("plain", f"length {length}"), 0)
+            calls += first_to_run(model, [v for v in variants if not v[1].label.startswith("plain")], self.run)
+        return calls
+
+    def _missing(self, tried: set[int]) -> Iterator[int]:
+        for label, sizes in self._sizes.items():
+            others = self._sizes.get(label.replace("plain", "odd", 1)) if label.startswith("plain") else None
+            for one, other in _pairs(sizes, others or []):
+                yield from _other_side(one, other, tried)
+
+
+def _files(model: nn.Module) -> set[str | None]:
+    """The files that define the classes of the model's modules."""
+    classes = {cls for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
+    return {getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in classes}
+
+
+def _is_raised(error: Exception) -> bool:
+    """Whether Python code raised it, as a branch for wrong inputs does, and not an operation that could not run."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _pairs(sizes: Sequence[Comparison], others: Sequence[Comparison]) -> Iterator[tuple[Comparison, Comparison]]:
+    """The comparisons of two forwards that are the same but for their numbers."""
+    by_place: dict[tuple[Place, str], list[Comparison]] = defaultdict(list)
+    for other in others:
+        by_place[other.place, other.operation].append(other)
+    for one in sizes:
+        if same := by_place[one.place, one.operation]:
+            yield one, same.pop(0)
+
+
+def _other_side(one: Comparison, other: Comparison, tried: set[int]) -> Iterator[int]:
+    """Lengths for which a comparison, seen at two lengths, falls in the ways that those in `tried` do not."""
+    slope, limit = ((a - b) / (LENGTH - ODD_LENGTH) for a, b in ((one.left, other.left), (one.right, other.right)))
+
+    def left(length: int) -> float:
+        return one.left + slope * (length - LENGTH)
+
+    def right(length: int) -> float:
+        return one.right + limit * (length - LENGTH)
+
+    if one.operation == "%":
+        if slope and one.right:
+            for divides in (True, False):
+                if not any((left(n) % right(n) == 0) == divides for n in tried if right(n)):
+                    near = sorted(range(1, LONGEST), key=lambda n: abs(n - LENGTH))
+                    yield from [n for n in near if right(n) and (left(n) % right(n) == 0) == divides][:1]
+        return
+    if slope == limit:
+        return
+    border = LENGTH - (one.left - one.right) / (slope - limit)
+    wanted = [] if any(n < border for n in tried) else [math.ceil(border) - 1]
+    wanted += [] if any(n > border for n in tried) else [math.floor(border) + 1]
+    wanted += [round(border)] if border == round(border) and one.operation in ("eq", "ne") else []
+    yield from (n for n in wanted if 1 <= n <= LONGEST and n not in tried)
