@@ -1,0 +1,257 @@
+"""Faults in patched activations, gated products and linears, each in one module of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.activation import function as activation
+from memopt.kernels.gated_mlp import function as gated
+from memopt.kernels.linear import function as linear
+from memopt.patches.activation import module as activation_module
+from memopt.patches.linear import module as linear_module
+from tests.mutation.acting import (
+    Gradients,
+    changed_at,
+    gradients_changed,
+    in_backward,
+    recomputed_as,
+    scaled,
+    together,
+)
+from tests.mutation.planted import in_modules
+from tests.mutation.site import Site, replaced
+
+_GATED = ("llama", "gemma2", "t5", "phi3")
+_COMPOSED = ("gpt2",)
+"""Their activation takes several operations."""
+_READERS = ("bert", "vit", "gpt2", "llama", "mixtral", "gemma2", "qwen3_moe", "phi3")
+"""Where no norm is folded, their linears recompute its output."""
+_UNFOLDED = "exact-unfolded"
+_BIASES = ("bert", "vit", "gpt2")
+
+# --- activations ----------------------------------------------------------------------------------------------------
+
+
+def _differentiated(site: Site, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    def changed(ctx: Any, found: Gradients) -> Gradients:
+        return change(ctx.saved_tensors[0], found[0]), *found[1:]
+
+    return gradients_changed(site, activation.ActivationFunction, changed)
+
+
+@in_modules("activations", "the gradient is scaled", *_COMPOSED, sized=True)
+def _(site: Site, size: float) -> Any:
+    return _differentiated(site, lambda z, dz: dz * (1 + size))
+
+
+@in_modules("activations", "the gradient is zero for negative inputs", *_COMPOSED)
+def _(site: Site) -> Any:
+    return _differentiated(site, lambda z, dz: dz * (z > 0))
+
+
+@in_modules("activations", "the output is scaled", *_COMPOSED, sized=True)
+def _(site: Site, size: float) -> Any:
+    def change(stock: Any, z: Tensor, function: Any, kind: Any = None) -> Tensor:
+        y: Tensor = stock(z, lambda t: function(t) * (1 + size), kind)
+        return y
+
+    return changed_at(site, activation_module, "recomputed_activation", change)
+
+
+@in_modules("activations", "the recomputed output is scaled", *_COMPOSED, sized=True)
+def _(site: Site, size: float) -> Any:
+    return recomputed_as(site, activation, lambda h, z: h * (1 + size))
+
+
+@in_modules("activations", "the input is read instead of the output", *_COMPOSED)
+def _(site: Site) -> Any:
+    return recomputed_as(site, activation, lambda h, z: z)
+
+
+# --- gated products -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _product_gradients(site: Site, change: Callable[..., tuple[Any, ...]]) -> Iterator[None]:
+    """(dgate, dup, h) of a product at the site; with gate and up in one tensor dgate holds both."""
+    stock = gated._gradients
+    with in_backward(site, linear.FusedLinearFunction) as acts:
+
+        def gradients(*given: Any, **options: Any) -> Any:
+            found = stock(*given, **options)
+            return change(*found) if acts() else found
+
+        with replaced(gated, "_gradients", gradients):
+            yield
+
+
+def _times(value: Tensor | None, factor: float) -> Tensor | None:
+    return None if value is None else value * factor
+
+
+@in_modules("gated products", "the gradient of the gate is scaled", *_GATED, sized=True)
+def _(site: Site, size: float) -> Any:
+    return _product_gradients(site, lambda dgate, dup, h: (dgate * (1 + size), dup, h))
+
+
+@in_modules("gated products", "the gradient of up is scaled", "llama", "gemma2", "t5", sized=True)
+def _(site: Site, size: float) -> Any:
+    return _product_gradients(site, lambda dgate, dup, h: (dgate, _times(dup, 1 + size), h))
+
+
+@in_modules("gated products", "gradients of gate and up are exchanged", *_GATED)
+def _(site: Site) -> Any:
+    def change(dgate: Tensor, dup: Tensor | None, h: Any) -> tuple[Any, ...]:
+        return (dup, dgate, h) if dup is not None else (torch.cat(dgate.chunk(2, -1)[::-1], -1), None, h)
+
+    return _product_gradients(site, change)
+
+
+@in_modules("gated products", "the recomputed product is scaled", *_GATED, sized=True)
+def _(site: Site, size: float) -> Any:
+    return _product_gradients(site, lambda dgate, dup, h: (dgate, dup, _times(h, 1 + size)))
+
+
+@in_modules("gated products", "the recomputed product is that of another row", *_GATED)
+def _(site: Site) -> Any:
+    return _product_gradients(site, lambda dgate, dup, h: (dgate, dup, h.roll(1, -2)))
+
+
+@in_modules("gated products", "the product is scaled", *_GATED, sized=True)
+def _(site: Site, size: float) -> Any:
+    return changed_at(site, gated, "_value", lambda stock, *given: stock(*given) * (1 + size))
+
+
+@in_modules("gated products", "the gate is not activated", *_GATED)
+def _(site: Site) -> Any:
+    def change(stock: Any, gate: Tensor, up: Any, *rest: Any) -> Tensor:
+        first, second = (gate, up) if up is not None else gate.chunk(2, -1)
+        return first * second
+
+    return changed_at(site, gated, "_value", change)
+
+
+# --- linears --------------------------------------------------------------------------------------------------------
+
+#: Where the results of both functions' backward are.
+_WEIGHT, _BIAS = (1, 2), (2, 3)
+
+
+def _linears(site: Site, places: tuple[int, int], change: Callable[[Tensor], Tensor | None]) -> Any:
+    def at(place: int) -> Callable[[Any, Gradients], Gradients]:
+        def changed(ctx: Any, found: Gradients) -> Gradients:
+            new = None if found[place] is None else change(found[place])
+            return *found[:place], new, *found[place + 1 :]
+
+        return changed
+
+    functions = (linear.RecomputedInputFunction, linear.FusedLinearFunction)
+    return together(
+        *(gradients_changed(site, function, at(place)) for function, place in zip(functions, places, strict=True))
+    )
+
+
+@in_modules("linears", "the gradient of the weight is scaled", *_READERS, sized=True, recipe=_UNFOLDED)
+def _(site: Site, size: float) -> Any:
+    return _linears(site, _WEIGHT, lambda found: found * (1 + size))
+
+
+@in_modules("linears", "no gradient of the weight", *_READERS, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _linears(site, _WEIGHT, lambda found: None)
+
+
+@in_modules("linears", "no gradient of the bias", *_BIASES, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _linears(site, _BIAS, lambda found: None)
+
+
+@in_modules("linears", "the gradient of the bias is scaled", *_BIASES, sized=True, recipe=_UNFOLDED)
+def _(site: Site, size: float) -> Any:
+    return _linears(site, _BIAS, lambda found: found * (1 + size))
+
+
+@in_modules("linears", "the gradient of the input is scaled", *_READERS, sized=True, recipe=_UNFOLDED)
+def _(site: Site, size: float) -> Any:
+    return gradients_changed(site, linear.RecomputedInputFunction, lambda ctx, found: scaled(found, 0, 1 + size))
+
+
+def _without(found: Tensor, *place: int) -> Tensor:
+    found = found.clone()
+    found[place] = 0
+    return found
+
+
+@in_modules("linears", "an element of the gradient of the weight is lost", *_READERS, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _linears(site, _WEIGHT, lambda found: _without(found, found.size(0) // 2, found.size(1) // 2))
+
+
+@in_modules("linears", "a row of the gradient of the weight is lost", *_READERS, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _linears(site, _WEIGHT, lambda found: _without(found, found.size(0) // 2))
+
+
+@contextmanager
+def _recomputed_input(site: Site, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The recomputed input of one linear at the site, and not of other readers of the same tensor."""
+    gradient = linear.weight_gradient
+
+    def alone(stock: Any, *given: Any, fuses: bool) -> Tensor:
+        y: Tensor = stock(*given, fuses=False)
+        return y
+
+    with in_backward(site, linear.RecomputedInputFunction) as acts:
+
+        def changed(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+            return gradient(dy, change(h) if acts() else h, weight)
+
+        with changed_at(site, linear_module, "recomputed_linear", alone), replaced(linear, "weight_gradient", changed):
+            yield
+
+
+@in_modules("linears", "the recomputed input is off", *_READERS, sized=True, recipe=_UNFOLDED)
+def _(site: Site, size: float) -> Any:
+    return _recomputed_input(site, lambda x: x * (1 + size))
+
+
+@in_modules("linears", "the recomputed input is that of another row", *_READERS, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _recomputed_input(site, lambda x: x.roll(1, 0))
+
+
+@in_modules("linears", "the recomputed input lacks a row", *_READERS, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _recomputed_input(site, lambda x: _without(x, 0))
+
+
+@contextmanager
+def _output(site: Site, change: Callable[[Tensor, Any], Tensor]) -> Iterator[None]:
+    """The output of linears at the site is change(y, bias)."""
+
+    def changed(function: Any, bias_at: int) -> Any:
+        forward = function.forward
+
+        def run(ctx: Any, *given: Any) -> Any:
+            y = forward(ctx, *given)
+            return change(y, given[bias_at]).detach() if site.here() else y
+
+        return replaced(function, "forward", staticmethod(run))
+
+    with changed(linear.RecomputedInputFunction, 2), changed(linear.FusedLinearFunction, 3):
+        yield
+
+
+@in_modules("linears", "the output is scaled", *_READERS, sized=True, recipe=_UNFOLDED)
+def _(site: Site, size: float) -> Any:
+    return _output(site, lambda y, bias: y * (1 + size))
+
+
+@in_modules("linears", "the bias is added twice", *_BIASES, recipe=_UNFOLDED)
+def _(site: Site) -> Any:
+    return _output(site, lambda y, bias: y + bias)
