@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.reporting.blocks import Blocks, Saved
 from memopt.reporting.causes import Causes
 from memopt.reporting.storages import StorageTracker
-from memopt.torch_compat import tree_leaves
+from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.sites import Sites
 
 #: Where a storage is saved first: before, inside, between or after the repeated blocks; ``shared`` by several of them.
@@ -64,6 +64,8 @@ class Account:
     """Bytes of one unit: the hidden state (tokens x hidden size) that enters the first block, in the compute dtype.
     0 if no block was seen."""
     notes: tuple[str, ...] = ()
+    hidden_in: str = ""
+    """The module in which most of the `unseen` bytes were allocated."""
 
     @property
     def total(self) -> int:
@@ -126,8 +128,11 @@ def account(
     saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
     counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
+    seen = {storage_id(entry.storage) for entry in saved}
+    hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in seen)
     del graph
-    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes))
+    hidden_in = max(hidden, key=lambda module: hidden[module], default="")
+    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes), hidden_in)
 
 
 def live_bytes(run: Callable[[], Any]) -> int:

@@ -89,9 +89,14 @@ class StorageTracker(TorchDispatchMode):
 
     def alive_bytes(self) -> int:
         """Bytes of the recorded storages that something still refers to."""
-        references = (reference for reference, _ in self._born.values())
-        living = (living_storage(reference) for reference in references)
-        return sum(storage.nbytes() for storage in living if storage is not None)
+        return sum(storage.nbytes() for storage, _ in self.alive())
+
+    def alive(self) -> Iterator[tuple[torch.UntypedStorage, Birth]]:
+        """The recorded storages that something still refers to."""
+        for reference, birth in self._born.values():
+            storage = living_storage(reference)
+            if storage is not None:
+                yield storage, birth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

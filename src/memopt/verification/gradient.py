@@ -86,7 +86,7 @@ def verify_gradient(
 
     truth, traces = load_run_free(functools.partial(load, dtype=wide), true_step)
     source = f"{stock.reference.name} run of stock modules on the same weights"
-    checks = [_parameters(patched.gradients, truth.gradients, patched_folder(folder).folded_norms())]
+    checks = [check_parameters(patched.gradients, truth.gradients, patched_folder(folder).folded_norms())]
     compared = functools.partial(
         compare_gradients, truth=truth.gradients, dtype=stock.dtype, reference=source, stock_loss=stock.step.loss,
         patched_loss=patched.loss,
@@ -114,7 +114,7 @@ def _rounded_at_random(stock: _Stock, runs: int, model: nn.Module) -> list[Step]
         return [training_step(model, stock.probes, stock.dtype) for _ in range(runs)]
 
 
-def _parameters(patched: Gradients, stock: Gradients, folded: frozenset[str]) -> Check:
+def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str]) -> Check:
     """Every parameter that stock modules train has a gradient, but those that a fold made constant, and no other."""
     lost = sorted(name for name in stock.keys() - patched.keys() if name.rpartition(".")[0] not in folded)
     extra = sorted(patched.keys() - stock.keys())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
     yield Check(
         id="memory.nothing_hidden",
         level="memory",
-        subject="whole model",
+        subject=patched.hidden_in if hidden and patched.hidden_in else "whole model",
         status="pass" if hidden == 0 else "fail",
         metric="live bytes after forward that are in no saved tensor",
         value=float(hidden),
@@ -186,18 +186,24 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     plan = patched.plan
     if plan is None:
         return
-    allowed = _own(stock.account)
+    allowed, own = _own(stock.account), _own(patched.account)
+    stock_saves, saves = _all_saves(stock.account), _all_saves(patched.account)
+    producers = {name for patch in patches() for name in patch.recomputed(plan)}
     for patch in patches():
-        allowed.update(patch.own_bytes(plan, stock.outputs))
-    more = {name: own - allowed[name] for name, own in _own(patched.account).items() if name in patched.modules}
+        for name, nbytes in patch.own_bytes(plan, stock.outputs).items():
+            # One whose parameters have another dtype than its input runs stock code.
+            if saves[name].keys() <= stock_saves[name].keys():
+                producers.discard(name)
+            else:
+                allowed[name], own[name] = nbytes, saves[name].total()
+    more = {name: nbytes - allowed[name] for name, nbytes in own.items() if name in patched.modules}
     if plan.recipe.without("approximate", "sampled"):  # codes and samples are saved instead of what is there
         more = {name: nbytes for name, nbytes in more.items() if allowed[name]}
     worst = max(more, key=lambda name: more[name], default="")
     yield _no_bytes(
-        "memory.module", worst, max(more.get(worst, 0), 0), "bytes of its own results that a module saves beyond plan",
+        "memory.module", worst, max(more.get(worst, 0), 0), "bytes that a module saves beyond its plan",
         "a norm saves x_hat, a number a row and its affine; others no more than stock", len(patched.modules),
     )  # fmt: skip
-    producers = {name for patch in patches() for name in patch.recomputed(plan)}
     linears = {linear.module for linear in plan.sites.linears}
     kept = Counter[str]()
     for each in patched.account.storages:
@@ -217,6 +223,15 @@ def _own(measured: Account) -> Counter[str]:
         if each.module in each.savers_modules:
             own[each.module] += each.nbytes
     return own
+
+
+def _all_saves(measured: Account) -> defaultdict[str, Counter[str]]:
+    """Module -> operation -> bytes that it saves, whoever computed them."""
+    saves: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for each in measured.storages:
+        for module in each.savers_modules:
+            saves[module][next(operation for saver, operation in each.savers if saver == module)] += each.nbytes
+    return saves
 
 
 def _no_bytes(id: str, subject: str, nbytes: int, metric: str, reason: str, modules: int) -> Check:

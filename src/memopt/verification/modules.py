@@ -9,7 +9,7 @@ shows. The module at fault is found by exchanging patched modules for stock ones
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ Traces = dict[str, float]
 
 
 @dataclass(frozen=True)
-class _Worst:
+class Worst:
     """The largest relative difference, and where it is."""
 
     value: float
@@ -60,14 +60,14 @@ def verify_modules(
         reference: `truth`, in words.
     """
     with precise(dtype):
-        worst = _compare(training_step(model, probes, dtype), truth)
+        worst = compare_steps(training_step(model, probes, dtype), truth)
     # Blocks patch the linears inside when they run.
     swapped = [(name, module) for name, module in model.named_modules() if is_swapped(module)]
 
-    def run(patched: int) -> _Worst:
+    def run(patched: int) -> Worst:
         """With stock forwards in all but the first so many patched modules."""
         with precise(dtype), stock_forwards(module for _, module in swapped[patched:]):
-            return _compare(training_step(model, probes, dtype), truth)
+            return compare_steps(training_step(model, probes, dtype), truth)
 
     record = record_of(model)
     refused = () if record is None else record.refused
@@ -86,11 +86,20 @@ def verify_modules(
     )
     limit = LIMITS[dtype]
     is_wrong = not worst.value <= limit
-    yield Check(
+    culprit = _culprit(run, swapped, limit, model, probes, traces, dtype) if is_wrong else "all patched modules"
+    yield check_modules(culprit, worst, truth, reference, limit)
+    alone = check_alone(run_alone(dict(swapped), dtype), limit)
+    if alone is not None:
+        yield alone
+
+
+def check_modules(subject: str, worst: Worst, truth: Step, reference: str, limit: float) -> Check:
+    """The check of all modules together."""
+    return Check(
         id="gradient.modules",
         level="gradient",
-        subject=_culprit(run, swapped, limit, model, probes, traces, dtype) if is_wrong else "all patched modules",
-        status="fail" if is_wrong else "pass",
+        subject=subject,
+        status="pass" if worst.value <= limit else "fail",
         metric="largest relative difference of an output or gradient",
         value=worst.value,
         threshold=limit,
@@ -99,23 +108,32 @@ def verify_modules(
         n=len(truth.outputs) + len(truth.gradients),
         detail=f"most in {worst.where}",
     )
+
+
+def run_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, Worst]:
+    """What each of `modules`, in `dtype`, is off by on its own; without those that cannot run so."""
     with precise(dtype):
-        alone = {name: found for name, module in swapped if (found := _alone(module, dtype)) is not None}
-    if alone:
-        name = max(alone, key=lambda each: alone[each].order)
-        yield Check(
-            id="gradient.alone",
-            level="gradient",
-            subject=name,
-            status="pass" if alone[name].value <= limit else "fail",
-            metric="largest relative difference of a norm or activation alone",
-            value=alone[name].value,
-            threshold=limit,
-            threshold_reason="only the module differs, so only roundings of this precision may",
-            reference="the stock module, on random inputs of sizes 1e-6 to 30",
-            n=len(alone),
-            detail=f"most in {alone[name].where}",
-        )
+        return {name: found for name, module in modules.items() if (found := _alone(module, dtype)) is not None}
+
+
+def check_alone(alone: Mapping[str, Worst], limit: float) -> Check | None:
+    """The check of what :func:`run_alone` found."""
+    if not alone:
+        return None
+    name = max(alone, key=lambda each: alone[each].order)
+    return Check(
+        id="gradient.alone",
+        level="gradient",
+        subject=name,
+        status="pass" if alone[name].value <= limit else "fail",
+        metric="largest relative difference of a norm or activation alone",
+        value=alone[name].value,
+        threshold=limit,
+        threshold_reason="only the module differs, so only roundings of this precision may",
+        reference="the stock module, on random inputs of sizes 1e-6 to 30",
+        n=len(alone),
+        detail=f"most in {alone[name].where}",
+    )
 
 
 def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
@@ -139,15 +157,15 @@ def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
             each.remove()
 
 
-def _compare(step: Step, truth: Step) -> _Worst:
+def compare_steps(step: Step, truth: Step) -> Worst:
     """Of all outputs and gradients that both have: which ones there must be is another check's."""
-    found = [_Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
+    found = [Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
     for name in truth.outputs.keys() & step.outputs.keys():
-        found.append(_Worst(_difference(step.outputs[name], truth.outputs[name]), f"the output {name}"))
+        found.append(Worst(_difference(step.outputs[name], truth.outputs[name]), f"the output {name}"))
     largest = max(map(rms, truth.gradients.values()), default=0.0)
     for name in truth.gradients.keys() & step.gradients.keys():
         error = _difference(step.gradients[name], truth.gradients[name], _CANCELS * largest)
-        found.append(_Worst(error, f"the gradient of {name}"))
+        found.append(Worst(error, f"the gradient of {name}"))
     return max(found, key=lambda each: each.order)
 
 
@@ -163,7 +181,7 @@ def _difference(value: Tensor, truth: Tensor, least: float = 0.0) -> float:
 
 
 def _culprit(
-    run: Callable[[int], _Worst],
+    run: Callable[[int], Worst],
     swapped: Sequence[tuple[str, nn.Module]],
     limit: float,
     model: nn.Module,
@@ -172,13 +190,7 @@ def _culprit(
     dtype: torch.dtype,
 ) -> str:
     """The first patched module that makes the model wrong, in the order of the model's modules."""
-    right, wrong = -1, len(swapped)
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        if run(middle).value <= limit:
-            right = middle
-        else:
-            wrong = middle
+    wrong = first_wrong(run, limit, len(swapped))
     if wrong:
         return swapped[wrong - 1][0]
     # Stock forwards are as wrong: a weight, a buffer or a setting differs.
@@ -188,7 +200,19 @@ def _culprit(
     return next(differ, "a module that is not patched")
 
 
-def _alone(module: nn.Module, dtype: torch.dtype) -> _Worst | None:
+def first_wrong(run: Callable[[int], Worst], limit: float, count: int) -> int:
+    """How many modules have to be patched for the model to be wrong, found by halving; with `count` it is."""
+    right, wrong = -1, count
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        if run(middle).value <= limit:
+            right = middle
+        else:
+            wrong = middle
+    return wrong
+
+
+def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
     """`module` against its stock forward; None where it is no function of one tensor, or has matrices to train."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.dim() > 1 for tensor in tensors):
@@ -206,12 +230,12 @@ def _alone(module: nn.Module, dtype: torch.dtype) -> _Worst | None:
         try:
             results = _results(module, x * size, dy)
         except Exception as error:  # The stock module runs.
-            return _Worst(math.inf, f"{type(error).__name__} at size {size:g}")
+            return Worst(math.inf, f"{type(error).__name__} at size {size:g}")
         # What cancels in the gradient of a norm's input is as large as that of its output over its deviation.
         scale = rms(dy) * rms(expected["output"][expected["output"].isfinite()]) / size
         for name, tensor in expected.items():
             least = _CANCELS * (scale if name == "gradient of its input" else 0.0)
-            found.append(_Worst(_difference(results[name], tensor, least), f"{name}, inputs of size {size:g}"))
+            found.append(Worst(_difference(results[name], tensor, least), f"{name}, inputs of size {size:g}"))
     return max(found, key=lambda each: each.order)
 
 

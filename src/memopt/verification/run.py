@@ -124,7 +124,6 @@ def _run(
 
 
 def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
-    from memopt.verification.gradient import verify_gradient
     from memopt.verification.trial import CheckpointTrial
 
     folder, recipe = record.folder, record.recipe
@@ -136,10 +135,24 @@ def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | No
         checks += verify_approximation(trial)
     with contextlib.suppress(NegativeVerdict) if checks else contextlib.nullcontext():
         # What is patched exactly is compared exactly; a recipe may approximate everything that it patches.
-        checks += verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        checks += _exact_gradient(record, trust_remote_code, inputs)
     for patch in patches():
         checks += patch.checks(trial)
     return checks
+
+
+def _exact_gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    from memopt.verification.gradient import verify_gradient
+    from memopt.verification.streamed import blocks_to_stream, verify_streamed
+
+    folder, recipe = record.folder, record.recipe
+    streamed = blocks_to_stream(folder, trust_remote_code=trust_remote_code)
+    if streamed is None:
+        return verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    exact = recipe.without("sampled", "approximate")
+    return verify_streamed(
+        folder, *streamed, record.folded_norms(), exact, trust_remote_code=trust_remote_code, inputs=inputs
+    )
 
 
 def _no_original(level: Level) -> Check:

@@ -32,7 +32,7 @@ def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
     """The step of the first probe. Eval mode: dropout off."""
     model.zero_grad()
     output = model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, dtype))
-    loss = _loss(output)
+    loss = loss_of(output)
     loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     outputs = floating_outputs(output)
@@ -41,11 +41,12 @@ def training_step(model: nn.Module, probes: Probes, dtype: torch.dtype) -> Step:
 
 
 def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+    """The loss of one forward."""
+    return loss_of(model(**inputs))
+
+
+def loss_of(output: Any) -> Tensor:
     """The model's own loss where it has one; else a fixed random projection of its floating-point outputs."""
-    return _loss(model(**inputs))
-
-
-def _loss(output: Any) -> Tensor:
     loss: Tensor | None = output.get("loss") if isinstance(output, dict) else None
     if loss is not None:
         return loss

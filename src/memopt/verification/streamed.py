@@ -1,0 +1,277 @@
+"""Level "gradient" of models that are larger than memory: block by block from disk.
+
+A forward and a backward of stock modules in fp64 go through the model with one block in memory at a time, like
+activation checkpointing. When backward reaches a block, its input and the gradient of its output are there; on these
+the block runs stock and patched, in fp64 and in the stored dtype, and is compared as whole models are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from memopt.api import load
+from memopt.checkpoint.sources.source import open_source
+from memopt.checks import Check
+from memopt.patches.swap import is_swapped, stock_forwards
+from memopt.torch_compat import tree_leaves, tree_map
+from memopt.verification.gradient import check_parameters, compare_gradients
+from memopt.verification.inputs import Probes, probe_inputs
+from memopt.verification.models import cast_inputs, choose_reference, quiet
+from memopt.verification.modules import LIMITS, check_alone, check_modules, compare_steps, first_wrong, run_alone
+from memopt.verification.ratios import STOCK_RUNS
+from memopt.verification.shelf import Shelf
+from memopt.verification.step import Step, loss_of
+from memopt.verification.stochastic import RandomRounding
+from memopt.walk.aten.precision import precise
+from memopt.walk.calls.batch import Batch
+from memopt.walk.models.config import load_config
+from memopt.walk.observe import walk_config
+
+_WIDE = torch.float64
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SOURCE = "fp64 run of stock modules on the same weights, block by block"
+
+
+def blocks_to_stream(folder: Path, *, trust_remote_code: bool = False) -> tuple[tuple[str, ...], torch.dtype] | None:
+    """The blocks of a model that does not fit into memory in fp64, and its stored dtype; None where it does.
+
+    None as well where it has no repeated blocks.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in open_source(str(folder)).tensors.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.shape)
+    stored = _DTYPES.get(max(sizes, key=lambda each: sizes[each], default=""))
+    if stored is None:
+        return None
+    reference = choose_reference(sum(sizes.values()), stored, copies=4)
+    if reference is not None and reference.dtype == _WIDE:
+        return None
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    blocks = walk_config(config, trust_remote_code=trust_remote_code).blocks
+    return (blocks, stored) if blocks else None
+
+
+def verify_streamed(
+    folder: Path,
+    blocks: Sequence[str],
+    stored: torch.dtype,
+    folded: frozenset[str],
+    settings: Sequence[str],
+    *,
+    trust_remote_code: bool = False,
+    inputs: Batch | None = None,
+) -> list[Check]:
+    """The checks of `verify_gradient`, with one of `blocks` in memory at a time.
+
+    Raises:
+        ModelError: accelerate is not installed.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="memopt-") as scratch, quiet():
+        shelf = Shelf(blocks, Path(scratch))
+        cls: Any = shelf
+        model = load(
+            folder,
+            model_class=cls,
+            inputs=inputs,
+            overrides=settings,
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+        ).eval()
+        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task("blocks", total=None)
+            sweep = _Sweep(model, shelf, stored, folded, lambda: progress.advance(task))
+            probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+            progress.update(task, total=progress.tasks[0].completed + 2 * len(blocks))
+            sweep.run(probes)
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        note = f"{len(blocks)} blocks from disk, {time.monotonic() - started:.0f} s, at most {rss} MiB of memory"
+        return [replace(check, detail="; ".join(filter(None, (check.detail, note)))) for check in sweep.checks()]
+
+
+@dataclass
+class _Sweep:
+    """One pass through the model, and what was found in each block."""
+
+    model: nn.Module
+    shelf: Shelf
+    stored: torch.dtype
+    folded: frozenset[str]
+    advance: Callable[[], None]
+    found: dict[str, list[Check]] = field(default_factory=dict)
+    """Id -> the check of each block."""
+
+    def __post_init__(self) -> None:
+        for name in self.shelf.blocks:
+            block = self.model.get_submodule(name)
+            block.forward = functools.partial(self._forward, name, block)
+        self._inside = {id(m) for name in self.shelf.blocks for m in self.model.get_submodule(name).modules()}
+        self._dtype, self._records = self.stored, False
+        for module in self.model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # a block that runs twice would add to the cache twice
+        with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
+            cast(Any, self.model).set_experts_implementation("eager")
+
+    def run(self, probes: Probes) -> None:
+        for module in self.model.modules():
+            if id(module) not in self._inside:
+                for table in (module._parameters, module._buffers):
+                    for tensor in table.values():
+                        if tensor is not None and tensor.is_floating_point():
+                            tensor.data = tensor.data.to(_WIDE)
+                            tensor.requires_grad_(False)
+        self._dtype, self._records = _WIDE, True
+        outside = [m for m in self.model.modules() if is_swapped(m) and id(m) not in self._inside]
+        with precise(_WIDE), stock_forwards(outside):
+            loss = loss_of(self.model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, _WIDE)))
+        loss.backward()
+        names = [name for name, m in self.model.named_modules() if is_swapped(m) and id(m) not in self._inside]
+        self._alone({name: self.model.get_submodule(name) for name in names})
+
+    def checks(self) -> Iterator[Check]:
+        """Of each kind, the check of the block that is furthest over its limit, with the number of all of them."""
+        for checks in self.found.values():
+            ranked = sorted(checks, key=lambda each: (each.status == "fail", each.status == "warn", _excess(each)))
+            yield replace(ranked[-1], n=sum(each.n for each in checks))
+
+    def _forward(self, name: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = {"args": args, "kwargs": kwargs}
+        if self._records:
+            tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+            shape: list[Any] = []
+            anchor = torch.zeros((), requires_grad=True)
+            leaves = _Streamed.apply(self, name, call, shape, anchor, *tensors)  # type: ignore[no-untyped-call]
+            return _with_tensors(shape[0], leaves)
+        self.advance()
+        with self.shelf.loaded(block, self._dtype), torch.no_grad():
+            return type(block).forward(block, *args, **kwargs)
+
+    def differentiated(self, name: str, call: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+        """Gradients of `tensors`, from stock modules in fp64; the other runs are compared with these."""
+        self.advance()
+        block = self.model.get_submodule(name)
+        step = functools.partial(self._step, name, block, call, tensors, grads)
+        truth, of_inputs = step(_WIDE, 0)
+        patched, _ = step(_WIDE, None)
+        swapped = [(f"{name}.{each}".rstrip("."), m) for each, m in block.named_modules() if is_swapped(m)]
+        worst = compare_steps(patched, truth)
+        limit, culprit = LIMITS[_WIDE], "all patched modules"
+        if not worst.value <= limit:
+            wrong = first_wrong(lambda count: compare_steps(step(_WIDE, count)[0], truth), limit, len(swapped))
+            culprit = swapped[wrong - 1][0] if wrong else name
+        self._add(check_modules(culprit, worst, truth, _SOURCE, limit))
+        self._add(check_parameters(patched.gradients, truth.gradients, self.folded))
+        ours, stock = [step(self.stored, None)[0]], [step(self.stored, 0)[0]]
+        compared = functools.partial(
+            compare_gradients,
+            truth=truth.gradients,
+            dtype=self.stored,
+            reference=_SOURCE,
+            stock_loss=0.0,
+            patched_loss=0.0,
+        )
+        ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
+        if any(check.status in ("warn", "fail") for check in ratios):
+            with torch.random.fork_rng(devices=[]), RandomRounding(self.stored):
+                torch.manual_seed(0)
+                ours += [step(self.stored, None)[0] for _ in range(2)]
+                stock += [step(self.stored, 0)[0] for _ in range(STOCK_RUNS - 1)]
+            ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
+        for check in ratios:
+            self._add(replace(check, detail=name))
+        with self.shelf.loaded(block, _WIDE):
+            self._alone(dict(swapped))
+        return of_inputs
+
+    def _step(
+        self, name: str, block: nn.Module, call: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None],
+        dtype: torch.dtype, patched: int | None,
+    ) -> tuple[Step, list[Tensor | None]]:  # fmt: skip
+        """One forward and backward of `block` in `dtype`, with all, none or the first so many patched modules."""
+        inputs = [
+            each.detach().to(dtype).requires_grad_(each.requires_grad) if each.is_floating_point() else each
+            for each in tensors
+        ]
+        with self.shelf.loaded(block, dtype), precise(dtype), torch.enable_grad():
+            here = _with_tensors(call, inputs)
+            swapped = [module for module in block.modules() if is_swapped(module)]
+            with stock_forwards(swapped[patched:] if patched is not None else ()):
+                output = type(block).forward(block, *here["args"], **here["kwargs"])
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            pairs = [
+                (y, dy.to(y.dtype)) for y, dy in zip(leaves, grads, strict=True) if dy is not None and y.requires_grad
+            ]
+            torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+            gradients = {f"{name}.{each}": p.grad for each, p in block.named_parameters() if p.grad is not None}
+        of_inputs = [each.grad if each.is_floating_point() else None for each in inputs]
+        given = {f"{name}, input {i}": grad for i, grad in enumerate(of_inputs) if grad is not None}
+        outputs = {f"{name}, output {i}": y.detach() for i, y in enumerate(leaves) if y.is_floating_point()}
+        return Step(0.0, outputs, gradients | given, frozenset(outputs)), of_inputs
+
+    def _alone(self, modules: dict[str, nn.Module]) -> None:
+        check = check_alone(run_alone(modules, _WIDE), LIMITS[_WIDE])
+        if check is not None:
+            self._add(check)
+
+    def _add(self, check: Check) -> None:
+        self.found.setdefault(check.id, []).append(check)
+
+
+class _Streamed(torch.autograd.Function):
+    """A call of a block that keeps nothing but its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sweep: _Sweep, name: str, call: Any, shape: list[Any], anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`shape` is given the block's output, to be filled with the returned tensors."""
+        sweep.advance()
+        block = sweep.model.get_submodule(name)
+        here = _with_tensors(call, [tensor.detach() for tensor in tensors])
+        with sweep.shelf.loaded(block, _WIDE), stock_forwards(block.modules()), torch.no_grad():
+            output = type(block).forward(block, *here["args"], **here["kwargs"])
+        ctx.sweep, ctx.name, ctx.call = sweep, name, call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        shape.append(output)
+        return tuple(leaf.clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        of_inputs = ctx.sweep.differentiated(ctx.name, ctx.call, ctx.saved_tensors, grads)
+        return None, None, None, None, None, *of_inputs
+
+
+def _with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """`tree` with its tensors replaced, in order."""
+    left = iter(tensors)
+    return tree_map(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _excess(check: Check) -> float:
+    if check.value is None:
+        return 0.0
+    return (
+        float("inf")
+        if check.value != check.value
+        else check.value / check.threshold
+        if check.threshold
+        else check.value
+    )
