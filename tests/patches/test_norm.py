@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from memopt.patches.norm.module import patch_norm
 from memopt.walk.probes.probe import NormProbe, probe_norm
@@ -71,6 +72,11 @@ def test_a_norm_whose_eps_follows_its_input_into_16_bit_has_no_formula():
     assert isinstance(constant, NormProbe)
     assert own.kind == "other"
     assert (constant.kind, constant.eps) == ("rms", torch.finfo(torch.float64).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_that_computes_in_fp32_is_patched_in_every_dtype(dtype):
+    patch_norm(LlamaRMSNorm(WIDTH, eps=1e-5).to(dtype), site(1e-5), folded=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
+from memopt.generators import seed_cpu
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import (
@@ -148,7 +149,7 @@ def _rounded_at_random(original: _Original, folded: Collection[str], model: nn.M
     stored = {name: parameter.clone() for name, parameter in weights.items()}
     runs = []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        seed_cpu(0)
         for scale in (1.0,) * _ROUNDED + (_JUMP_SCALE,) * _ROUNDED:
             for name, parameter in weights.items():
                 parameter.copy_(rounded_at_random(stored[name], scale))

@@ -17,6 +17,7 @@ from torch import nn
 
 from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
+from memopt.generators import seed_cpu
 from memopt.plan.recipe import Recipe
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verification.inputs import Probes, probe_inputs
@@ -110,7 +111,7 @@ def verify_gradient(
 
 def _rounded_at_random(stock: _Stock, runs: int, model: nn.Module) -> list[Step]:
     with torch.random.fork_rng(devices=[]), RandomRounding(stock.dtype):
-        torch.manual_seed(0)
+        seed_cpu(0)
         return [training_step(model, stock.probes, stock.dtype) for _ in range(runs)]
 
 

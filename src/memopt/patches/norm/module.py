@@ -147,9 +147,11 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
     rounding = torch.finfo(stock.dtype).eps * terms + torch.finfo(accumulation_dtype(dtype)).tiny
     stock_error = ((stock.double() - truth).abs() / rounding).max()
     our_error = ((ours.double() - truth).abs() / rounding).max()
-    # The module itself is off by its roundings only. A wrong eps moves the small rows, by up to 64 roundings of bf16.
+    # The module itself is off by its roundings only: in fp64 by those of fp32, since many upcast "to float32" inside.
+    # A wrong eps moves the small rows, by up to 64 roundings of bf16.
+    step = max(torch.finfo(stock.dtype).eps, torch.finfo(torch.float32).eps)
     for rows in (slice(2), slice(2, 4)):
-        size = torch.finfo(stock.dtype).eps * terms[rows].square().mean().sqrt()
+        size = step * terms[rows].square().mean().sqrt()
         off = float((stock.double() - truth)[rows].square().mean().sqrt() / size)
         if not off <= _STOCK_ROUNDINGS:
             raise ValueError(f"it does not compute the norm it looks like (off by {off:.1f} roundings)")
