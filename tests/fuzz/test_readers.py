@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memopt.checkpoint.fold import FoldPlan
-from memopt.checkpoint.manifest import add_config_key, is_patched, read_manifest
+from memopt.checkpoint.manifest import add_config_key, read_manifest
+from memopt.checkpoint.patched import is_patched, patched_folder
 from memopt.checkpoint.sources.header import read_header
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
@@ -113,12 +114,14 @@ def contents(draw: st.DrawFn, document: Any) -> bytes:
 def test_configs(folder: Path, share: float) -> None:
     document = tiny_config("llama", architectures=["LlamaForCausalLM"]).to_dict()
     document["text_config"] = {"num_hidden_layers": 2, "quantization_config": None}
+    document["memopt"] = {"schema_version": 2, "recipe": {"name": "exact"}, "folded_norms": ["a"], "commit": None}
 
     def check(content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
         answer(folder, lambda: is_patched(folder))
+        answer(folder, lambda: patched_folder(folder))
         if answer(folder, lambda: open_source(str(folder))) is not None:
-            json.loads(add_config_key(content, {"recipe": "exact"}))
+            json.loads(add_config_key(content.replace(b"memopt", b"other"), {"recipe": "exact"}))
         answer(folder, lambda: model_class(load_config(folder)))
 
     fuzz(contents(document), check, 4_000 * share)
@@ -179,9 +182,14 @@ def test_what_is_written_or_read_outside_is_seen(folder: Path) -> None:
             answer(folder, offence)  # type: ignore[arg-type]
 
 
-def test_a_message_that_a_terminal_cannot_show_is_seen(folder: Path) -> None:
+@pytest.mark.parametrize("text", ["a\x1b[2Jb", "\ud800", "a\nb", "x" * 10_000])
+def test_a_message_that_a_terminal_cannot_show_is_escaped_and_would_be_seen(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse() -> None:
-        raise ModelError("a\x1b[2Jb")
+        raise ModelError(text)
 
+    answer(folder, refuse)
+    monkeypatch.setattr("memopt.errors._printable", lambda text: text)
     with pytest.raises(AssertionError):
         answer(folder, refuse)
