@@ -22,7 +22,7 @@ SYSTEMATIC = 2.0
 _QUANTILES = {
     1: (math.inf, 279.0), 2: (math.inf, 26.6), 3: (math.inf, 12.2), 4: (math.inf, 8.11), 6: (46.5, 5.31),
     8: (20.8, 4.21), 12: (9.29, 3.24), 16: (6.18, 2.79), 24: (4.05, 2.34), 32: (3.23, 2.10), 48: (2.53, 1.85),
-    64: (2.21, 1.72), 96: (1.89, 1.57), 128: (1.73, 1.48), 256: (1.47, 1.33), 512: (1.31, 1.23), 1024: (1.21, 1.16),
+    64: (2.21, 1.72), 96: (1.89, 1.565), 128: (1.73, 1.48), 256: (1.47, 1.33), 512: (1.31, 1.23), 1024: (1.21, 1.16),
     4096: (1.10, 1.08), 16384: (1.05, 1.04),
 }  # fmt: skip
 STOCK_RUNS = 4
@@ -48,8 +48,13 @@ def independent_errors(error: Tensor, at_most: int) -> int:
 
 def largest_ratio(independent: int, stock_runs: int) -> float:
     """Ratio of an RMS error of so many independent terms to that of 1 or 4 stock runs, above which it is no chance."""
+    return SYSTEMATIC * chance_ratio(independent, stock_runs)
+
+
+def chance_ratio(independent: int, stock_runs: int = 1) -> float:
+    """The same for errors that are equally large but for chance."""
     known = bisect.bisect_right(list(_QUANTILES), max(independent, 1)) - 1
-    return SYSTEMATIC * list(_QUANTILES.values())[known][stock_runs == STOCK_RUNS]
+    return list(_QUANTILES.values())[known][stock_runs == STOCK_RUNS]
 
 
 def typical_errors(errors: Mapping[str, float], truth: Mapping[str, Tensor]) -> dict[str, float]:
