@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from memopt.kernels.base.autograd import DirectFunction
+from memopt.torch_compat import call_its_backward
 from tests.mutation.site import Site, replaced
 
 Gradients = tuple[Any, ...]
@@ -29,9 +31,12 @@ def gradients_changed(site: Site, function: Any, change: Callable[[Any, Gradient
 
     def changed(ctx: Any, *dy: Tensor) -> Gradients:
         gradients = backward(ctx, *dy)
-        return change(ctx, tuple(gradients)) if ctx.planted else gradients
+        if not ctx.planted:
+            return gradients  # type: ignore[no-any-return]
+        site.acted += 1
+        return change(ctx, tuple(gradients))
 
-    with _marked(site, function), replaced(function, "backward", staticmethod(changed)):
+    with _marked(site, function), backward_replaced(function, changed):
         yield
 
 
@@ -50,10 +55,14 @@ def in_backward(site: Site, *functions: Any) -> Iterator[Callable[[], bool]]:
             finally:
                 running.pop()
 
-        return together(_marked(site, function), replaced(function, "backward", staticmethod(run)))
+        return together(_marked(site, function), backward_replaced(function, run))
+
+    def acts() -> bool:
+        site.acted += running[-1]
+        return running[-1]
 
     with together(*map(announced, functions)):
-        yield lambda: running[-1]
+        yield acts
 
 
 @contextmanager
@@ -72,12 +81,15 @@ def changed_in_backward(
 
 
 @contextmanager
-def changed_at(site: Site, owner: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """`owner.name` is change(itself, *arguments) where it is called at the site."""
+def changed_at(site: Site, owner: Any, name: str, change: Callable[..., Any], *, acts: bool = True) -> Iterator[None]:
+    """`owner.name` is change(itself, *arguments) where it is called at the site; with `acts` that is the fault."""
     stock = getattr(owner, name)
 
     def changed(*given: Any, **options: Any) -> Any:
-        return change(stock, *given, **options) if site.here() else stock(*given, **options)
+        if not site.here():
+            return stock(*given, **options)
+        site.acted += acts
+        return change(stock, *given, **options)
 
     with replaced(owner, name, changed):
         yield
@@ -88,10 +100,31 @@ def recomputed_as(site: Site, producer: Any, change: Callable[..., Tensor]) -> I
     """What a producer of the module `producer` lets its readers recompute is change(output, *saved tensors)."""
 
     def attach(stock: Any, output: Tensor, saved: Any, recompute: Any, *rest: Any, **options: Any) -> None:
-        stock(output, saved, lambda *given: change(recompute(*given), *given), *rest, **options)
+        def changed(*given: Any) -> Tensor:
+            site.acted += 1
+            return change(recompute(*given), *given)
 
-    with changed_at(site, producer, "attach_spec", attach):
+        stock(output, saved, changed, *rest, **options)
+
+    with changed_at(site, producer, "attach_spec", attach, acts=False):
         yield
+
+
+@contextmanager
+def backward_replaced(function: Any, backward: Callable[..., Any]) -> Iterator[None]:
+    """The autograd function `function` has another backward."""
+    try:
+        with replaced(function, "backward", staticmethod(backward)):
+            _bind(function)
+            yield
+    finally:
+        _bind(function)
+
+
+def _bind(function: Any) -> None:
+    # Nodes of these look their backward up once.
+    if issubclass(function, DirectFunction):
+        call_its_backward(function)
 
 
 def scaled(gradients: Gradients, place: int, factor: float | None) -> Gradients:

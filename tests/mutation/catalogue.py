@@ -143,7 +143,7 @@ def _found(row: Row, place: Workshop) -> Found:
         plant = functools.partial(fault.plant, site, *arguments)
         with site.watched(), plant(), place.stock_runs.remembered():
             said = _verified(fault, folder, site)
-        if not site.reached:
+        if not site.acted:
             continue
         if said.outcome != "MISSED":
             return said

@@ -56,8 +56,8 @@ def _(site: Site) -> Any:
 
 @in_modules("activations", "the output is scaled", *_COMPOSED, sized=True)
 def _(site: Site, size: float) -> Any:
-    def change(stock: Any, z: Tensor, function: Any, kind: Any = None) -> Tensor:
-        y: Tensor = stock(z, lambda t: function(t) * (1 + size), kind)
+    def change(stock: Any, z: Tensor, function: Any, *rest: Any) -> Tensor:
+        y: Tensor = stock(z, lambda t: function(t) * (1 + size), *rest)
         return y
 
     return changed_at(site, activation_module, "recomputed_activation", change)
@@ -211,7 +211,10 @@ def _recomputed_input(site: Site, change: Callable[[Tensor], Tensor]) -> Iterato
         def changed(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
             return gradient(dy, change(h) if acts() else h, weight)
 
-        with changed_at(site, linear_module, "recomputed_linear", alone), replaced(linear, "weight_gradient", changed):
+        with (
+            changed_at(site, linear_module, "recomputed_linear", alone, acts=False),
+            replaced(linear, "weight_gradient", changed),
+        ):
             yield
 
 
@@ -239,7 +242,10 @@ def _output(site: Site, change: Callable[[Tensor, Any], Tensor]) -> Iterator[Non
 
         def run(ctx: Any, *given: Any) -> Any:
             y = forward(ctx, *given)
-            return change(y, given[bias_at]).detach() if site.here() else y
+            if not site.here():
+                return y
+            site.acted += 1
+            return change(y, given[bias_at]).detach()
 
         return replaced(function, "forward", staticmethod(run))
 

@@ -16,7 +16,7 @@ from memopt.kernels.norm import function as norm
 from memopt.patches import scope
 from memopt.patches.gated_mlp import module as gated_module
 from memopt.saved.handles import Handle
-from tests.mutation.acting import changed_at, together
+from tests.mutation.acting import backward_replaced, changed_at, together
 from tests.mutation.planted import in_modules
 from tests.mutation.site import Site, replaced
 
@@ -32,8 +32,10 @@ class _Wrong:
 
     handle: Handle
     change: Callable[[Tensor], Tensor]
+    site: Site
 
     def unpack(self) -> Tensor:
+        self.site.acted += 1
         return self.change(self.handle.unpack())
 
 
@@ -41,7 +43,7 @@ def _handles(site: Site, change: Callable[[Tensor], Tensor]) -> Any:
     taken = Handle.taken
 
     def wrong(self: Handle) -> Any:
-        return _Wrong(taken(self), change) if site.here() else taken(self)
+        return _Wrong(taken(self), change, site) if site.here() else taken(self)
 
     return replaced(Handle, "taken", wrong)
 
@@ -107,6 +109,7 @@ def _saves_too(site: Site, function: Any, what: Callable[..., Tensor]) -> Iterat
     def saving(ctx: Any, *given: Any) -> Any:
         ctx.planted = site.here()
         if ctx.planted:
+            site.acted += 1
             save = ctx.save_for_backward
             ctx.save_for_backward = lambda *tensors: save(*tensors, what(*given))
         return forward(ctx, *given)
@@ -114,7 +117,7 @@ def _saves_too(site: Site, function: Any, what: Callable[..., Tensor]) -> Iterat
     def trimmed(ctx: Any, *dy: Tensor) -> Any:
         return backward(_WithoutLast(ctx) if ctx.planted else ctx, *dy)
 
-    with replaced(function, "forward", staticmethod(saving)), replaced(function, "backward", staticmethod(trimmed)):
+    with replaced(function, "forward", staticmethod(saving)), backward_replaced(function, trimmed):
         yield
 
 
@@ -137,6 +140,7 @@ def _holds(site: Site, function: Any, hold: Callable[[Any, Tensor], None]) -> It
 
     def holding(ctx: Any, x: Tensor, *given: Any) -> Any:
         if site.here():
+            site.acted += 1
             hold(ctx, x.detach().clone())
         return forward(ctx, x, *given)
 

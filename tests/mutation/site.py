@@ -30,11 +30,11 @@ class Site:
         self._running: list[str] = []
         self.module: str | None = None
         """Its name, once it was found."""
-        self.reached = 0
-        """How often the fault acted."""
+        self.acted = 0
+        """How often the fault changed something there; faults count it."""
 
     def here(self) -> bool:
-        """Whether the patched module whose forward runs is the one; counts as reached."""
+        """Whether the patched module whose forward runs is the one."""
         if not self._running:
             return False
         name = self._running[-1]
@@ -43,7 +43,6 @@ class Site:
                 self._seen.append(name)
             if len(self._seen) == self._number:
                 self.module = name
-        self.reached += name == self.module
         return name == self.module
 
     @property
