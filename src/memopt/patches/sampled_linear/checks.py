@@ -117,13 +117,18 @@ def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[Non
     """Inside, `off` is given how far off the weights of each scope's samples are.
 
     Every sampler weights a row by the inverse of its probability: the sum of weight x score over the sample is the sum
-    of all scores, whatever was drawn; for a uniform sampler the sum of the weights is the number of rows.
+    of all scores, whatever was drawn, and weight x score is the same for all rows that are not certain. For a uniform
+    sampler these hold with scores of one.
     """
 
     def watch(scores: Tensor, rows: Tensor, weights: Tensor, method: Method) -> None:
         w = (scores > 0).double() if method == "uniform" else scores.double()
-        total, found = float(w.sum()), float((weights.double() * w[rows.long()]).sum())
-        off[running.current] = max(off.get(running.current, 0.0), abs(found / total - 1) if total else 0.0)
+        total, parts = float(w.sum()), weights.double() * w[rows.long()]
+        here = abs(float(parts.sum()) / total - 1) if total else 0.0
+        drawn = parts[(weights != 1) & (weights != 0)]  # the others are certain, or count for nothing
+        if len(drawn):
+            here = max(here, float((drawn.max() - drawn.min()) / drawn.mean().abs()))
+        off[running.current] = max(off.get(running.current, 0.0), here)
 
     with RunningScopes(model) as running:
         observers.append(watch)
