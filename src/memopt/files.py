@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ MAX_JSON_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 8 << 20
 #: Lists and objects in one document: each is a few bytes of text and a hundred of memory.
 MAX_NESTS, MAX_CONFIG_NESTS = 800_000, 50_000
+_MAX_DEPTH = 64
 _MAX_TOKENIZER_BYTES = 128 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
@@ -63,7 +64,18 @@ def parse_json(
         raise ValueError("it is nested too deeply") from None
     except UnicodeError:
         raise ValueError("it has text that is no valid Unicode") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):  # what copies or compares a value calls itself for each level
+        level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]
+    if level:
+        raise ValueError("it is nested too deeply")
     return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def check_folder(root: Path) -> None:

@@ -340,9 +340,11 @@ def test_a_file_with_a_name_that_cannot_be_printed_is_refused(folder: Path) -> N
         open_source(str(folder))
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": "\\ud800"}', '{"a": 1' + "0" * 5000 + "}"]
-)
+DEEP, LONG = "[" * 100_000, '{"a": 1' + "0" * 5000 + "}"
+NESTED = '{"a": [' * 235 + "1" + "]}" * 235  # Python reads it, and cannot copy it
+
+
+@pytest.mark.parametrize("content", [DEEP, NESTED, '{"a":' * 100_000, '{"a": "\\ud800"}', LONG])
 def test_json_that_python_cannot_hold_is_refused(folder: Path, content: str) -> None:
     for name in ("config.json", "memopt.json"):
         (folder / name).write_text(content)
