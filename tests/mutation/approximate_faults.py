@@ -140,7 +140,7 @@ def _unscaled_best(scores: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tenso
 
 _SAMPLE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "weights are all one": lambda scores, rows, weights: (rows, torch.ones_like(weights)),
-    "weights are not inverse to the probability": lambda scores, rows, weights: (rows, weights**2 / weights.mean()),
+    "weights are inverse to the square of the probability": lambda scores, rows, weights: (rows, weights**2),
     "the row with the largest score is dropped": _without_heaviest,
     "the rows with the largest scores, unscaled": _unscaled_best,
     "weights of other rows": lambda scores, rows, weights: (rows, weights.roll(1)),

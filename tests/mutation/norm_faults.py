@@ -26,6 +26,8 @@ from tests.mutation.site import Site
 _WITH_AFFINE = ("bert", "vit", "mixtral", "t5", "qwen3_moe", "gemma2")
 _FOLDED = ("llama", "gpt2", "mixtral", "gemma2", "t5", "qwen3_moe", "phi3")
 _LAYER_NORMS = ("bert", "vit")
+_RECOMPUTED = ("bert", "vit", "llama", "mixtral", "qwen3_moe", "phi3")
+"""Where no norm is folded, their linears recompute its output."""
 
 
 def _backward(site: Site, change: Callable[..., Gradients]) -> Any:
@@ -88,7 +90,7 @@ def _(site: Site, size: float) -> Any:
     return gradients_changed(site, norm.NormalizeFunction, lambda ctx, found: scaled(found, 0, 1 + size))
 
 
-@in_modules("norms", "x_hat has the other sign in backward")
+@in_modules("norms", "x_hat has the other sign in backward", *_WITH_AFFINE)
 def _(site: Site) -> Any:
     def change(stock: Any, dy: Tensor, x_hat: Tensor, *rest: Any) -> Gradients:
         # In dx it stands twice.
@@ -199,7 +201,7 @@ def _(site: Site) -> Any:
 # --- what readers recompute -----------------------------------------------------------------------------------------
 
 
-@in_modules("norms", "the recomputed output is scaled", *_WITH_AFFINE, sized=True)
+@in_modules("norms", "the recomputed output is scaled", *_RECOMPUTED, sized=True, recipe="exact-unfolded")
 def _(site: Site, size: float) -> Any:
     return recomputed_as(site, norm, lambda y, x_hat, weight, bias: y * (1 + size))
 
@@ -209,6 +211,6 @@ def _(site: Site) -> Any:
     return recomputed_as(site, norm, lambda y, x_hat, weight, bias: y - bias)
 
 
-@in_modules("norms", "the recomputed output is x_hat", *_WITH_AFFINE)
+@in_modules("norms", "the recomputed output is x_hat", *_RECOMPUTED, recipe="exact-unfolded")
 def _(site: Site) -> Any:
     return recomputed_as(site, norm, lambda y, x_hat, weight, bias: x_hat.to(y.dtype))

@@ -124,12 +124,12 @@ def _(site: Site) -> Any:
 
 @in_modules("gated products", "the product is scaled", *_GATED, sized=True)
 def _(site: Site, size: float) -> Any:
-    return changed_at(site, gated, "_value", lambda stock, *given: stock(*given) * (1 + size))
+    return changed_at(site, gated, "_value", lambda stock, *given, **kind: stock(*given, **kind) * (1 + size))
 
 
 @in_modules("gated products", "the gate is not activated", *_GATED)
 def _(site: Site) -> Any:
-    def change(stock: Any, gate: Tensor, up: Any, *rest: Any) -> Tensor:
+    def change(stock: Any, gate: Tensor, up: Any, *rest: Any, **kind: Any) -> Tensor:
         first, second = (gate, up) if up is not None else gate.chunk(2, -1)
         return first * second
 
