@@ -87,8 +87,8 @@ def test_a_gradient_that_one_gated_mlp_scales_fails_by_its_name(folders, monkeyp
 
 
 def test_an_input_that_is_recomputed_a_little_wrong_fails(folders, monkeypatch):
-    right = specs.Recomputed.output
-    monkeypatch.setattr(specs.Recomputed, "output", lambda *given: 1.001 * right(*given))
+    right = specs.Recomputed.rows
+    monkeypatch.setattr(specs.Recomputed, "rows", lambda *given: 1.001 * right(*given))
     found = failed(folders("bert"))["gradient.modules"]
     assert 1e-4 < found.value < 2e-3
     assert found.subject.endswith(("query", "key", "value", "dense"))

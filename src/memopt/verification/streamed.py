@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from memopt.api import load
 from memopt.checkpoint.sources.source import open_source
 from memopt.checks import Check
+from memopt.generators import seed_cpu
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.verification.gradient import check_parameters, compare_gradients
@@ -190,7 +191,7 @@ class _Sweep:
         ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
         if any(check.status in ("warn", "fail") for check in ratios):
             with torch.random.fork_rng(devices=[]), RandomRounding(self.stored):
-                torch.manual_seed(0)
+                seed_cpu(0)
                 ours += [step(self.stored, None)[0] for _ in range(2)]
                 stock += [step(self.stored, 0)[0] for _ in range(STOCK_RUNS - 1)]
             ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
