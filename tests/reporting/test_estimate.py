@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from memopt.errors import ModelError
@@ -17,10 +19,10 @@ from memopt.plan.recipe import load_recipe
 from memopt.reporting import estimate
 from memopt.reporting.account import Account
 from memopt.reporting.estimate import trace_account
-from memopt.reporting.training import Training
+from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.sites import Sites
-from tests.factories import tiny_model
+from tests.factories import tiny_inputs, tiny_model
 from tests.reporting.builders import named_config, real_account, sites_of
 
 LLAMA_8B = {
@@ -66,6 +68,23 @@ def test_the_trace_has_the_bytes_of_the_real_run_stock_and_patched(name: str) ->
         fake = trace_account(config, training, sites=sites, recipe=rules)
         assert fake.per_block() == real.per_block()
         assert fake.per_cause() == real.per_cause()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_transformers_loads_in_fp32_is_traced_in_fp32(
+    precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if precision == "bf16":  # T5 names its `wo` for fp16 alone
+        monkeypatch.setattr(transformers.T5PreTrainedModel, "_keep_in_fp32_modules_strict", ["w*o.weight"])
+    tiny_model("t5").save_pretrained(tmp_path)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype).eval()
+    sites = Sites(type(model).__name__, "t5", blocks=("encoder.block.1", "decoder.block.1"), hidden_size=64)
+    real = real_account("t5", model, sites, batch=2, seq=24)
+    training = Training(batch=2, seq=24, precision=precision, dropout=False, cuda_kernels=False)
+    traced = trace_account(model.config, training, sites=sites, inputs=tiny_inputs("t5", 2, 24))
+    assert traced.per_block() == real.per_block()
+    assert traced.per_cause() == real.per_cause()
 
 
 def test_an_8b_model_keeps_26_6_gib_for_a_row_of_4096_tokens() -> None:

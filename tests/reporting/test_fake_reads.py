@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
-from memopt.reporting.fake_reads import FakeReads
+from memopt.reporting.estimate import trace_account
+from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.training import Training
+from memopt.walk.sites import Sites
 
 
 def test_whole_numbers_keep_their_values_and_unknown_ones_are_plausible() -> None:
@@ -22,6 +27,35 @@ def test_whole_numbers_keep_their_values_and_unknown_ones_are_plausible() -> Non
         assert isinstance(weights[torch.arange(2)], FakeTensor)
         assert bool((weights > 1).any()) is True
         assert int(weights.long().sum()) == 1
+
+
+@pytest.mark.parametrize("reads", [contextlib.nullcontext, FakeReads])
+def test_a_branch_on_overflow_is_the_one_of_finite_numbers(reads: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), FiniteValues(), reads():
+        hidden = torch.zeros(7, 3, dtype=torch.float16)
+        assert not hidden.isinf().any()
+        assert not torch.isnan(hidden).any(-1).any()
+        assert torch.isfinite(hidden).all()
+        assert not (~torch.isfinite(hidden)).any()
+        assert hidden.isinf().shape == (7, 3)
+        limit = torch.where(hidden.isinf().any(), 1.0, 2.0)
+        assert hidden.clamp(min=-limit, max=limit).dtype == torch.float16
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_clamp_in_case_of_overflow_is_traced_as_not_taken(given: bool) -> None:
+    few = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        **few, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=50, max_position_embeddings=32,
+        architectures=["BartForConditionalGeneration"],
+    )  # fmt: skip
+    blocks = Sites("BartForConditionalGeneration", "bart", blocks=("model.encoder.layers.0",), hidden_size=16)
+    ids = torch.arange(20).reshape(2, 10) + 3
+    batch = {"input_ids": ids, "labels": ids} if given else None
+    training = Training(batch=2, seq=10, precision="fp16")
+    counted = trace_account(config, training, sites=blocks, inputs=batch)
+    assert counted.total > 0
+    assert not any(operation == "clamp" for kept in counted.storages for _, operation in kept.savers)
 
 
 def test_a_model_that_counts_its_placeholders_is_traced_with_a_batch(tmp_path: Path) -> None:

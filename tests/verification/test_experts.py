@@ -34,10 +34,12 @@ def test_a_folder_with_experts_is_verified(family, tmp_path):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         randomise_vectors_(model)
-    dtype = torch.float16 if family == "Mixtral" else torch.bfloat16  # the other one's trace needs a fallback
+    # In fp16 grouped products are traced by a fallback, and GPT-OSS is loaded with fp32 norms, which run stock code.
+    dtype = torch.float16 if family in ("Mixtral", "GptOss") else torch.bfloat16
+    levels = {"Mixtral": "all", "GptOss": ["gradient", "memory"]}
     model.to(dtype).save_pretrained(tmp_path / "model")
     patch_checkpoint(tmp_path / "model", tmp_path / "out")
-    verdict = verify(tmp_path / "out", level="all" if family == "Mixtral" else ["gradient"])
+    verdict = verify(tmp_path / "out", level=levels.get(family, ["gradient"]))
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
     (modules,) = (check for check in verdict.checks if check.id == "gradient.modules")
     assert modules.value < 1e-12

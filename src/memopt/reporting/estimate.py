@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from memopt.plan.recipe import Recipe
 from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.reporting.fake_reads import FakeReads
+from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensorMode, tree_map
 from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
@@ -82,6 +83,7 @@ def trace_account(
     """
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
+    _widen_as_loaded(model, weights)
     _group_experts(model)
     notes = [*_attention_notes(model), *_precision_notes(training)]
     if recipe is not None:
@@ -104,7 +106,8 @@ def trace_account(
 
     try:
         # Inputs that are made have no values that a forward could read.
-        with fake, AnyGroupedProduct(), unpadded_masks(), contextlib.nullcontext() if inputs is None else FakeReads():
+        reads = contextlib.nullcontext() if inputs is None else FakeReads()
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
             arguments = _arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
@@ -125,6 +128,17 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     """Tokens in a row that every part of the model has positions for; None if its config does not say."""
     limits = (getattr(node, "max_position_embeddings", None) for node in config_nodes(config))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give fp32 to the tensors that `from_pretrained` keeps in it, whatever 16-bit dtype the model is loaded in."""
+    parts = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        parts |= set(model._keep_in_fp32_modules or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # Patterns as transformers matches them: anywhere in the name, * for any characters.
+        if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in parts):
+            tensor.data = tensor.data.float()
 
 
 def _group_experts(model: PreTrainedModel) -> None:

@@ -7,8 +7,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memopt.torch_compat import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
+
+#: Function -> what it says of every finite number.
+_OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
+#: Function of such a test -> whether it negates it.
+_OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
+
+
+class FiniteValues(TorchFunctionMode):
+    """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
+
+    Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
+            return output
+        name = getattr(func, "__name__", "")
+        value = _OF_FINITE.get(name)
+        if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:
+            value = tested != _OF_TESTS[name]
+        if value is None:
+            return output
+        if not output.dim():
+            output = torch.tensor(value)  # a fake tensor that has a value
+        self._known[output] = value
+        return output
 
 
 class FakeReads(TorchDispatchMode):
