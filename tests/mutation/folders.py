@@ -88,7 +88,7 @@ def workshop() -> Iterator[Workshop]:
     """A new workshop, in which a model that was walked once is not walked again."""
     with tempfile.TemporaryDirectory(prefix="memopt-mutation-") as name:
         walks = Walks(folder_of_sources(_WALKS, Path(memopt.__file__).parent))
-        install(walks)
+        uninstall = install(walks)
         walks.enabled = True
         # Verify collects garbage after each model; what the imports made is never garbage.
         gc.collect()
@@ -97,6 +97,7 @@ def workshop() -> Iterator[Workshop]:
             yield Workshop(Path(name))
         finally:
             walks.enabled = False
+            uninstall()
 
 
 @dataclass

@@ -124,7 +124,7 @@ def test_a_walk_under_replaced_functions_is_not_remembered(
 
 def test_in_this_run_nothing_counts_as_replaced(walks_of_run: Walks) -> None:
     assert walks_of_run.enabled
-    assert walks_of_run.sources.are_as_written()
+    assert walks_of_run.sources.replaced() == []
 
 
 def test_a_damaged_walk_is_done_again(tmp_path: Path) -> None:

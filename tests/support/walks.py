@@ -132,13 +132,18 @@ class Sources:
         for module in pkgutil.walk_packages(memopt.__path__, "memopt."):
             if _is_run(module.name):
                 import_module(module.name)
-        self.are_as_written()
+        self.replaced()
 
     def are_as_written(self) -> bool:
         """Whether every module, and every class in one, holds what it held when it was first seen here."""
-        return all([self._is_as_seen(name, module) for name, module in [*sys.modules.items()] if _is_run(name)])  # noqa: C419 - each is noted
+        return not self.replaced()
 
-    def _is_as_seen(self, name: str, module: ModuleType) -> bool:
+    def replaced(self) -> list[str]:
+        """What modules, and classes in them, do not hold any more."""
+        modules = [(name, module) for name, module in sys.modules.items() if _is_run(name)]
+        return [f"{name}: {attribute}" for name, module in modules for attribute in self._not_as_seen(name, module)]
+
+    def _not_as_seen(self, name: str, module: ModuleType) -> list[str]:
         owners = [module, *(value for value in vars(module).values() if getattr(value, "__module__", "") == name)]
         held = {
             f"{getattr(owner, '__qualname__', '')}.{attribute}": value
@@ -148,7 +153,7 @@ class Sources:
             if callable(value) or isinstance(value, (classmethod, property, staticmethod))
         }
         before = self._seen.setdefault(name, held)
-        return all(held.get(attribute) is value for attribute, value in before.items())
+        return [attribute for attribute, value in before.items() if held.get(attribute) is not value]
 
 
 def _is_run(module: str) -> bool:
@@ -156,18 +161,29 @@ def _is_run(module: str) -> bool:
     return package == "memopt" and inside.partition(".")[0] not in ABOVE | {""}
 
 
-def install(walks: Walks) -> None:
-    """Let every module that has imported a walk, or will, use the remembered one; nothing where no test has a model."""
+def install(walks: Walks) -> Callable[[], None]:
+    """Let every module that has imported a walk, or will, use the remembered one; nothing where no test has a model.
+
+    Returns:
+        A function that takes it back.
+    """
     if "transformers" not in sys.modules:
-        return
+        return lambda: None
     observe = import_module("memopt.walk.observe")
-    for name in ("walk_model", "walk_config"):
-        walk = getattr(observe, name)
-        once = walks.remembered(walk)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith(("memopt.", "tests.")) and vars(module).get(name) is walk:
-                setattr(module, name, once)
+    originals = {name: getattr(observe, name) for name in ("walk_model", "walk_config")}
+    remembered = {name: walks.remembered(walk) for name, walk in originals.items()}
+    _exchange(originals, remembered)
     walks.sources = Sources()  # as they are with the remembered walks in them
+    return lambda: _exchange(remembered, originals)
+
+
+def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Put `new` in the place of `old` in every module that has it under its name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith(("memopt.", "tests.")):
+            for name, function in old.items():
+                if vars(module).get(name) is function:
+                    setattr(module, name, new[name])
 
 
 def fingerprint(*values: Any) -> str:
