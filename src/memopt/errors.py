@@ -6,6 +6,8 @@ in memopt and keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _LONGEST = 1_200
 
 
@@ -28,6 +30,11 @@ def _printable(text: str) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
+
+
+def first_of(texts: Sequence[str], shown: int = 5, between: str = ", ") -> str:
+    """The first `shown` of `texts`, and how many there are beside."""
+    return between.join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
 class UsageError(MemoptError):

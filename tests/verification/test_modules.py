@@ -105,3 +105,17 @@ def test_a_dropout_that_is_left_on_fails_by_name(folders, monkeypatch):
 
     monkeypatch.setattr(models, "load", load)
     assert "bert.encoder.layer.1.output" in failed(folders("bert"))["gradient.modules"].subject
+
+
+def test_an_output_that_the_patched_model_loses_fails_by_name(folders, monkeypatch):
+    right = models.load
+
+    def load(*given, **options) -> nn.Module:
+        model = right(*given, **options)
+        model.register_forward_hook(lambda *given: {name: each for name, each in given[-1].items() if name != "logits"})
+        return model
+
+    monkeypatch.setattr(models, "load", load)
+    found = {c.id: c for c in verify(folders("llama"), level=["forward", "gradient"]).checks if c.status == "fail"}
+    assert found["forward.outputs"].subject == "logits"
+    assert found["gradient.modules"].detail == "most in the output logits, which only one of them has"

@@ -20,14 +20,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.sources.header import FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
-from memopt.errors import ModelError
+from memopt.errors import ModelError, first_of
 from memopt.walk.models.config import model_class, model_classes, named_classes, one_line
 from memopt.walk.models.limits import MAX_PARTS, bounded_build, watched_build
 
 Shape = tuple[int, ...]
 #: Prefixes of the dtypes of codes: eight bits and fewer.
 _CODES = ("F8_", "F6_", "F4")
-_SHOWN = 3
+#: Differences that a message names.
+SHOWN = 3
 #: What a model may have beyond four parts for each tensor of the files and four times their elements: a head.
 _SPARE_PARTS, _SPARE_ELEMENTS = 5_000, 10**9
 
@@ -62,9 +63,9 @@ class Names:
         """What a user should know although it is no error."""
         found = []
         if self.random:
-            found.append(f"the files have no weights for {some(self.random)}: a load draws them at random")
+            found.append(f"the files have no weights for {first_of(self.random, SHOWN)}: a load draws them at random")
         if self.unread:
-            found.append(f"{self.model} does not read {some(self.unread)}, which are copied as they are")
+            found.append(f"{self.model} does not read {first_of(self.unread, SHOWN)}, which are copied as they are")
         return tuple(found)
 
 
@@ -79,7 +80,7 @@ def check_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
     if names.wrong:
         raise ModelError(
             f"The tensors in '{source.model}' are not those of {names.model}, which its config.json describes: "
-            f"{some(names.wrong, '; ')}.",
+            f"{first_of(names.wrong, SHOWN, '; ')}.",
             "Give the files and the config.json of one model, or name the class that was saved in 'architectures'.",
         )
     return names
@@ -132,12 +133,6 @@ def compare_names(source: CheckpointSource, config: PreTrainedConfig) -> Names:
         tuple(sorted(random)),
         tuple(sorted(other - buffers)),
     )
-
-
-def some(texts: Collection[str], between: str = ", ") -> str:
-    """The first three, and how many there are beside."""
-    first = between.join(list(texts)[:_SHOWN])
-    return first + (f"{between}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
 class _Parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from memopt.checkpoint.sources.source import MANIFEST, sha256
-from memopt.errors import OutputError
+from memopt.errors import ModelError, OutputError, first_of
+from memopt.files import MAX_JSON_BYTES, parse_json, read_small
 
 #: File -> device, inode, size and times: what shows without reading that it is another one, or was changed.
 Files = dict[str, tuple[int, ...]]
 _SMALL = 1 << 20
-_LARGEST_LIST = 100_000_000
 _MOVE = "Move that away first, or choose another --out."
 
 
@@ -37,7 +36,7 @@ def replaceable(folder: Path, *, all_digests: bool) -> Files:
     found = list_files(folder)
     foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})
     if foreign:
-        raise OutputError(f"'{folder}' holds what memopt did not write there: {_some(foreign)}.", _MOVE)
+        raise OutputError(f"'{folder}' holds what memopt did not write there: {first_of(foreign)}.", _MOVE)
 
     def changed(name: str) -> bool:
         record, path = records[name], folder / name
@@ -50,7 +49,7 @@ def replaceable(folder: Path, *, all_digests: bool) -> Files:
     with ThreadPoolExecutor(2) as pool:
         edited = [name for name, differs in zip(names, pool.map(changed, names), strict=True) if differs]
     if edited:
-        raise OutputError(f"'{folder}' was changed since memopt wrote it: {_some(edited)}.", _MOVE)
+        raise OutputError(f"'{folder}' was changed since memopt wrote it: {first_of(edited)}.", _MOVE)
     return found
 
 
@@ -75,12 +74,11 @@ def remove_files(folder: Path, files: Files) -> None:
 def _records(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     try:
-        state = path.lstat()
-        if not stat.S_ISREG(state.st_mode) or state.st_size > _LARGEST_LIST:
+        if path.is_symlink():
             return None
-        records = json.loads(path.read_bytes())["files"]
+        records = parse_json(read_small(path, MAX_JSON_BYTES))["files"]
         valid = all({"size", "sha256"} <= record.keys() for record in records.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return dict(records) if valid else None
 
@@ -94,7 +92,3 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _top(name: str) -> str:
     first, slash, _ = name.partition("/")
     return first + slash
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

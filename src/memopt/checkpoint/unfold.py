@@ -27,6 +27,7 @@ from memopt.checkpoint.shards import pieces, read_floats, shifted
 from memopt.checkpoint.sources.header import DTYPE_BITS, FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import view3
+from memopt.errors import first_of
 
 Mask = npt.NDArray[np.bool_]
 #: How many times larger a quotient may be than the largest weight of its tensor, before or after training.
@@ -250,9 +251,10 @@ class _Unfolding:
             self.done.norms.append(fold.norm)
             return
         channels = [str(channel) for channel in np.flatnonzero(norm.kept)]
-        named = ", ".join(channels[:5]) + (f" and {len(channels) - 5} more" if len(channels) > 5 else "")
         readers = ", ".join(self.keys[reader.weight] for reader in fold.consumers)
-        why = f"its scale is too near zero in channel {named} of {len(norm.kept)} to divide {readers} by it"
+        why = (
+            f"its scale is too near zero in channel {first_of(channels)} of {len(norm.kept)} to divide {readers} by it"
+        )
         self.done.kept.append((fold.norm, why))
 
     def dtype(self, name: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from memopt.errors import first_of
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -74,14 +76,9 @@ def warn_once_of_missing() -> None:
     by_loss: dict[str, list[str]] = {}
     for entry in _missing.values():
         by_loss.setdefault(entry.lost, []).append(entry.name)
-    losses = "; ".join(f"{lost} ({_listed(names)})" for lost, names in by_loss.items())
+    losses = "; ".join(f"{lost} ({first_of(names, _SHOWN)})" for lost, names in by_loss.items())
     warnings.warn(
         f"memopt saves less with PyTorch {torch.__version__}, which lacks names that it uses; gradients are not "
         f"affected: {losses}.",
         stacklevel=3,
     )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -234,10 +234,14 @@ def _compare(
         jumps: field -> rows of each batch that are left out.
     """
     runs = (*outputs.values(), *originals)
-    fields = [field for field in truth[0] if all(field in batch for run in runs for batch in run)]
+    batches = [batch.keys() for run in (truth, *runs) for batch in run]
+    fields = sorted(set().union(*batches))
     if not fields:
         yield _skip("the model returns no floating-point output")
     for field in fields:
+        if not all(field in batch for batch in batches):
+            yield Check("forward.outputs", "forward", field, "fail", detail="not every run returns it in every batch")
+            continue
         shapes = {tuple(run[0][field].shape) for run in (*runs, truth)}
         if len(shapes) > 1:
             yield Check(

@@ -17,6 +17,7 @@ from torch import nn
 
 from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
+from memopt.errors import first_of
 from memopt.generators import seed_cpu
 from memopt.plan.recipe import Recipe
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
@@ -133,7 +134,7 @@ def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str
         threshold_reason="only what a fold made constant is not trained",
         reference="stock modules, less the folds in memopt.json",
         n=len(stock),
-        detail="; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+        detail=first_of(wrong, between="; "),
     )
 
 

@@ -158,10 +158,12 @@ def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
 
 
 def compare_steps(step: Step, truth: Step) -> Worst:
-    """Of all outputs and gradients that both have: which ones there must be is another check's."""
+    """Of all outputs and of the gradients that both have: which gradients there must be is another check's."""
     found = [Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
-    for name in truth.outputs.keys() & step.outputs.keys():
-        found.append(Worst(_difference(step.outputs[name], truth.outputs[name]), f"the output {name}"))
+    for name in truth.outputs.keys() | step.outputs.keys():
+        both = name in truth.outputs and name in step.outputs
+        error = _difference(step.outputs[name], truth.outputs[name]) if both else math.inf
+        found.append(Worst(error, f"the output {name}" + ("" if both else ", which only one of them has")))
     largest = max(map(rms, truth.gradients.values()), default=0.0)
     for name in truth.gradients.keys() & step.gradients.keys():
         error = _difference(step.gradients[name], truth.gradients[name], _CANCELS * largest)

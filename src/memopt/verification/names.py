@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memopt.checkpoint.names import Names, compare_names, some
+from memopt.checkpoint.names import SHOWN, Names, compare_names
 from memopt.checkpoint.patched import PatchedFolder
 from memopt.checkpoint.sources.source import needs_allow_pickle, open_source
 from memopt.checks import Check, Level
-from memopt.errors import ModelError
+from memopt.errors import ModelError, first_of
 from memopt.verification.models import Pair
 from memopt.walk.models.config import load_config
 
@@ -29,7 +29,7 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
         threshold=0,
         threshold_reason="what is missing is drawn at random by whoever loads the folder",
         reference="the model of config.json, as transformers loads it",
-        detail=some(names.wrong, "; ") or "; ".join(names.notes),
+        detail=first_of(names.wrong, SHOWN, "; ") or "; ".join(names.notes),
     )
 
 
@@ -48,7 +48,9 @@ def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust
         if names.wrong or names.random:
             unknown = names.wrong or tuple(f"{name} is missing" for name in names.random)
             status = "fail" if names.wrong else "skip"
-            detail = f"{some(unknown, '; ')}: such tensors are drawn at random, so the models cannot be compared"
+            detail = (
+                f"{first_of(unknown, SHOWN, '; ')}: such tensors are drawn at random, so the models cannot be compared"
+            )
             checks.append(Check(f"{level}.names", level, model, status, detail=detail))  # type: ignore[arg-type]
     return checks
 

@@ -17,7 +17,7 @@ from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affin
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.checks import Check, Status
-from memopt.errors import ModelError
+from memopt.errors import ModelError, first_of
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
 from memopt.walk.sites import Sites
@@ -206,7 +206,7 @@ def _phrase(where: tuple[str, ...], what: str) -> str:
 def _check(
     name: str, subject: str, wrong: list[str], *, status: Status = "fail", note: str = "", **fields: Any
 ) -> Check:
-    shown = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    shown = first_of(wrong, between="; ")
     return Check(
         id=f"weights.{name}",
         level="weights",

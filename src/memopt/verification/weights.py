@@ -16,7 +16,7 @@ from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
 from memopt.checks import Check, Status
-from memopt.errors import ModelError
+from memopt.errors import ModelError, first_of
 from memopt.verification.reading import Reading, read_both
 from memopt.verification.recompute import TensorComparison
 from memopt.verification.side_files import files_of, verify_side_files
@@ -64,7 +64,7 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
     if layout.status == "fail":
         return checks
     if misfits:
-        named = f"memopt.json has folds that these tensors do not allow: {_some(misfits)}"
+        named = f"memopt.json has folds that these tensors do not allow: {first_of(misfits)}"
         return [*checks, _check("fold", "folded tensors", "fail", detail=named)]
     return checks + _check_tensors(folds, reading.comparisons)
 
@@ -90,7 +90,7 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
         value=len(wrong),
         reference="SHA-256 in memopt.json",
         n=len(manifest.files),
-        detail=_some(wrong, "; ") + (_SAVED_OVER if "config.json was changed" in wrong else ""),
+        detail=first_of(wrong, between="; ") + (_SAVED_OVER if "config.json was changed" in wrong else ""),
     )
 
 
@@ -157,7 +157,7 @@ def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
         value=len(wrong),
         reference="source headers",
         n=len(before),
-        detail=_some(wrong),
+        detail=first_of(wrong),
     )
 
 
@@ -174,7 +174,7 @@ def _check_tensors(folds: tuple[Fold, ...], results: dict[str, TensorComparison]
             value=len(different),
             reference="source bytes",
             n=len(untouched),
-            detail=_some(different),
+            detail=first_of(different),
         )
     ]
     checks += [_check_fold(fold, results) for fold in folds]
@@ -193,7 +193,7 @@ def _check_fold(fold: Fold, results: dict[str, TensorComparison]) -> Check:
         value=sum(wrong.values()),
         reference="the source's tensors, folded in fp64 and rounded once",
         n=sum(results[name].elements for name in fold.touched),
-        detail=_some([f"{name}: {count}" for name, count in wrong.items()]),
+        detail=first_of([f"{name}: {count}" for name, count in wrong.items()]),
     )
 
 
@@ -214,10 +214,6 @@ def _check_range(results: list[TensorComparison]) -> Check:
 def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
     with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, items))
-
-
-def _some(texts: list[str], separator: str = ", ") -> str:
-    return separator.join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _check(name: str, subject: str, status: Status, *, value: float | None = None, **fields: Any) -> Check:

@@ -119,6 +119,9 @@ def _place() -> Place | None:
 class _Size(int):
     """A size, or what integer arithmetic makes of one."""
 
+    def __neg__(self) -> _Size:
+        return _Size(-int(self))
+
 
 class _Value(int):
     """A value read from a tensor."""
@@ -196,11 +199,5 @@ for _name in (
     "__rmul__",
     "__floordiv__",
     "__mod__",
-    "__neg__",
 ):
-    if _name == "__neg__":
-        _Size.__neg__ = lambda self: _Size(-int(self))  # type: ignore[method-assign]
-    else:
-        setattr(_Size, _name, _computed(_name))
-for _class in (_Size, _Value, _FloatValue):
-    setattr(_class, "__hash__", _class.__mro__[1].__hash__)  # noqa: B010 # a class that defines __eq__ has none
+    setattr(_Size, _name, _computed(_name))
