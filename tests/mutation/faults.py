@@ -31,7 +31,7 @@ _ATOMIC = ("tests/checkpoint/test_atomic.py",)
 _LEVELS = ("tests/verification/test_levels.py",)
 _REPORT = ("tests/reporting/test_account.py",)
 _FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
-_SHRINK = ("tests/walk/test_shrink.py", "tests/walk/test_shrink_rest.py")
+_SHRINK = ("tests/walk/models/test_shrink.py", "tests/walk/models/test_shrink_rest.py")
 
 FAULTS: tuple[Fault, ...] = (
     # Norms.
@@ -342,32 +342,32 @@ FAULTS: tuple[Fault, ...] = (
         "walk: what inner models return is free to change",
         'if name != self._call.part and isinstance(output, Mapping) and "last_hidden_state" in output:',
         "if False:",
-        ("tests/walk/test_families.py", "tests/walk/test_parts.py", "tests/walk/test_named_families.py"),
+        ("tests/walk/test_families.py", "tests/walk/calls/test_parts.py", "tests/walk/test_named_families.py"),
     ),
     Fault(
         "linear inputs: a linear counts as another operation that saves its input",
         "if key is not None and not by_a_linear:",
         "if key is not None:",
-        ("tests/walk/test_linear_inputs.py",),
+        ("tests/walk/flow/test_linear_inputs.py",),
     ),
     Fault(
         "linear inputs: one call that saves is enough",
         "return tuple(dict.fromkeys((*before, *now))) if before and now else ()",
         "return tuple(dict.fromkeys((*before, *now)))",
-        ("tests/walk/test_linear_inputs.py",),
+        ("tests/walk/flow/test_linear_inputs.py",),
     ),
     Fault("shrink: a model of one kind of layer loses all but one", "MIN_DEPTH = 2", "MIN_DEPTH = 1", _SHRINK),
     Fault(
         "inputs: ids beyond the small vocabulary are left",
         "taken = (ids >= limit) | torch.isin(ids, special)",
         "taken = torch.isin(ids, special)",
-        ("tests/walk/test_fit.py",),
+        ("tests/walk/calls/test_fit.py",),
     ),
     Fault(
         "inputs: a placeholder of the batch loses its meaning",
         "fitting = torch.where(ids == old, new, fitting)",
         "pass",
-        ("tests/walk/test_fit.py",),
+        ("tests/walk/calls/test_fit.py",),
     ),
     # Kernels, in the interpreter.
     Fault(
