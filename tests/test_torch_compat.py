@@ -104,6 +104,22 @@ def test_only_backward_runs_a_graph_task() -> None:
     assert seen[0] >= 0
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append((torch.is_grad_enabled(), torch_compat.is_checkpointed_region()))
+        return x.sin()
+
+    assert not torch_compat.is_checkpointed_region()
+    with saved_tensors_hooks(_pack, _unpack):
+        assert not torch_compat.is_checkpointed_region()
+    checkpoint(run, leaf(), use_reentrant=use_reentrant).sum().backward()
+    assert len(seen) == 2
+    assert all(known for recorded, known in seen if recorded)
+
+
 def test_unpack_hooks_are_those_of_the_scope_that_saved() -> None:
     x, y = leaf(), leaf()
     plain = x * y

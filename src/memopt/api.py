@@ -14,6 +14,7 @@ from memopt.errors import ModelError, NegativeVerdict, RecipeError
 from memopt.generators import generators_kept
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.record import Record, drop_record, keep_record, record_of
+from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
@@ -78,7 +79,8 @@ def summary(model: nn.Module) -> Summary:
     """
     from memopt.reporting.summary import summarize
 
-    return summarize(sum(is_swapped(module) for module in model.modules()), record_of(model))
+    swapped = sum(is_swapped(module) for module in model.modules())
+    return summarize(swapped, record_of(model), (line for patch in patches() for line in patch.remarks(model)))
 
 
 @generators_kept()

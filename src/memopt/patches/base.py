@@ -286,6 +286,10 @@ class Patch:
         """Modules inside blocks whose output no linear saves, since it is recomputed."""
         return ()
 
+    def remarks(self, model: nn.Module) -> Iterable[str]:
+        """What `memopt.summary` says of a patched model beside the plan: what was set on the model since."""
+        return ()
+
     # --- measuring ---------------------------------------------------------------------------------------------------
 
     def at_most(self, recipe: RecipeView) -> tuple[str, ...]:

@@ -138,14 +138,17 @@ def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, scope)
+    swap_forward(module, run_scoped, scope)
 
 
 @wraps_any_forward
-def _forward(stock: Callable[..., Any], rewrite: ScopeRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if steps_aside():
+def run_scoped(
+    stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a module that is `scope`, or no scope."""
+    if scope is None or steps_aside():
         return stock(module, *args, **kwargs)
-    return run_in_scope(rewrite, stock, module, *args, **kwargs)
+    return run_in_scope(scope, stock, module, *args, **kwargs)
 
 
 def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ from memopt.torch_compat import (
 _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
 _WRAPS = "_memopt_wraps_any_forward"
+_ATTRIBUTES = "_memopt_attributes"
 _NOTHING = object()
 
 #: forward(original_forward, state, module, *args, **kwargs)
@@ -60,6 +61,16 @@ def wraps_any_forward(forward: Forward) -> Forward:
     """Mark a forward that calls the one it is given and relies on nothing about it."""
     setattr(forward, _WRAPS, True)
     return forward
+
+
+def with_attributes(**attributes: object) -> Callable[[Forward], Forward]:
+    """Mark a forward whose modules have these attributes of the class, properties for example, beside it."""
+
+    def mark(forward: Forward) -> Forward:
+        setattr(forward, _ATTRIBUTES, attributes)
+        return forward
+
+    return mark
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -163,6 +174,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             _ORIGINAL: cls,
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
+            **getattr(forward, _ATTRIBUTES, {}),
         }
         _classes[key] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return _classes[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.patches.base import PlanView
@@ -19,6 +20,8 @@ class Summary:
     """The action and reason of each site; None where the model carries no record."""
     refused: tuple[tuple[str, str], ...] = ()
     """(module, reason) of planned rewrites that could not be applied."""
+    remarks: tuple[str, ...] = ()
+    """What was set on the model itself and concerns the patches."""
 
     @property
     def recipe(self) -> str | None:
@@ -33,13 +36,14 @@ class Summary:
         lines = [f"Patched by recipe '{self.recipe}': {self.modules} modules run memopt's forward."]
         lines += [f"  {line}" for line in coverage_totals(self.plan)]
         lines += [f"  left as it was: {name or 'the model'}: {reason}" for name, reason in self.refused]
+        lines += [f"  {remark}" for remark in self.remarks]
         return "\n".join([*lines, "Undo: memopt.unpatch(model)"])
 
     __repr__ = __str__
 
 
-def summarize(modules: int, record: Record | None) -> Summary:
+def summarize(modules: int, record: Record | None, remarks: Iterable[str] = ()) -> Summary:
     """Summary of a model with `modules` patched modules and the record that it carries."""
     if record is None or not modules:
         return Summary(modules)
-    return Summary(modules, record.plan, record.refused)
+    return Summary(modules, record.plan, record.refused, tuple(remarks))

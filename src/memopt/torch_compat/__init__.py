@@ -53,6 +53,7 @@ from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_mis
 from memopt.torch_compat.modules import (
     compiled_module,
     has_any_global_hook,
+    is_checkpointed_region,
     is_dropout,
     module_forward_hooks,
     module_hooks,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint
 
+from memopt.torch_compat.autograd import current_graph_task_id, top_saved_tensors_hooks
 from memopt.torch_compat.lookup import find, is_found
 
 _WATCHED = "modules whose children may have hooks run their stock forward"
@@ -68,6 +69,14 @@ def is_dropout(module: nn.Module) -> bool:
 def compiled_module(module: object) -> object | None:
     """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)
+
+
+def is_checkpointed_region() -> bool:
+    """Whether what runs now will run again in backward, or does so: the innermost saved-tensor hook is one of
+    checkpointing's, or this thread runs backward (reentrant checkpointing)."""
+    top = top_saved_tensors_hooks(False)
+    pack = None if top is None else getattr(top[0], "memopt_outer_pack", None) or top[0]
+    return getattr(pack, "__module__", None) == checkpoint.__name__ or current_graph_task_id() != -1
 
 
 _RESPECT = "respect_saved_tensors_hooks"

@@ -1,0 +1,123 @@
+"""Blocks that run again in backward, each by its own switch.
+
+transformers' layers read two attributes of the instance, whether to checkpoint and by which function. On a patched
+block they are properties that follow the plan: what sets them on all layers (``gradient_checkpointing_enable``, the
+Trainer) is noted, and holds when the block is unpatched. Where a block has no such switch, its forward checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.scope import ScopeRewrite, run_scoped
+from memopt.patches.swap import is_swapped, swap_forward, swap_state, with_attributes, wraps_any_forward
+from memopt.torch_compat import is_checkpointed_region
+
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+#: What transformers switches off in a checkpointed layer: a cache would be written twice.
+_CACHES = ("past_key_values", "layer_past")
+_STAYS: AbstractContextManager[Any] = nullcontext()
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class BlockRewrite:
+    """What a block knows of its level."""
+
+    scope: ScopeRewrite | None
+    """The scope that it is, inside the checkpointed region."""
+    is_checkpointed: bool
+    inputs: OffloadedInputs | None
+    """Where the inputs of checkpointed blocks wait; None: where they are."""
+
+    def run_again(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which runs again in backward, from `args`."""
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *args, use_reentrant=False)
+        if is_checkpointed_region():  # by somebody around the block
+            return function(*args)
+        with _STAYS if self.inputs is None else self.inputs.of_a_block():
+            return checkpoint(function, *args, use_reentrant=False)
+
+
+def patch_block(
+    block: nn.Module, scope: ScopeRewrite | None, is_checkpointed: bool, inputs: OffloadedInputs | None
+) -> None:
+    """Let `block` be checkpointed, or not, whatever is switched on for the model; its input waits in `inputs`.
+
+    Raises:
+        ValueError: the block cannot be swapped, or running it twice is not running it once.
+    """
+    if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
+        raise ValueError("a batch norm inside would count every batch twice if the block ran again")
+    swap_forward(block, _switched if has_switch(block) else _wrapped, BlockRewrite(scope, is_checkpointed, inputs))
+
+
+def has_switch(block: nn.Module) -> bool:
+    """Whether `block` is one of transformers' layers, which look up at each call whether to checkpoint."""
+    return isinstance(block, GradientCheckpointingLayer)
+
+
+def overruled(model: nn.Module) -> int:
+    """How many patched blocks of `model` are not what was switched on for all of them."""
+    return sum(bool(vars(m).get(_FLAG)) and not rewrite.is_checkpointed for m, rewrite in _patched(model))
+
+
+def switched_on(model: nn.Module) -> int:
+    """How many layers of `model` are checkpointed by transformers' switch alone."""
+    patched = {id(module) for module, _ in _patched(model)}
+    layers = (module for module in model.modules() if has_switch(module) and id(module) not in patched)
+    return sum(bool(getattr(layer, _FLAG)) for layer in layers)
+
+
+def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, BlockRewrite]]:
+    for module in model.modules():
+        state = swap_state(module) if is_swapped(module) else None
+        if isinstance(state, BlockRewrite):
+            yield module, state
+
+
+def _flag(module: nn.Module) -> bool:
+    state = vars(module).get("_memopt")
+    return state.is_checkpointed if isinstance(state, BlockRewrite) else bool(vars(module).get(_FLAG, False))
+
+
+def _function(module: nn.Module) -> Any:
+    state = vars(module).get("_memopt")
+    return state.run_again if isinstance(state, BlockRewrite) else vars(module)[_FUNCTION]
+
+
+def _note(name: str, module: nn.Module, value: object) -> None:
+    vars(module)[name] = value
+
+
+@with_attributes(
+    **{
+        _FLAG: property(_flag, functools.partial(_note, _FLAG)),
+        _FUNCTION: property(_function, functools.partial(_note, _FUNCTION)),
+    }
+)
+@wraps_any_forward
+def _switched(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
+
+
+@wraps_any_forward
+def _wrapped(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = functools.partial(run_scoped, stock, rewrite.scope, module)
+    if not module.training or not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    kwargs.update({name: None for name in _CACHES if kwargs.get(name) is not None})
+    return rewrite.run_again(functools.partial(run, **kwargs), *args)

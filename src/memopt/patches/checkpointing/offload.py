@@ -1,0 +1,97 @@
+"""The inputs of checkpointed blocks, in CPU memory until their block runs again.
+
+A block's input is what non-reentrant checkpointing saves of it, by a saved tensor, so a pair of hooks around the block
+moves it. Copies run on a stream of their own; in backward, while one block runs, the input of the block before it is
+on its way already. Peers: `torch.autograd.graph.save_on_cpu`, which copies on the stream that computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.torch_compat import FakeTensor
+
+#: Subclasses (sharded, nested, quantised tensors) stay where they are.
+_PLAIN_TYPES = (Tensor, FakeTensor)
+
+
+class OffloadedInputs:
+    """The inputs of one model's blocks. A copy of the model has none yet."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[_Waiting] | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OffloadedInputs, ()
+
+    def of_a_block(self) -> saved_tensors_hooks:
+        """Context manager around the checkpointing of one block: its first floating-point input goes to the CPU."""
+        is_there = False
+
+        def pack(tensor: Tensor) -> Tensor | _Waiting:
+            nonlocal is_there
+            if is_there or not tensor.is_floating_point() or type(tensor) not in _PLAIN_TYPES:
+                return tensor.detach() if not tensor.is_leaf else tensor
+            is_there = True
+            waiting = _Waiting(tensor, self._stream(tensor.device), self._last)
+            self._last = weakref.ref(waiting)
+            return waiting
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        if device.type in ("cpu", "meta"):
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
+
+
+class _Waiting:
+    """One input in CPU memory."""
+
+    __slots__ = ("__weakref__", "_before", "_device", "_fetched", "_stored", "_stream")
+
+    def __init__(self, tensor: Tensor, stream: torch.Stream | None, before: weakref.ref[_Waiting] | None) -> None:
+        self._device, self._stream, self._before = tensor.device, stream, before
+        self._fetched: Tensor | None = None
+        with torch.no_grad():
+            self._stored = torch.empty_like(tensor.detach(), device="cpu", pin_memory=stream is not None)
+            if stream is None:
+                self._stored.copy_(tensor)
+                return
+            stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with stream:
+                self._stored.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)  # its memory is used again after the copy only
+
+    def fetch(self) -> None:
+        """Begin to bring the input back."""
+        if self._fetched is None and self._stream is not None:
+            with torch.no_grad(), self._stream:
+                self._fetched = self._stored.to(self._device, non_blocking=True)
+
+    def take(self) -> Tensor:
+        """The input on its device, for work on the current stream."""
+        if self._stream is None:
+            return self._stored
+        self.fetch()
+        tensor, self._fetched = self._fetched, None
+        assert tensor is not None
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_stream(self._stream)
+        tensor.record_stream(current)
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+        return tensor
+
+
+def _unpack(packed: Tensor | _Waiting) -> Tensor:
+    return packed.take() if isinstance(packed, _Waiting) else packed

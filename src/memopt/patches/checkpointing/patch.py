@@ -1,0 +1,110 @@
+"""Activation checkpointing of chosen blocks: one keeps its input alone and runs again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, Rules, any_matches, matches
+from memopt.walk.sites import Sites
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RUN_AGAIN, OFFLOADED = "recompute block", "recompute block, offload input"
+
+
+class CheckpointingRules(Rules):
+    """Which blocks are checkpointed."""
+
+    method: Literal["none", "full", "every-n", "count"] = "none"
+    """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`, whose backward comes
+    last, when the blocks behind them have been freed: they run again below the peak."""
+    n: int = Field(default=2, ge=1)
+    count: int | None = Field(default=None, ge=0)
+    blocks: Literal["auto"] | tuple[str, ...] = "auto"
+    """Names (shell wildcards) of the blocks that are counted; ``auto``: all."""
+    offload: Literal["none", "input"] = "none"
+    """``input``: the input of a checkpointed block waits in CPU memory, pinned where that helps."""
+
+    @model_validator(mode="after")
+    def _has_a_count(self) -> CheckpointingRules:
+        if self.method == "count" and self.count is None:
+            raise ValueError("'count' needs the number of blocks, e.g. checkpointing.count=4")
+        return self
+
+
+class CheckpointingPatch(Patch):
+    """Checkpointed blocks, with everything that other patches do inside the checkpointed region."""
+
+    name = kind = "checkpointing"
+    noun, plural = "block", "blocks"
+    after = ("loss", "linear", "compression")  # a block that another patch has taken is left to it
+    actions: ClassVar[Mapping[str, str]] = {RUN_AGAIN: "checkpointed", OFFLOADED: "checkpointed with offloaded input"}
+    key, rules = "checkpointing", CheckpointingRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
+        return ((block, block) for block in sites.blocks)
+
+    def decisions(self, plan: PlanView) -> Iterator[Entry]:
+        return iter(()) if plan.recipe.rules(CheckpointingRules).is_off else super().decisions(plan)
+
+    def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
+        rules = plan.recipe.rules(CheckpointingRules)
+        counted = [block for block in plan.sites.blocks if _is_counted(block, rules)]
+        if site not in counted:
+            return LEFT, "not among the recipe's checkpointing.blocks"
+        place = counted.index(site)
+        if rules.method == "every-n" and place % rules.n:
+            return LEFT, f"not checkpointed: one in {rules.n} is"
+        if rules.method == "count" and place >= (rules.count or 0):
+            return LEFT, f"not checkpointed: the first {rules.count} are"
+        if rules.offload == "input":
+            return OFFLOADED, "runs again in backward; its input waits in CPU memory"
+        return RUN_AGAIN, "keeps its input and runs again in backward"
+
+    def targets(self, plan: PlanView) -> tuple[str, ...]:
+        return ()  # `blocks` says which
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        rules = plan.recipe.rules(CheckpointingRules)
+        if rules.is_off:
+            return
+        if not plan.sites.blocks:
+            yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and none were found in this model."
+        for pattern in rules.blocks if isinstance(rules.blocks, tuple) else ():
+            if not any(matches(block, pattern) for block in plan.sites.blocks):
+                yield f"Recipe '{plan.recipe.name}': checkpointing.blocks '{pattern}' matches no block of this model."
+
+    def apply(self, live: Live) -> None:
+        if live.plan.recipe.rules(CheckpointingRules).is_off:
+            return
+        from memopt.patches.checkpointing.module import has_switch, patch_block
+        from memopt.patches.checkpointing.offload import OffloadedInputs
+
+        chosen = set(live.plan.chosen(self.name))
+        inputs = OffloadedInputs() if live.plan.chosen(self.name, OFFLOADED) else None
+        for block in live.plan.sites.blocks:
+            # The others are patched as well: the switch of transformers sets all blocks of a model.
+            if block in chosen or has_switch(live.modules[block]):
+                live.attempt(self.name, block, patch_block, live.scopes.get(block), block in chosen, inputs)
+
+    def remarks(self, model: nn.Module) -> Iterator[str]:
+        from memopt.patches.checkpointing.module import overruled, switched_on
+
+        if count := overruled(model):
+            yield (
+                f"activation checkpointing was also switched on for the model: the recipe's choice of blocks holds, "
+                f"for {count} of them against it; memopt.unpatch(model) takes it back"
+            )
+        elif count := switched_on(model):
+            yield f"activation checkpointing of {count} modules, switched on for the model, runs around memopt"
+
+
+def _is_counted(block: str, rules: CheckpointingRules) -> bool:
+    return not isinstance(rules.blocks, tuple) or any_matches(block, rules.blocks)
+
+
+PATCH = CheckpointingPatch()

@@ -1,0 +1,252 @@
+"""Activation checkpointing as a recipe's levels of blocks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.errors import RecipeError
+from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.plan.recipe import Recipe, load_recipe
+from tests.factories import tiny_inputs, tiny_model
+
+LAYERS = 4
+FULL = "method=full"
+
+
+def recipe(*settings: str) -> Recipe:
+    return load_recipe("exact-unfolded", [f"checkpointing.{setting}" for setting in settings])
+
+
+def model_of(name: str = "llama", **overrides) -> nn.Module:
+    layers = {"llama": "num_hidden_layers", "bert": "num_hidden_layers", "gpt2": "n_layer"}.get(name)
+    return tiny_model(name, torch.float64, **({layers: LAYERS} if layers else {}), **overrides)
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
+    """The largest relative error of a parameter's gradient; one that is zero but for rounding (a key's bias) is
+    compared with a millionth of the largest."""
+    assert ours.keys() == stock.keys()
+    least = 1e-6 * max(each.norm() for each in stock.values())
+    return max(float((ours[name] - each).norm() / each.norm().clamp(min=least)) for name, each in stock.items())
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Counts calls of attention: one for each forward of a block, in backward too."""
+    counted, attention = [0], torch.nn.functional.scaled_dot_product_attention
+
+    def counting(*args, **kwargs):
+        counted[0] += 1
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+
+    def again(model: nn.Module, inputs: dict[str, Tensor]) -> int:
+        """How many blocks run again in a step."""
+        counted[0] = 0
+        loss = model(**inputs).loss
+        forward = counted[0]
+        loss.backward()
+        return counted[0] - forward
+
+    return again
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ([FULL], [0, 1, 2, 3]),
+        (["method=every-n"], [0, 2]),
+        (["method=every-n", "n=3"], [0, 3]),
+        (["method=count", "count=3"], [0, 1, 2]),
+        (["method=count", "count=0"], []),
+        ([FULL, "blocks=['model.layers.[12]']"], [1, 2]),
+        (["method=none"], []),
+    ],
+)
+def test_as_many_blocks_run_again_as_the_recipe_says(runs, settings, blocks):
+    model = memopt.patch(model_of(), recipe(*settings))
+    assert [i for i, layer in enumerate(model.model.layers) if layer.gradient_checkpointing] == blocks
+    assert runs(model, tiny_inputs("llama")) == len(blocks)
+    model.eval()
+    assert runs(model, tiny_inputs("llama")) == 0
+
+
+# T5 computes attention's scores and RMS norms in fp32, as Llama's norm does.
+@pytest.mark.parametrize(("name", "limit"), [("llama", 1e-6), ("bert", 1e-12), ("gpt2", 1e-12), ("t5", 1e-6)])
+@pytest.mark.parametrize("settings", [[FULL], ["method=every-n"], [FULL, "offload=input"]])
+def test_gradients_are_the_stock_models(name, limit, settings):
+    stock, inputs = model_of(name), tiny_inputs(name)
+    patched = memopt.patch(copy.deepcopy(stock), recipe(*settings))
+    assert worst(gradients(patched, inputs), gradients(stock, inputs)) <= limit
+
+
+def test_a_dropout_drops_the_same_when_its_block_runs_again():
+    stock, inputs = model_of("bert", hidden_dropout_prob=0.3), tiny_inputs("bert")
+    patched, results = memopt.patch(copy.deepcopy(stock), recipe(FULL)), []
+    for model in (patched, stock):
+        torch.manual_seed(1)
+        results.append(gradients(model, inputs))
+    assert worst(*results) <= 1e-12
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_users_own_switch_neither_doubles_nor_undoes_the_levels(runs, when):
+    model, inputs = model_of(), tiny_inputs("llama")
+    if when == "before":
+        model.gradient_checkpointing_enable()
+    memopt.patch(model, recipe("method=count", "count=1"))
+    if when == "after":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert runs(model, inputs) == 1
+    assert "for 3 of them against it" in str(memopt.summary(model))
+    assert "4 blocks: 1 checkpointed, 3 left" in str(memopt.summary(model))
+    memopt.unpatch(model)
+    assert runs(model, inputs) == LAYERS
+    model.gradient_checkpointing_disable()
+    assert runs(model, inputs) == 0
+
+
+def test_unpatched_blocks_have_no_switch_of_their_own(runs):
+    model = memopt.unpatch(memopt.patch(model_of(), recipe(FULL)))
+    assert not any("gradient_checkpointing" in vars(layer) for layer in model.model.layers)
+    assert runs(model, tiny_inputs("llama")) == 0
+
+
+def test_summary_says_what_the_model_was_switched_to(runs):
+    model = memopt.patch(model_of())
+    assert "activation checkpointing" not in str(memopt.summary(model))
+    model.gradient_checkpointing_enable()
+    assert runs(model, tiny_inputs("llama")) == LAYERS
+    assert "activation checkpointing of 4 modules" in str(memopt.summary(model))
+
+
+def test_the_trainers_switch_changes_nothing(runs, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model, inputs = memopt.patch(model_of(), recipe("method=count", "count=2")).float(), tiny_inputs("llama")
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, gradient_checkpointing=True, report_to=[],
+        use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{key: value[i] for key, value in inputs.items()} for i in range(2)]
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert runs(model, inputs) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_same_levels(runs, copied):
+    model, inputs = memopt.patch(model_of(), recipe("method=every-n", "offload=input")), tiny_inputs("llama")
+    twin = copied(model)
+    assert runs(twin, inputs) == 2
+    assert worst(gradients(twin, inputs), gradients(model, inputs)) == 0
+
+
+class _Block(nn.Module):
+    """A block that transformers knows nothing of."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16) if batch_norm else nn.LayerNorm(16)
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> Tensor:
+        self.calls += 1
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class _Model(nn.Module):
+    def __init__(self, **block) -> None:
+        super().__init__()
+        self.layers, self.around = nn.ModuleList(_Block(**block) for _ in range(3)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.around is None else self.around(layer, x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("around", [None, True, False])
+def test_blocks_without_a_switch_are_wrapped(around):
+    """... once, where somebody checkpoints them already, reentrant or not."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    model = _Model().double()
+    stock = torch.autograd.grad(model(x), [x, *model.parameters()])
+    model = memopt.patch(model, recipe("method=count", "count=2"), inputs={"x": x.detach()})
+    if around is not None:
+        model.around = functools.partial(checkpoint, use_reentrant=around)
+    for layer in model.layers:
+        layer.calls = 0
+    model(x).backward()
+    assert [layer.calls for layer in model.layers] == ([2, 2, 1] if around is None else [2, 2, 2])
+    for ours, expected in zip([x, *model.parameters()], stock, strict=True):
+        assert torch.allclose(ours.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_that_counts_its_batches_is_left_with_the_reason():
+    x = torch.randn(7, 16)
+    with pytest.warns(UserWarning, match="batch norm inside would count every batch twice"):
+        memopt.patch(_Model(batch_norm=True), recipe(FULL), inputs={"x": x})
+
+
+def test_an_offloaded_input_is_a_copy_and_the_original_is_freed():
+    originals: list[weakref.ref] = []
+    inputs, x = OffloadedInputs(), torch.randn(3, 4, requires_grad=True)
+
+    def step(hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden.sin() * mask
+
+    hidden, mask = x * 2, torch.ones(3, 4)
+    for _ in range(2):
+        originals.append(weakref.ref(hidden.untyped_storage()))
+        with inputs.of_a_block():
+            hidden = checkpoint(step, hidden, mask, use_reentrant=False)
+    loss = hidden.sum()
+    del hidden
+    gc.collect()
+    assert [original() for original in originals] == [None, None]
+    loss.backward()
+    y = (2 * x).detach()
+    assert torch.allclose(x.grad, 2 * y.cos() * y.sin().cos())
+
+
+def test_a_wrong_copy_of_an_input_would_be_seen(monkeypatch):
+    right = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda self, other, **options: right(self, other * 1.001, **options))
+    stock, inputs = model_of("bert"), tiny_inputs("bert")
+    patched = memopt.patch(copy.deepcopy(stock), recipe(FULL, "offload=input"))
+    assert worst(gradients(patched, inputs), gradients(stock, inputs)) > 1e-5
+
+
+def test_a_count_without_a_number_is_an_error():
+    with pytest.raises(RecipeError, match="'count' needs the number of blocks"):
+        recipe("method=count")
+    with pytest.raises(RecipeError, match="cannot be 'some'"):
+        recipe("method=some")
+
+
+def test_a_pattern_that_matches_no_block_is_noted():
+    plan = memopt.plan_for(model_of(), recipe(FULL, "blocks=['nothing.*']"))
+    assert any("'nothing.*' matches no block" in note for note in plan.notes)
+
+
+def test_recipes_that_do_not_use_it_show_no_rows():
+    assert "checkpointing" not in memopt.plan_for(model_of()).counts()
