@@ -33,13 +33,14 @@ class Case:
 def cases(variant: Variant) -> Iterator[Case]:
     """What is compiled of a variant. Kernels that see rows as such depend on their size, the others do not."""
     by_rows = variant.kernel.startswith("norm")
+    one_size = 16384 if variant.kernel.startswith("loss") else 4096  # of a whole tile
     for dtype in DTYPES:
-        for hidden in SIZES if by_rows else (4096,):
+        for hidden in SIZES if by_rows else (one_size,):
             yield Case(variant, hidden, dtype)
         if variant.heaviest:
-            yield Case(variant, 4096, dtype, strided=True)
+            yield Case(variant, one_size, dtype, strided=True)
             if not by_rows:
-                yield Case(variant, 4097, dtype, strided=True)
+                yield Case(variant, one_size + 1, dtype, strided=True)
 
 
 def binaries(case: Case, target: str) -> list[Binary]:

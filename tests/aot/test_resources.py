@@ -16,8 +16,8 @@ MAY_SPILL = {
     # vectors do, and a tile of 8192 has none to spare. Smaller tiles would read models' rows (4096 + 16 n) twice.
     ("norm_backward", 4097): 160,
 }
-#: Kernels that store nothing but sums over rows: one row in some hundred, so its width does not matter.
-STORE_SUMS = {"norm_long_sums_kernel"}
+#: Kernels that store nothing but sums: one number in some hundred, so its width does not matter.
+STORE_SUMS = {"norm_long_sums_kernel", "loss_forward_kernel"}
 
 Compiled = list[tuple[Case, Binary]]
 

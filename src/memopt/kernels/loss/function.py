@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
 from memopt.kernels.loss.reference import LossArguments, rows_gradient, rows_loss
 
 Reduction = Literal["none", "mean", "sum"]
@@ -46,6 +47,10 @@ def cross_entropy_rows(
     with autocast_as(None, logits):  # autocast gives nll_loss an fp32 copy of all logits
         # The stock operator picks the target's logit, and refuses a target out of range as it always does.
         picked = F.nll_loss(logits, target, reduction="none", ignore_index=ignore_index)
+        if runs_triton(logits, weight):
+            import memopt.kernels.loss.function_triton as kernels
+
+            return kernels.launch_loss(logits, target, picked, arguments)
         return rows_loss(logits, target, picked, arguments)
 
 
@@ -72,6 +77,10 @@ def cross_entropy_backward_(
     """
     out = logits if out is None else out
     arguments = LossArguments(weight, label_smoothing, ignore_index)
+    if runs_triton(logits, weight, dloss, out):
+        import memopt.kernels.loss.function_triton as kernels
+
+        return kernels.launch_gradient(logits, target, lse, dloss, arguments, out)
     return rows_gradient(logits, target, lse, dloss, arguments, out)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation import function_triton as activation_triton
 from memopt.kernels.gated_mlp import function_triton as gated_triton
+from memopt.kernels.loss import function_triton as loss_triton
+from memopt.kernels.loss.reference import LossArguments
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.kernels.norm.function import NormSpec
 
@@ -120,6 +122,30 @@ def _gated_backward(kind: str, *, recompute: bool) -> Callable[[CallShape], Call
     return prepare
 
 
+def _loss(shape: CallShape, *, full: bool) -> tuple[Tensor, Tensor, Tensor, LossArguments]:
+    """Logits, targets, a number for each row, and arguments: with `full`, class weights and smoothing."""
+    target = torch.zeros(shape.rows, dtype=torch.int64, device=shape.device)
+    arguments = LossArguments(shape.vector().float(), 0.1) if full else LossArguments()
+    return shape.tensor(), target, torch.zeros(shape.rows, device=shape.device), arguments
+
+
+def _loss_forward(*, full: bool) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        logits, target, picked, arguments = _loss(shape, full=full)
+        return lambda: loss_triton.launch_loss(logits, target, picked.to(logits.dtype), arguments)
+
+    return prepare
+
+
+def _loss_backward(*, full: bool) -> Callable[[CallShape], Call]:
+    def prepare(shape: CallShape) -> Call:
+        logits, target, dloss, arguments = _loss(shape, full=full)
+        lse, out = torch.cat((shape.statistics(),) * 2, 1), torch.empty_like(logits)
+        return lambda: loss_triton.launch_gradient(logits, target, lse, dloss, arguments, out)
+
+    return prepare
+
+
 VARIANTS: tuple[Variant, ...] = (
     Variant("norm_forward", "rms", _norm_forward(_RMS, weight=False, bias=False)),
     Variant("norm_forward", "rms, weight", _norm_forward(_RMS, weight=True, bias=False)),
@@ -151,4 +177,8 @@ VARIANTS: tuple[Variant, ...] = (
         Variant("gated_backward", f"{kind}, recompute", _gated_backward(kind, recompute=True), heaviest=kind == "mish")
         for kind in ACTIVATIONS
     ),
+    Variant("loss_forward", "plain", _loss_forward(full=False)),
+    Variant("loss_forward", "weights, smoothing", _loss_forward(full=True), heaviest=True),
+    Variant("loss_backward", "plain", _loss_backward(full=False)),
+    Variant("loss_backward", "weights, smoothing", _loss_backward(full=True), heaviest=True),
 )

@@ -64,6 +64,7 @@ class Shape:
     largest_warps: int
     blocks: tuple[int, ...]
     """Candidates for the columns of a tile where rows are longer; in elements of 16 bits."""
+    smallest_warps: int = 2
 
 
 _SHAPES = {
@@ -74,6 +75,9 @@ _SHAPES = {
     "activation_backward": Shape(0, 8, (1024, 2048)),
     "gated_forward": Shape(0, 8, (1024, 2048)),
     "gated_backward": Shape(0, 8, (1024, 2048)),
+    # A program walks along a whole row, and a chunk of logits has only some hundred rows to fill a GPU with.
+    "loss_forward": Shape(0, 16, (4096, 8192), smallest_warps=16),
+    "loss_backward": Shape(0, 8, (1024, 2048)),
 }
 
 
@@ -84,7 +88,7 @@ def cases() -> Iterator[TuningCase]:
             while size <= shape.largest_row:
                 yield TuningCase(kernel, bits, size, size)
                 size *= 2
-            yield TuningCase(kernel, bits, None, 4 * max(size, 1024))
+            yield TuningCase(kernel, bits, None, max(4 * max(size, 1024), *shape.blocks))
 
 
 def candidates(case: TuningCase) -> list[LaunchConfig]:
@@ -95,7 +99,7 @@ def candidates(case: TuningCase) -> list[LaunchConfig]:
     found = set()
     for block in blocks:
         for vectors in (1, 2, 4):
-            num_warps = 2
+            num_warps = shape.smallest_warps
             while num_warps <= shape.largest_warps:
                 rows, rest = divmod(vectors * vector * 32 * num_warps, block)
                 # Several rows a tile where rows are short; four warps are enough for those.

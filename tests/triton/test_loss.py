@@ -1,0 +1,128 @@
+"""The Triton kernels of cross-entropy by rows: as accurate as PyTorch, every layout, nothing out of bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.launch import LaunchConfig, override
+from memopt.kernels.loss import function_triton
+from memopt.kernels.loss.function import cross_entropy_backward_, cross_entropy_rows
+from memopt.kernels.loss.function_triton import launch_gradient, launch_loss
+from memopt.kernels.loss.reference import LossArguments, rows_gradient, rows_loss
+from tests.kernels.test_loss import draw, every_option, ours, stock
+from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
+from tests.triton.conftest import DEVICE
+from tests.triton.memory import RedZones, lazily_huge
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy: inf - inf, exp(-inf)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def drawn(
+    rows: int, classes: int, dtype: torch.dtype, *, weighted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    logits, target, dloss, weight = draw(rows, classes, dtype, weighted=weighted)
+    return logits.to(DEVICE), target.to(DEVICE), dloss.to(DEVICE), None if weight is None else weight.to(DEVICE)
+
+
+@every_option
+@every_dtype
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (7, 2), (0, 5), (9, 257), (5, 8192), (3, 8200), (2, 66001)])
+def test_loss_and_gradient_are_as_accurate_as_stocks(
+    rows: int, classes: int, dtype: torch.dtype, smoothing: float, weighted: bool
+) -> None:
+    logits, target, dloss, weight = drawn(rows, classes, dtype, weighted=weighted)
+    loss, gradient = ours(logits, target, dloss, weight, smoothing)
+    stock_loss, stock_gradient = stock(logits, target, dloss, weight, smoothing, torch.float32)
+    exact = None if weight is None else weight.double()
+    true_loss, true_gradient = stock(logits.double(), target, dloss.double(), exact, smoothing, torch.float64)
+    assert_as_accurate(loss, stock_loss, true_loss)
+    assert_as_accurate(gradient, stock_gradient, true_gradient)
+
+
+def test_the_operators_run_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for name in ("launch_loss", "launch_gradient"):
+        launch = getattr(function_triton, name)
+        monkeypatch.setattr(function_triton, name, lambda *a, name=name, launch=launch: ran.append(name) or launch(*a))
+    logits, target, dloss, weight = drawn(3, 7, torch.bfloat16, weighted=True)
+    ours(logits, target, dloss, weight, 0.1)
+    assert ran == ["launch_loss", "launch_gradient"]
+
+
+@every_option
+def test_infinities_and_nan_give_what_stock_gives(smoothing: float, weighted: bool) -> None:
+    logits, target, dloss, weight = drawn(8, 11, torch.float32, weighted=weighted)
+    target[:] = torch.arange(8)
+    logits[0, 5], logits[1, 1], logits[2, 5], logits[3, 3] = -math.inf, -math.inf, math.inf, math.inf
+    logits[4, 0], logits[5], logits[6, :6] = math.nan, -math.inf, -math.inf
+    loss, gradient = ours(logits, target, dloss, weight, smoothing)
+    stock_loss, stock_gradient = stock(logits, target, dloss, weight, smoothing, torch.float32)
+    assert_same_special_values(loss, stock_loss)
+    assert_same_special_values(gradient, stock_gradient)
+
+
+def test_lanes_that_see_nothing_but_minus_infinity_count_nothing() -> None:
+    logits = torch.full((1, 9000), -math.inf, device=DEVICE)
+    logits[0, 8990] = 3.0
+    target = torch.tensor([8990], device=DEVICE)
+    loss, lse = cross_entropy_rows(logits, target)
+    assert loss.tolist() == [0.0]
+    assert lse.tolist() == [[3.0, 0.0]]
+
+
+def test_ignored_rows_are_zero_whatever_they_hold() -> None:
+    logits, target, dloss, _ = drawn(6, 9, torch.float32, weighted=False)
+    logits[2] = math.nan
+    loss, gradient = ours(logits, target, dloss, None, 0.1)
+    ignored = target == -100
+    assert (loss[ignored] == 0).all()
+    assert (gradient[ignored] == 0).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", ["gaps", "transposed", "contiguous", "one column"])
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "weights, smoothing"])
+def test_every_layout_is_read_and_written_in_its_place_and_nothing_else(
+    full: bool, layout: str, dtype: torch.dtype, red_zones: RedZones
+) -> None:
+    logits, target, dloss, weight = drawn(5, 1 if layout == "one column" else 70, dtype, weighted=True)
+    arguments = LossArguments(weight, 0.1) if full else LossArguments()
+    if layout == "gaps":
+        logits = torch.cat((logits, logits), 1)[:, :70]
+    if layout == "transposed":
+        logits = logits.t().contiguous().t()
+    picked = -logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    guarded, target = red_zones.guard(logits), red_zones.guard(target)
+    loss, lse = launch_loss(guarded, target, picked, arguments)
+    out = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=DEVICE)
+    assert launch_gradient(guarded, target, lse, dloss, arguments, out) is out
+    expected_loss, expected_lse = rows_loss(logits, target, picked, arguments)
+    expected = rows_gradient(logits, target, expected_lse, dloss, arguments, torch.empty_like(logits))
+    # Two roundings of a result of the other; exponentials of up to 60.
+    bound = 60 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+    torch.testing.assert_close(loss, expected_loss, rtol=bound, atol=bound)
+    torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("config", [LaunchConfig(1, 32, 1), LaunchConfig(1, 64, 2)], ids=str)
+def test_results_do_not_depend_on_the_tiles(config: LaunchConfig) -> None:
+    logits, target, dloss, weight = drawn(4, 300, torch.float32, weighted=True)
+    expected = ours(logits, target, dloss, weight, 0.1)
+    with override("loss_forward", config), override("loss_backward", config):
+        torch.testing.assert_close(ours(logits, target, dloss, weight, 0.1), expected, rtol=3e-6, atol=3e-6)
+
+
+def test_offsets_beyond_2_to_the_31_elements_are_right() -> None:
+    # Neither a row's number nor the spacing exceeds 32 bits, their product does.
+    logits, target, dloss, _ = drawn(5, 64, torch.bfloat16, weighted=False)
+    expected = ours(logits, target, dloss, None, 0.0)
+    huge = lazily_huge((5, 64), (2**29 + 16, 1), torch.bfloat16, DEVICE)
+    huge.copy_(logits)
+    loss, lse = cross_entropy_rows(huge, target)
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(cross_entropy_backward_(huge, target, lse, dloss), expected[1])
