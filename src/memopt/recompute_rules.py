@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What an output is: a norm's, an elementwise function's of one tensor, or a product's of two.
-NORMALISED, ELEMENTWISE, PRODUCT = "normalised", "elementwise", "product"
-FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT})
+#: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, or a linear's.
+NORMALISED, ELEMENTWISE, PRODUCT, LINEAR = "normalised", "elementwise", "product", "linear output"
+FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR})
 #: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
 Node = Any
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.recompute_rules import LINEAR, rule_of
 from memopt.torch_compat import top_saved_tensors_hooks
 
 #: The output from the saved tensors of its spec (None where the producer has none in that place).
@@ -92,7 +93,7 @@ class Recomputed:
 class RecomputeSpec:
     """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
 
-    __slots__ = ("__weakref__", "differentiate", "function", "hook", "recomputed", "saved", "versions")
+    __slots__ = ("__weakref__", "differentiate", "function", "hook", "is_recomputed", "recomputed", "saved", "versions")
 
     def __init__(
         self,
@@ -102,18 +103,21 @@ class RecomputeSpec:
         differentiate: Differentiate | None,
         versions: list[int] | None,
         hook: object,
+        is_recomputed: bool,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
         self.function, self.recomputed = recompute, recomputed
         self.differentiate, self.versions = differentiate, versions
         self.hook = hook
+        self.is_recomputed = is_recomputed
+        """Scopes find from the graph of the tensors in `saved` how to recompute these."""
         recomputed._spec = weakref.ref(self)
 
     def take(self) -> Sequence[Tensor | None]:
         """The tensors for a reader to save, which needs the output once in backward."""
         self.recomputed.readers += 1
         assert self.saved is not None
-        if self.versions is None:
+        if self.versions is None or self.is_recomputed:
             return self.saved
         # Not the tensors in the graph: they would own it.
         return [None if tensor is None else tensor.detach() for tensor in self.saved]
@@ -148,7 +152,15 @@ def attach_spec(
         if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
             return
     versions = None if are_private else _versions(saved)
-    setattr(output, _ATTRIBUTE, RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook))
+    is_recomputed = top is not None and any(tensor is not None and _is_linear_output(tensor) for tensor in saved)
+    spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed)
+    setattr(output, _ATTRIBUTE, spec)
+
+
+def _is_linear_output(tensor: Tensor) -> bool:
+    node = tensor.grad_fn
+    rule = None if node is None else rule_of(node)
+    return rule is not None and rule.family == LINEAR
 
 
 def spec_of(x: object) -> RecomputeSpec | None:

@@ -67,7 +67,7 @@ class SavedTensorObserver:
         model: nn.Module,
         *,
         entered: Callable[[str, tuple[Any, ...]], None] | None = None,
-        left: Callable[[], object] | None = None,
+        left: Callable[[Any], object] | None = None,
         stand_ins: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         self.modules = RunningModules(model, entered=entered, left=left)
@@ -138,7 +138,7 @@ class RunningModules:
 
     Args:
         entered: called with the name of each module whose forward begins, and its positional arguments.
-        left: called whenever a forward has ended, also by an error.
+        left: called with what a forward returned, or None, whenever one has ended, also by an error.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RunningModules:
         model: nn.Module,
         *,
         entered: Callable[[str, tuple[Any, ...]], None] | None = None,
-        left: Callable[[], object] | None = None,
+        left: Callable[[Any], object] | None = None,
     ) -> None:
         self.names: list[str] = []
         """The modules that are running, the outermost first."""
@@ -180,7 +180,7 @@ class RunningModules:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.names.pop()
         if self._on_exit is not None:
-            self._on_exit()
+            self._on_exit(output)
 
 
 class RunningFunctions(TorchFunctionMode):

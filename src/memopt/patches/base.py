@@ -265,8 +265,8 @@ class Patch:
         """Whether saved tensors are exchanged when a scope ends: then it sees every reader, and is always open."""
         return False
 
-    def prepares(self) -> Callable[[nn.Module], None] | None:
-        """What is called for the module of a scope that may stay closed, when the linears inside are new."""
+    def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
+        """What is called for the module `scope`, whose scope may stay closed, when the linears inside are new."""
         return None
 
     # --- on a live model ---------------------------------------------------------------------------------------------
@@ -288,6 +288,10 @@ class Patch:
 
     def remarks(self, model: nn.Module) -> Iterable[str]:
         """What `memopt.summary` says of a patched model beside the plan: what was set on the model since."""
+        return ()
+
+    def unsaved(self, plan: PlanView) -> Iterable[str]:
+        """Modules whose output nobody saves, since it is recomputed."""
         return ()
 
     # --- measuring ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+
+from torch import nn
 
 from memopt.patches.base import PlanView
 from memopt.patches.registry import patches
@@ -13,16 +15,19 @@ def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
     """Module -> the scope that it is."""
     default = frozenset[str]().union(*(patch.families(plan.recipe) for patch in patches()))
     families = _scoped_families(plan, default)
-    prepare = None
-    if not any(patch.settles(plan) for patch in patches()):
-        prepare = next((prepare for patch in patches() if (prepare := patch.prepares()) is not None), None)
-    scopes = {name: ScopeRewrite(rules, prepare=prepare) for name, rules in families.items()}
+    settles = any(patch.settles(plan) for patch in patches())
+    prepares = {name: None if settles else _prepare(plan, name) for name in families}
+    scopes = {name: ScopeRewrite(rules, prepare=prepares[name]) for name, rules in families.items()}
     for patch in patches():
         compression = patch.compression(plan.recipe)
         for name in dict.fromkeys(patch.compressed(plan)) if compression is not None else ():
             if name and plan.recipe.selects(name):
                 scopes[name] = ScopeRewrite(families.get(name, default), compression)
     return scopes
+
+
+def _prepare(plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
+    return next((prepare for patch in patches() if (prepare := patch.prepares(plan, scope)) is not None), None)
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:

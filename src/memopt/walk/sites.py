@@ -213,6 +213,10 @@ class LinearSite:
     """Operations other than linears that save that storage when the stock model trains, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...] = ()
     """Modules around it that take its input as argument, outermost first: their callers reference it meanwhile."""
+    output_module: str = ""
+    """The module that computes its output, adapters included, from its input; empty where none does that alone."""
+    output_saved_by: tuple[str, ...] = ()
+    """Operations other than linears that save the output of that module when the stock model trains."""
 
 
 @dataclass(frozen=True)

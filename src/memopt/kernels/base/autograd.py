@@ -70,7 +70,8 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
     """Autocast on the tensor's device as :func:`autocast_dtype` found it: to `dtype`, or off for None."""
     if dtype is None and autocast_dtype(tensor) is None:
         return _NOTHING_TO_DO
-    return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None)
+    # A weight that is cast here, without gradients, must not be what a forward finds in the cache.
+    return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def not_a_view(output: Tensor) -> Tensor:

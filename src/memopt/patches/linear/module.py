@@ -6,7 +6,7 @@ take the place of the activation's backward too, which recomputes its output on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.linear.function import reads_spec, recomputed_linear
+from memopt.patches.linear.output import adopt_outputs
 from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
 from memopt.walk.probes.isolate import with_stand_ins
 
@@ -80,12 +81,16 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
 
 
-def adopt_linears(root: nn.Module) -> None:
+def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None) -> None:
     """Let the plain linears inside `root` read recompute specs: those that no other patch has, adapters' included.
+
+    `outputs` are the arguments of :func:`memopt.patches.linear.output.adopt_outputs`, which comes first.
 
     One whose input has no spec runs its stock forward, so nothing has to be known of its place in the model. The child
     that a patched module reads instead of calling it (its rewrite names it in `reads`) stays.
     """
+    if outputs:
+        adopt_outputs(root, outputs)
     for parent in list(root.modules()):
         read = getattr(swap_state(parent), "reads", ()) if is_swapped(parent) else ()
         for name, child in parent._modules.items():

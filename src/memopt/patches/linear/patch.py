@@ -1,12 +1,16 @@
-"""Linears that recompute their input: the output of a norm, or of the activation before them."""
+"""Linears that recompute their input (the output of a norm, or of the activation before them), or their output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from memopt.patches.activation.patch import gains_alone
-from memopt.patches.base import Live, Patch
+from memopt.patches.base import OFF, Live, Patch, PlanView, RecipeView
+from memopt.patches.linear.decide import RECOMPUTE, input_is_saved
+from memopt.patches.linear.rules import OutputRules
+from memopt.recompute_rules import LINEAR
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,17 +20,31 @@ class LinearPatch(Patch):
     """A known activation and the linear behind it, which recomputes and differentiates it in one pass where Triton
     runs; and inside scopes every plain linear, adapters' included, which reads the recompute spec of its input.
 
-    They have no rows of their own: the activation's row says that its output is recomputed.
+    They have no rows of their own: the activation's row says that its output is recomputed. Nor have linears whose
+    output is recomputed: their row says that.
     """
 
     name = "linear"
     after = ("activation", "sampled_linear")
-    requires = ("activation",)
+    requires = ("activation", "norm")
+
+    def families(self, recipe: RecipeView) -> frozenset[str]:
+        return frozenset() if recipe.rules(OutputRules).recompute == OFF else frozenset({LINEAR})
+
+    def scoped(self, plan: PlanView) -> Iterator[str]:
+        return (name.rpartition(".")[0] for name in _outputs(plan))
+
+    def unsaved(self, plan: PlanView) -> Iterator[str]:
+        yield from _outputs(plan)
 
     def apply(self, live: Live) -> None:
         from memopt.activations import ACTIVATIONS
         from memopt.patches.activation.module import patch_activation
         from memopt.patches.linear.module import patch_linear, trains_as_linear
+        from memopt.patches.linear.output import patch_output
+
+        for name, is_saved in _outputs(live.plan).items():
+            live.attempt(self.name, name, patch_output, input_is_saved=is_saved)
 
         modules = {linear.parameter: linear.module for linear in live.plan.sites.linears}
         for site in live.plan.chosen("activation", "recompute"):
@@ -38,10 +56,17 @@ class LinearPatch(Patch):
                 live.attempt("activation", site.name, patch_activation, site)
             live.attempt(self.name, linear, patch_linear)
 
-    def prepares(self) -> Callable[[nn.Module], None]:
+    def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
         from memopt.patches.linear.module import adopt_linears
 
-        return adopt_linears
+        inside = {name: saved for name, saved in _outputs(plan).items() if name.startswith(f"{scope}.")}
+        outputs = {name.removeprefix(f"{scope}."): saved for name, saved in inside.items()}
+        return functools.partial(adopt_linears, outputs=outputs) if outputs else adopt_linears
+
+
+def _outputs(plan: PlanView) -> dict[str, bool]:
+    """Module whose output is recomputed -> whether its input is saved also where its own weight is frozen."""
+    return {site.output_module: input_is_saved(site, plan) for site in plan.chosen("linear", RECOMPUTE)}
 
 
 PATCH = LinearPatch()

@@ -17,6 +17,7 @@ from memopt.patches.base import (
     any_matches,
     matches,
 )
+from memopt.patches.linear.decide import RECOMPUTE, decide_output
 from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.walk.sites import LinearSite, Sites
 
@@ -35,7 +36,7 @@ class SampledLinearPatch(Patch):
     plural = "linears"
     after = ("norm", "gated_mlp", "activation")
     requires = ("linear",)
-    actions: ClassVar[Mapping[str, str]] = {"sample": "sampled"}
+    actions: ClassVar[Mapping[str, str]] = {"sample": "sampled", RECOMPUTE: "output recomputed"}
     key, rules = "linears", LinearRules
     section = "sampling"
 
@@ -45,10 +46,14 @@ class SampledLinearPatch(Patch):
     def decisions(self, plan: PlanView) -> Iterator[Entry]:
         """Linears that read one storage are sampled together or not at all."""
         rules = plan.recipe.rules(LinearRules)
-        refusals = {} if rules.is_off else _refusals(plan)
+        outputs = {site.parameter: decide_output(site, plan) for site in plan.sites.linears}
+        recomputed = {name: row[1] for name, row in outputs.items() if row is not None and row[0] == RECOMPUTE}
+        refusals = {} if rules.is_off else _refusals(plan, recomputed)
         for site in plan.sites.linears:
-            shared = ", ".join(site.input_shared_with)
-            if rules.is_off:
+            shared, output = ", ".join(site.input_shared_with), outputs[site.parameter]
+            if output is not None and (rules.is_off or output[0] == RECOMPUTE):
+                yield Entry("linear", site.parameter, *output)
+            elif rules.is_off:
                 fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
                 fed = f"; its input is one storage with {shared}" if shared else fed
                 yield Entry("linear", site.parameter, LEFT, f"exact as it is{fed}")
@@ -65,9 +70,11 @@ class SampledLinearPatch(Patch):
     def notes(self, plan: PlanView) -> Iterator[str]:
         rules, recipe = plan.recipe.rules(LinearRules), plan.recipe.name
         modules = self.targets(plan)
-        for pattern in () if rules.targets == "auto" or not modules else rules.targets:
-            if not any(matches(name, pattern) for name in modules):
-                yield f"Recipe '{recipe}': {self.key}.targets '{pattern}' matches no {self.noun} of this model."
+        outputs = {*modules, *(site.output_module for site in plan.sites.linears)}
+        for field, patterns, known in (("targets", rules.targets, modules), ("recompute", rules.recompute, outputs)):
+            for pattern in () if isinstance(patterns, str) or not modules else patterns:
+                if not any(matches(name, pattern) for name in known):
+                    yield f"Recipe '{recipe}': {self.key}.{field} '{pattern}' matches no {self.noun} of this model."
         if rules.is_off:
             return
         if not plan.chosen("linear", "sample"):
@@ -126,11 +133,12 @@ class SampledLinearPatch(Patch):
         return predicted_errors(trial)
 
 
-def _refusals(plan: PlanView) -> dict[str, str]:
-    """Weight -> why its linear keeps its whole input, for those that do."""
+def _refusals(plan: PlanView, recomputed: Mapping[str, str]) -> dict[str, str]:
+    """Weight -> why its linear keeps its whole input, for those that do: those whose output is `recomputed` too."""
     rewritten = {entry.site: entry for entry in plan.rewrites}
     linears = plan.sites.linears
     refusals = {site.parameter: why for site in linears if (why := _not_sampled(site, plan, rewritten)) is not None}
+    refusals |= recomputed
     for site in linears:
         holder = next((weight for weight in site.input_shared_with if weight in refusals), None)
         if site.parameter not in refusals and holder is not None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from memopt.patches.base import OFF, Effect, Rules
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) and value != "auto" else value
+from memopt.patches.base import OFF, Effect
+from memopt.patches.linear.rules import OutputRules, one_or_more
 
 
-class LinearRules(Rules):
-    """How the gradients of linears' weights are computed."""
+class LinearRules(OutputRules):
+    """How the gradients of linears' weights are computed, and which of their outputs are recomputed."""
 
     method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
     """From a sample of the rows of the input, drawn as the name says: without bias, with noise."""
     budget: float = Field(default=0.3, gt=0.0, lt=1.0)
     """Part of the rows that is kept."""
-    targets: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_one_or_more)] = "auto"
+    targets: Annotated[Literal["auto"] | tuple[str, ...], one_or_more("auto")] = "auto"
     """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
 
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}

@@ -1,4 +1,4 @@
-"""What else saves a linear's input for backward, observed in one training forward on meta with gradients.
+"""What else saves a linear's input and output for backward, observed in a training forward on meta with gradients.
 
 Sampling the rows that a linear saves frees bytes only where no other operation saves the same storage. Saved-tensor
 hooks show which storages autograd saves, and in which operation. Attention is replaced, because a fused kernel on a
@@ -7,7 +7,7 @@ device saves other tensors than its decomposition on meta. Tensors that memopt's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,12 +32,16 @@ _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
 
 class InputUse(NamedTuple):
-    """Other uses of the input of one linear."""
+    """Other uses of the input of one linear, and uses of its output."""
 
     saved_by: tuple[str, ...]
     """The operations other than linears that save it, as ``"relu in mlp.act"``."""
     given_to: tuple[str, ...]
     """The modules around the linear that take it as argument, outermost first: their callers reference it meanwhile."""
+    output_module: str = ""
+    """The module that computes its output, adapters included, from its input; empty where none does that alone."""
+    output_saved_by: tuple[str, ...] = ()
+    """The operations other than linears that save the output of that module."""
 
 
 def input_uses(
@@ -83,6 +87,16 @@ def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> 
     return found
 
 
+@dataclass
+class _Call:
+    """One call of a module."""
+
+    name: str
+    given: frozenset[int | None]
+    """Storages of its arguments."""
+    output: Any = None
+
+
 @dataclass(frozen=True)
 class _Reading:
     """A contraction of a tensor with the parameter `weight`, run by the function call number `function`."""
@@ -90,7 +104,12 @@ class _Reading:
     weight: str
     source: Tensor
     function: int
-    given_to: tuple[str, ...]
+    given_to: tuple[_Call, ...]
+    """The calls around it that take the tensor as argument, outermost first."""
+    runs_in: str
+    """Name of the innermost module that was running."""
+    width: int
+    """Channels of what it gives."""
 
 
 class _Watch:
@@ -98,13 +117,13 @@ class _Watch:
 
     def __init__(self, model: nn.Module, table: ParameterTable) -> None:
         self.table = table
-        #: Storages of the arguments of each module that is running.
-        self._given: list[frozenset[int | None]] = []
+        #: Of the modules that are running, the outermost first.
+        self._calls: list[_Call] = []
         self._readings: list[_Reading] = []
         self._observer = SavedTensorObserver(
             model,
             entered=self._enter,
-            left=self._given.pop,
+            left=self._leave,
             stand_ins={F.scaled_dot_product_attention: _attention},
         )
 
@@ -113,33 +132,83 @@ class _Watch:
         with self._observer, saved_tensors_hooks(self._observer.pack, _no_backward), _Contractions(self):
             yield
 
-    def read(self, weight: nn.Parameter, source: Tensor) -> None:
+    def read(self, weight: nn.Parameter, source: Tensor, out: Any) -> None:
         """`source` is contracted with `weight`, or with a copy of it."""
-        modules, key = self._observer.modules, storage_key(source)
-        pairs = zip(modules.names, self._given, strict=True)
-        given_to = tuple(name for name, keys in pairs if key is not None and key in keys)
-        name = self.table.name(weight, modules.current())
-        self._readings.append(_Reading(name, source, self._observer.functions.called, given_to))
+        running, key = self._observer.modules.current(), storage_key(source)
+        given_to = tuple(call for call in self._calls if key is not None and key in call.given)
+        name, width = self.table.name(weight, running), out.shape[-1] if isinstance(out, Tensor) and out.dim() else 0
+        self._readings.append(_Reading(name, source, self._observer.functions.called, given_to, running, width))
 
     def uses(self) -> dict[str, InputUse]:
         """By weight; to be called while the graph of the forward is alive."""
         linears = {(reading.function, storage_key(reading.source)) for reading in self._readings}
+        parameters = {storage_key(parameter) for parameter in self.table.by_name.values()}
         saved: dict[int | None, dict[str, None]] = {}
+        outputs: dict[int | None, _Saved] = {}
+        savers: set[str] = set()
         for tensor, save in self._observer.saves():
             key = storage_key(tensor)
+            if key is None:
+                continue
+            outputs.setdefault(key, _Saved()).add(tensor, save)
             # A `torch.autograd.Function` may save its input for more than the linear that it runs.
-            by_a_linear = bool(save.function) and (save.functions_called, key) in linears
-            if key is not None and not by_a_linear:
+            if not save.function or (save.functions_called, key) not in linears:
                 saved.setdefault(key, {})[_named(save)] = None
+                if save.differentiable and key not in parameters:
+                    savers.update(save.modules)
         found: dict[str, InputUse] = {}
         for reading in self._readings:
-            now = InputUse(tuple(saved.get(storage_key(reading.source), ())), reading.given_to)
+            given_to = tuple(call.name for call in reading.given_to)
+            computed_by, output_saved_by = _output_of(reading, outputs, savers)
+            now = InputUse(tuple(saved.get(storage_key(reading.source), ())), given_to, computed_by, output_saved_by)
             before = found.get(reading.weight)
-            found[reading.weight] = now if before is None else InputUse(*map(_every_time, before, now))
+            found[reading.weight] = now if before is None else _in_both(before, now)
         return found
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
-        self._given.append(frozenset(storage_key(each) for each in args if isinstance(each, Tensor)))
+        self._calls.append(_Call(name, frozenset(storage_key(each) for each in args if isinstance(each, Tensor))))
+
+    def _leave(self, output: Any) -> None:
+        self._calls.pop().output = output
+
+
+class _Saved:
+    """What is saved of one storage."""
+
+    def __init__(self) -> None:
+        self.by: dict[str, None] = {}
+        self._parts: dict[int, int] = {}
+
+    def add(self, tensor: Tensor, save: Save) -> None:
+        self.by[_named(save)] = None
+        start = int(tensor.storage_offset())
+        self._parts[start] = max(tensor.numel(), self._parts.get(start, 0))
+
+    @property
+    def elements(self) -> int:
+        return sum(self._parts.values())
+
+
+def _output_of(
+    reading: _Reading, saved: Mapping[int | None, _Saved], savers: Collection[str]
+) -> tuple[str, tuple[str, ...]]:
+    """The module that computes the output of a linear from its input alone, and what saves most of that output.
+
+    The linear's own module, or one around it that adds to it what comes from the same input by linears alone: `savers`
+    are the modules inside which other operations save something.
+    """
+    calls = reading.given_to[::-1]
+    if not calls or calls[0].name != reading.runs_in:
+        return "", ()
+    for call in calls:
+        output = call.output
+        if (call is not calls[0] and call.name in savers) or not isinstance(output, Tensor):
+            break
+        held = saved.get(storage_key(output))
+        is_whole = output.dim() and output.shape[-1] == reading.width
+        if held is not None and is_whole and 2 * held.elements > output.numel():  # a small view is copied instead
+            return call.name, tuple(held.by)
+    return calls[0].name, ()
 
 
 def _named(save: Save) -> str:
@@ -172,9 +241,9 @@ class _Contractions(TorchDispatchMode):
         if contraction is not None:
             a, b = self._parameter(contraction.a), self._parameter(contraction.b)
             if b is not None and a is None:
-                self.watch.read(b, contraction.a)
+                self.watch.read(b, contraction.a, out)
             elif a is not None and b is None:
-                self.watch.read(a, contraction.b)
+                self.watch.read(a, contraction.b, out)
         elif name in _COPIES or (name in _SCALES and (not isinstance(args[1], Tensor) or args[1].numel() == 1)):
             copied, key = self._parameter(args[0]), storage_key(out)
             if copied is not None and key is not None:
@@ -220,6 +289,17 @@ def _trained(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(False)
+
+
+def _in_both(before: InputUse, now: InputUse) -> InputUse:
+    """The uses of a linear that was called twice."""
+    computed_by = before.output_module if before.output_module == now.output_module else ""
+    return InputUse(
+        _every_time(before.saved_by, now.saved_by),
+        _every_time(before.given_to, now.given_to),
+        computed_by,
+        _every_time(before.output_saved_by, now.output_saved_by) if computed_by else (),
+    )
 
 
 def _every_time(before: tuple[str, ...], now: tuple[str, ...]) -> tuple[str, ...]:

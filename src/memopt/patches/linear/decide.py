@@ -1,0 +1,62 @@
+"""Which linears have their output recomputed, and why the others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from memopt.patches.base import EXCLUDED, LEFT, OFF, PlanView, any_matches
+from memopt.patches.linear.rules import OutputRules
+from memopt.walk.sites import LinearSite
+
+RECOMPUTE = "recompute output"
+
+
+#: An output of fewer channels than this part of the hidden state (an adapter's) is recomputed only if it is named.
+_NARROW = 4
+
+
+def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
+    """Action and reason for the output of a linear; None where the recipe does not speak of it."""
+    recompute = plan.recipe.rules(OutputRules).recompute
+    name = site.output_module or site.module
+    if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
+        return None
+    if recompute == "auto" and math.prod(site.shape) * _NARROW < plan.sites.hidden_size * site.width:
+        return None
+    objection = _objection(site, plan)
+    if objection is not None:
+        return LEFT, f"its output is not recomputed: {objection}"
+    holder = f"{site.fed_by} saves anyway" if input_is_saved(site, plan) else "it saves where its own weight is trained"
+    savers = ", ".join(_savers(site, plan))
+    return RECOMPUTE, f"its output, saved by {savers}, is recomputed from its input, which {holder}"
+
+
+def input_is_saved(site: LinearSite, plan: PlanView) -> bool:
+    """Whether the input of a linear, or what it is recomputed from, is saved whether its weight is trained or not."""
+    return any(entry.site == site.fed_by and entry.action != "code" for entry in plan.rewrites)
+
+
+def _objection(site: LinearSite, plan: PlanView) -> str | None:
+    if not plan.recipe.selects(site.module):
+        return EXCLUDED
+    if len(site.shape) != 2:
+        return "its weight is not one matrix, so no module runs it alone"
+    if not site.output_module:
+        return "no module computes it from the input alone, or no training forward has reached it"
+    if any(activation.source == site.parameter for activation in plan.chosen("activation", "code")):
+        return "a code of the derivative is saved in its place"
+    return None if _savers(site, plan) else "nothing saves it"
+
+
+def _around(name: str) -> Iterator[str]:
+    """`name`, and the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _savers(site: LinearSite, plan: PlanView) -> list[str]:
+    """Operations that save the output in the patched model; a norm with a formula saves x_hat instead."""
+    norms = {norm.name for norm in plan.chosen("norm") if norm.has_formula}
+    return [each for each in site.output_saved_by if each.rpartition(" in ")[2] not in norms]

@@ -1,0 +1,179 @@
+"""Linears whose output is recomputed: the module runs again in backward, from its input.
+
+What runs again is the whole module, adapters and quantised weights included, with autocast and the random numbers of
+the forward. Where that cannot be repeated its output is saved as usual.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype
+from memopt.kernels.linear.output import recomputed_output
+from memopt.patches.swap import (
+    is_swapped,
+    is_watched,
+    restore_forward,
+    steps_aside,
+    swap_forward,
+    swap_state,
+)
+from memopt.saved.scope import in_a_scope
+
+
+@dataclass(frozen=True)
+class OutputRewrite:
+    """What a linear knows whose output is recomputed."""
+
+    input_is_saved: bool
+    """Somebody else saves its input, or what the input is recomputed from."""
+
+
+def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
+    """Let readers of the output of `module` recompute it.
+
+    Args:
+        module: takes one tensor and returns one: a linear, perhaps with adapters.
+        input_is_saved: its input is saved also where its own weight is frozen.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    swap_forward(module, _forward, OutputRewrite(input_is_saved))
+
+
+def adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
+    """:func:`patch_output` of what stands inside `root` at these names now: adapters may have been put around linears.
+
+    Args:
+        outputs: name relative to `root` -> `input_is_saved`.
+    """
+    for name, input_is_saved in outputs.items():
+        try:
+            module = root.get_submodule(name)
+        except AttributeError:
+            continue
+        if not is_swapped(module):
+            for inner in module.modules():
+                if is_swapped(inner) and isinstance(swap_state(inner), OutputRewrite):
+                    restore_forward(inner)
+            patch_output(module, input_is_saved=input_is_saved)
+
+
+class _Rerun(threading.local):
+    """The module that this thread is calling again, the input of its forward, and the output that it computed."""
+
+    module: nn.Module | None = None
+    x: Tensor
+    y: Tensor
+
+
+_rerun = _Rerun()
+
+
+def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _rerun.module is module:
+        _rerun.y = stock(module, _rerun.x)
+        return _rerun.y
+    given = (*args, *kwargs.values())
+    is_one = len(given) == 1 and isinstance(given[0], Tensor)
+    if not is_one or steps_aside() or not in_a_scope() or not (rewrite.input_is_saved or _saves_its_input(module)):
+        return stock(module, *args, **kwargs)
+    x: Tensor = given[0]
+    # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
+    if _is_wrapped(module) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return stock(module, *args, **kwargs)
+    may_draw = module.training and bool(module._modules)
+    random = _random_states(x) if may_draw else ()
+    versions, autocast = _versions(module), autocast_dtype(x)
+    y = stock(module, *args, **kwargs)
+    if type(y) is not Tensor or not y.requires_grad or y is x or y._version or versions != _versions(module):
+        return y
+    if all(map(torch.equal, random, _random_states(x) if may_draw else ())):
+        random = ()
+    return recomputed_output(y, x, _Again(stock, module, versions, autocast, random, bool(args)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """The module's forward, as it ran."""
+
+    stock: Callable[..., Tensor]
+    module: nn.Module
+    versions: list[int]
+    autocast: torch.dtype | None
+    random: tuple[Tensor, ...]
+    """States of the generators that it drew from; empty where it drew nothing."""
+    positional: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        versions = _versions(self.module)
+        if versions != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter or buffer of {type(self.module).__name__} is at version {versions}; expected version "
+                f"{self.versions} instead, since its output is recomputed. Change weights after backward."
+            )
+        x = x.detach().requires_grad_(x.is_floating_point())  # kernels for inference ask for that
+        with autocast_as(self.autocast, x), _drawing_from(self.random, x):
+            return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        if not is_watched(self.module):
+            return self.stock(self.module, x)
+        # Hooks run again too, as under activation checkpointing: they may be those that gather sharded weights. Their
+        # changes of input and output are not made twice.
+        _rerun.module, _rerun.x = self.module, x
+        try:
+            self.module(x)
+            return _rerun.y
+        finally:
+            _rerun.module = None
+            del _rerun.x, _rerun.y
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return any("forward" in vars(each) or "parametrizations" in each._modules for each in module.modules())
+
+
+def _saves_its_input(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.requires_grad
+
+
+def _versions(module: nn.Module) -> list[int]:
+    if module._modules:
+        return [tensor._version for tensor in (*module.parameters(), *module.buffers())]
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor._version for tensor in own if tensor is not None]
+
+
+def _random_states(x: Tensor) -> tuple[Tensor, ...]:
+    return (torch.get_rng_state(), torch.cuda.get_rng_state(x.device)) if x.is_cuda else (torch.get_rng_state(),)
+
+
+@contextmanager
+def _drawing_from(states: tuple[Tensor, ...], x: Tensor) -> Iterator[None]:
+    """Inside, generators give the numbers that they gave in forward; afterwards they are as they were."""
+    if not states:
+        yield
+        return
+    before = _random_states(x)
+    try:
+        _set_random_states(states, x)
+        yield
+    finally:
+        _set_random_states(before, x)
+
+
+def _set_random_states(states: tuple[Tensor, ...], x: Tensor) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], x.device)
