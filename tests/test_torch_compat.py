@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import memopt
@@ -61,6 +62,22 @@ def test_sequence_numbers_rise_with_every_node() -> None:
     b = a + 1
     assert first <= torch_compat.sequence_number(a.grad_fn) < torch_compat.sequence_number(b.grad_fn)
     assert torch_compat.sequence_number(b.grad_fn) < torch_compat.next_sequence_number()
+
+
+def test_backward_runs_under_the_function_modes_that_are_active() -> None:
+    seen: list[str] = []
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    x = leaf()
+    with Names():
+        loss = checkpoint(torch.sin, x, use_reentrant=False).sum()
+        torch_compat.run_backward(loss)
+    assert seen.count("sin") == 2
+    assert torch.equal(x.grad, x.detach().cos())
 
 
 def test_functions_of_autograd_are_numbered_and_show_their_tensors_too() -> None:

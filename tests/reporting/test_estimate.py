@@ -204,7 +204,7 @@ def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_copy_of_its_weight() -> 
 
 def test_tied_weights_stay_tied_in_the_trace() -> None:
     model = build_meta(named_config("gpt2"))
-    estimate._make_fake(model, estimate.FakeTensorMode())
+    estimate.make_fake(model, estimate.FakeTensorMode())
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
 

@@ -97,7 +97,7 @@ def trace_account(
     if training.checkpointing == "full":
         _checkpoint(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    _make_fake(trained, fake)
+    make_fake(trained, fake)
 
     def run() -> Any:
         choices = CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
@@ -197,7 +197,7 @@ def _checkpoint(model: PreTrainedModel) -> None:
         raise ModelError(f"{one_line(error)}.", "Use --checkpointing none.") from error
 
 
-def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace every tensor of `model` by a fake one on the CPU; tied tensors stay tied."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -103,10 +103,10 @@ class StorageTracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if outputs:
-            self._note(func, list(storages(_tensors((args, kwargs)))), outputs)
+            self._note(func, args, list(storages(_tensors((args, kwargs)))), outputs)
         return result
 
-    def _note(self, func: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
+    def _note(self, func: Any, args: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
         aliases = {storage_id(storage) for storage in inputs}
         for output in outputs:
             for storage in storages([output]):
@@ -129,7 +129,10 @@ class StorageTracker(TorchDispatchMode):
                     copy_of=source,
                     of_parameter=of_parameter,
                 )
-                self._born[address] = (weak_storage(storage), birth)
+                self._record(storage, birth, args)
+
+    def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
+        self._born[storage_id(storage)] = (weak_storage(storage), birth)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from memopt.torch_compat.autograd import (
     input_metadata,
     living_storage,
     next_sequence_number,
+    run_backward,
     saved,
     saved_tensors_hooks_disabled,
     sequence_number,
