@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.kernels.loss import reference
-from memopt.kernels.loss.function import cross_entropy_backward_, cross_entropy_rows, lean_cross_entropy
+from memopt.kernels.loss.function import (
+    block_gradient_,
+    block_statistics_,
+    cross_entropy_backward_,
+    cross_entropy_rows,
+    fresh_statistics,
+    lean_cross_entropy,
+    row_factors,
+    row_losses,
+)
+from memopt.kernels.loss.reference import LossArguments
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -64,6 +74,27 @@ def ours(
     return loss, gradient
 
 
+def by_blocks(
+    logits: Tensor, target: Tensor, dloss: Tensor, weight: Tensor | None, smoothing: float, size: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient where only a block of columns is there at a time."""
+    arguments, statistics = LossArguments(weight, smoothing), fresh_statistics(logits)
+    parts = [slice(start, start + size) for start in range(0, logits.size(1), size)]
+    for part in parts:
+        of_block = None if weight is None else weight[part]
+        block_statistics_(logits[:, part].clone(), statistics, weight=of_block, smoothed=bool(smoothing))
+    picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    loss, lse = row_losses(statistics, picked, target, arguments, logits.size(1))
+    factors = row_factors(target, dloss, arguments, logits.size(1))
+    gradients = [
+        block_gradient_(
+            logits[:, part].clone(), target - part.start, lse, factors, weight=None if weight is None else weight[part]
+        )
+        for part in parts
+    ]
+    return loss, torch.cat(gradients, 1)
+
+
 @every_option
 @every_dtype
 @pytest.mark.parametrize(("rows", "classes"), [(1, 1), (7, 2), (33, 257), (0, 5), (3, 65537)])
@@ -84,6 +115,24 @@ def test_loss_and_gradient_are_as_accurate_as_stocks(
     else:
         assert_as_accurate(loss, stock_loss, true_loss)
         assert_as_accurate(gradient, stock_gradient, true_gradient)
+
+
+@every_option
+@every_dtype
+@pytest.mark.parametrize("size", [64, 300])
+def test_blocks_of_columns_give_what_whole_rows_give(
+    size: int, dtype: torch.dtype, smoothing: float, weighted: bool
+) -> None:
+    logits, target, dloss, weight = draw(9, 300, dtype, weighted=weighted)
+    logits[0, :70] = -math.inf  # the first blocks hold nothing else
+    if smoothing:
+        logits[0, :70] = -60.0
+    expected = ours(logits, target, dloss, weight, smoothing)
+    # Sums of 300 terms in another order, before one rounding to the dtype.
+    bound = 300 * torch.finfo(dloss.dtype).eps / 2
+    for result, other in zip(by_blocks(logits, target, dloss, weight, smoothing, size), expected, strict=True):
+        rounding = torch.finfo(result.dtype).eps
+        torch.testing.assert_close(result, other, rtol=bound + rounding, atol=bound)
 
 
 @every_option

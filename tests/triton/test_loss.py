@@ -10,10 +10,15 @@ from torch import Tensor
 
 from memopt.kernels.base.launch import LaunchConfig, override
 from memopt.kernels.loss import function_triton
-from memopt.kernels.loss.function import cross_entropy_backward_, cross_entropy_rows
-from memopt.kernels.loss.function_triton import launch_gradient, launch_loss
-from memopt.kernels.loss.reference import LossArguments, rows_gradient, rows_loss
-from tests.kernels.test_loss import draw, every_option, ours, stock
+from memopt.kernels.loss.function import (
+    cross_entropy_backward_,
+    cross_entropy_rows,
+    fresh_statistics,
+    row_factors,
+)
+from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
+from memopt.kernels.loss.reference import LossArguments, block_gradient, update_statistics
+from tests.kernels.test_loss import by_blocks, draw, every_option, ours, stock
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
@@ -46,12 +51,12 @@ def test_loss_and_gradient_are_as_accurate_as_stocks(
 
 def test_the_operators_run_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    for name in ("launch_loss", "launch_gradient"):
+    for name in ("launch_statistics", "launch_gradient"):
         launch = getattr(function_triton, name)
         monkeypatch.setattr(function_triton, name, lambda *a, name=name, launch=launch: ran.append(name) or launch(*a))
     logits, target, dloss, weight = drawn(3, 7, torch.bfloat16, weighted=True)
     ours(logits, target, dloss, weight, 0.1)
-    assert ran == ["launch_loss", "launch_gradient"]
+    assert ran == ["launch_statistics", "launch_gradient"]
 
 
 @every_option
@@ -90,23 +95,37 @@ def test_ignored_rows_are_zero_whatever_they_hold() -> None:
 def test_every_layout_is_read_and_written_in_its_place_and_nothing_else(
     full: bool, layout: str, dtype: torch.dtype, red_zones: RedZones
 ) -> None:
-    logits, target, dloss, weight = drawn(5, 1 if layout == "one column" else 70, dtype, weighted=True)
-    arguments = LossArguments(weight, 0.1) if full else LossArguments()
+    logits, target, dloss, weight = drawn(5, 1 if layout == "one column" else 70, dtype, weighted=full)
     if layout == "gaps":
         logits = torch.cat((logits, logits), 1)[:, :70]
     if layout == "transposed":
         logits = logits.t().contiguous().t()
-    picked = -logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    guarded, target = red_zones.guard(logits), red_zones.guard(target)
-    loss, lse = launch_loss(guarded, target, picked, arguments)
+    guarded, statistics = red_zones.guard(logits), fresh_statistics(logits)
+    expected_statistics = statistics.clone()
+    launch_statistics(guarded, statistics, weight, full)
+    update_statistics(logits, expected_statistics, weight, full)
+    factors = row_factors(target, dloss, LossArguments(weight, 0.1 if full else 0.0), logits.size(1))
+    lse = torch.stack((statistics[:, 0], statistics[:, 1].log()), 1)
     out = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=DEVICE)
-    assert launch_gradient(guarded, target, lse, dloss, arguments, out) is out
-    expected_loss, expected_lse = rows_loss(logits, target, picked, arguments)
-    expected = rows_gradient(logits, target, expected_lse, dloss, arguments, torch.empty_like(logits))
-    # Two roundings of a result of the other; exponentials of up to 60.
+    expected = torch.empty_like(logits)
+    launch_gradient(guarded, red_zones.guard(target), lse, factors, weight, out)
+    block_gradient(logits, target, lse, factors, weight, expected)
+    # One rounding each of a result of the other; exponentials of up to 60.
     bound = 60 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
-    torch.testing.assert_close(loss, expected_loss, rtol=bound, atol=bound)
+    torch.testing.assert_close(statistics, expected_statistics, rtol=bound, atol=bound)
     torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+
+
+@every_option
+@pytest.mark.parametrize("size", [70, 300])
+def test_blocks_of_columns_give_what_whole_rows_give(size: int, smoothing: float, weighted: bool) -> None:
+    logits, target, dloss, weight = drawn(4, 300, torch.float32, weighted=weighted)
+    logits[0, :70] = -60.0 if smoothing else -math.inf  # the first blocks hold nothing else
+    expected = ours(logits, target, dloss, weight, smoothing)
+    bound = 300 * torch.finfo(torch.float32).eps / 2  # sums of 300 terms in another order
+    torch.testing.assert_close(
+        by_blocks(logits, target, dloss, weight, smoothing, size), expected, rtol=bound, atol=bound
+    )
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(1, 32, 1), LaunchConfig(1, 64, 2)], ids=str)

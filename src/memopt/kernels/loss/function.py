@@ -1,7 +1,11 @@
-"""Cross-entropy by rows: loss and statistics in one read of the logits, their gradient in one read and one write.
+"""Cross-entropy of rows: statistics in one read of the logits, their gradient in one read and one write.
 
-`memopt.kernels.loss.reference` has the formulas. The operators know nothing of autograd; :func:`lean_cross_entropy`
-does, for logits that are kept whole.
+The logits may be there whole, or a block of columns at a time (`memopt.kernels.loss.reference` has the formulas):
+
+    whole      cross_entropy_rows, cross_entropy_backward_
+    blocks     fresh_statistics, block_statistics_ for each block, row_losses; row_factors, block_gradient_ for each
+
+These know nothing of autograd; :func:`lean_cross_entropy` does, for logits that are kept whole.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.loss.reference import LossArguments, rows_gradient, rows_loss
+from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradient, update_statistics
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -37,21 +42,18 @@ def cross_entropy_rows(
 
     Returns:
         The loss (n,) and what the gradient needs of each row, (n, 2): its maximum m and log(sum(exp(x - m))), whose
-        sum is the logsumexp. (One number would lose digits that stock keeps.) Both fp32; fp64 for fp64. The second is
-        unspecified in ignored rows.
+        sum is the logsumexp. Both fp32; fp64 for fp64.
 
     Raises:
         IndexError: a target is neither a class nor `ignore_index`; on a GPU a device-side assertion fails.
     """
-    arguments = LossArguments(weight, label_smoothing, ignore_index)
     with autocast_as(None, logits):  # autocast gives nll_loss an fp32 copy of all logits
         # The stock operator picks the target's logit, and refuses a target out of range as it always does.
-        picked = F.nll_loss(logits, target, reduction="none", ignore_index=ignore_index)
-        if runs_triton(logits, weight):
-            import memopt.kernels.loss.function_triton as kernels
-
-            return kernels.launch_loss(logits, target, picked, arguments)
-        return rows_loss(logits, target, picked, arguments)
+        picked = -F.nll_loss(logits, target, reduction="none", ignore_index=ignore_index)
+        statistics = fresh_statistics(logits)
+        block_statistics_(logits, statistics, weight=weight, smoothed=bool(label_smoothing))
+        arguments = LossArguments(weight, label_smoothing, ignore_index)
+        return row_losses(statistics, picked, target, arguments, logits.size(1))
 
 
 @torch.no_grad()
@@ -75,13 +77,104 @@ def cross_entropy_backward_(
         dloss: (n,), the gradient of each row's loss; any strides, 0 too.
         out: the shape and dtype of `logits`.
     """
-    out = logits if out is None else out
     arguments = LossArguments(weight, label_smoothing, ignore_index)
-    if runs_triton(logits, weight, dloss, out):
+    factors = row_factors(target, dloss.to(lse.dtype), arguments, logits.size(1))
+    return block_gradient_(logits, target.long(), lse, factors, weight=weight, out=out)
+
+
+def fresh_statistics(rows: Tensor) -> Tensor:
+    """Those of no columns yet, (n, 3) for `rows` (n, ...): what :func:`block_statistics_` starts from."""
+    statistics = rows.new_zeros(len(rows), 3, dtype=accumulation_dtype(rows.dtype))
+    statistics[:, 0] = -torch.inf
+    return statistics
+
+
+@torch.no_grad()
+def block_statistics_(
+    logits: Tensor, statistics: Tensor, *, weight: Tensor | None = None, smoothed: bool = False
+) -> None:
+    """Takes a block of columns into the statistics of their rows, in place.
+
+    Args:
+        logits: (n, B), any floating dtype and strides.
+        statistics: (n, 3) contiguous: maximum, sum of exp(x - maximum) and, where `smoothed`, sum of weight * x.
+        weight: (B,) of the block's classes; read where `smoothed`.
+    """
+    if runs_triton(logits, statistics, weight):
         import memopt.kernels.loss.function_triton as kernels
 
-        return kernels.launch_gradient(logits, target, lse, dloss, arguments, out)
-    return rows_gradient(logits, target, lse, dloss, arguments, out)
+        kernels.launch_statistics(logits, statistics, weight, smoothed)
+    else:
+        update_statistics(logits, statistics, weight, smoothed)
+
+
+@torch.no_grad()
+def row_losses(
+    statistics: Tensor, picked: Tensor, target: Tensor, arguments: LossArguments, classes: int
+) -> tuple[Tensor, Tensor]:
+    """The loss (n,) of each row, 0 where it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
+
+    Args:
+        statistics: (n, 3), of all columns.
+        picked: (n,), the logit of each row's target.
+        target: (n,), a class or `ignore_index`.
+    """
+    top, total, of_all = statistics.unbind(1)
+    log_sum = total.log()
+    hit, weight_sum = _target_weights(target, arguments, classes, statistics.dtype)
+    loss = hit * (log_sum + (top - picked))
+    if arguments.label_smoothing:
+        loss += arguments.label_smoothing / classes * ((log_sum + top) * weight_sum - of_all)
+    return loss.masked_fill_(target == arguments.ignore_index, 0.0), torch.stack((top, log_sum), 1)
+
+
+@torch.no_grad()
+def row_factors(target: Tensor, dloss: Tensor, arguments: LossArguments, classes: int) -> RowFactors:
+    """What :func:`block_gradient_` needs of each row, from the gradient of its loss `dloss` (n,), fp32 or fp64."""
+    dloss = dloss.masked_fill(target == arguments.ignore_index, 0.0)
+    hit, weight_sum = _target_weights(target, arguments, classes, dloss.dtype)
+    flat = dloss * (arguments.label_smoothing / classes) if arguments.label_smoothing else None
+    return RowFactors(dloss * hit, flat, weight_sum)
+
+
+@torch.no_grad()
+def block_gradient_(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    factors: RowFactors,
+    *,
+    weight: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient (n, B) of a block of columns, in the dtype of the logits, written over them or into `out`.
+
+    A row whose factors are 0 has the gradient 0, whatever its logits are.
+
+    Args:
+        logits: (n, B); the rows of what is written may not overlap.
+        target: (n,) int64, counted from the block's first column; one outside of the block hits nothing.
+        lse: (n, 2), the second result of :func:`row_losses`.
+        weight: (B,) of the block's classes; read where the labels are smoothed.
+    """
+    out = logits if out is None else out
+    if runs_triton(logits, lse, weight, out):
+        import memopt.kernels.loss.function_triton as kernels
+
+        kernels.launch_gradient(logits, target, lse, factors, weight, out)
+    else:
+        block_gradient(logits, target, lse, factors, weight, out)
+    return out
+
+
+def _target_weights(
+    target: Tensor, arguments: LossArguments, classes: int, dtype: torch.dtype
+) -> tuple[Tensor | float, Tensor | float]:
+    """(1 - e) w_t of each row (of ignored rows any number), and the sum of all w."""
+    if arguments.weight is None:
+        return 1 - arguments.label_smoothing, float(classes)
+    weight = arguments.weight.to(dtype)
+    return (1 - arguments.label_smoothing) * weight[target.long().clamp(0, classes - 1)], weight.sum()
 
 
 def lean_cross_entropy(

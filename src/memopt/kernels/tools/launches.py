@@ -15,7 +15,7 @@ from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation import function_triton as activation_triton
 from memopt.kernels.gated_mlp import function_triton as gated_triton
 from memopt.kernels.loss import function_triton as loss_triton
-from memopt.kernels.loss.reference import LossArguments
+from memopt.kernels.loss.reference import RowFactors
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.kernels.norm.function import NormSpec
 
@@ -122,26 +122,22 @@ def _gated_backward(kind: str, *, recompute: bool) -> Callable[[CallShape], Call
     return prepare
 
 
-def _loss(shape: CallShape, *, full: bool) -> tuple[Tensor, Tensor, Tensor, LossArguments]:
-    """Logits, targets, a number for each row, and arguments: with `full`, class weights and smoothing."""
-    target = torch.zeros(shape.rows, dtype=torch.int64, device=shape.device)
-    arguments = LossArguments(shape.vector().float(), 0.1) if full else LossArguments()
-    return shape.tensor(), target, torch.zeros(shape.rows, device=shape.device), arguments
-
-
 def _loss_forward(*, full: bool) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
-        logits, target, picked, arguments = _loss(shape, full=full)
-        return lambda: loss_triton.launch_loss(logits, target, picked.to(logits.dtype), arguments)
+        logits, weight = shape.tensor(), shape.vector().float() if full else None
+        statistics = torch.zeros(shape.rows, 3, device=shape.device)
+        return lambda: loss_triton.launch_statistics(logits, statistics, weight, full)
 
     return prepare
 
 
 def _loss_backward(*, full: bool) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
-        logits, target, dloss, arguments = _loss(shape, full=full)
-        lse, out = torch.cat((shape.statistics(),) * 2, 1), torch.empty_like(logits)
-        return lambda: loss_triton.launch_gradient(logits, target, lse, dloss, arguments, out)
+        logits, target = shape.tensor(), torch.zeros(shape.rows, dtype=torch.int64, device=shape.device)
+        numbers, lse = shape.statistics()[:, 0], torch.cat((shape.statistics(),) * 2, 1)
+        weight, out = shape.vector().float() if full else None, torch.empty_like(logits)
+        factors = RowFactors(numbers, numbers if full else None, numbers[0])
+        return lambda: loss_triton.launch_gradient(logits, target, lse, factors, weight, out)
 
     return prepare
 
