@@ -209,10 +209,14 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     for each in patched.account.storages:
         if each.part == "block" and each.module in producers and each.savers_modules <= linears - {each.module}:
             kept[each.module] += each.nbytes
+    unsaved = {name for patch in patches() for name in patch.unsaved(plan)}
+    for each in patched.account.storages:
+        if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
+            kept[each.module] += each.nbytes
     worst = max(kept, key=lambda name: kept[name], default="")
     yield _no_bytes(
-        "memory.recomputed", worst, kept[worst], "bytes that linears save of a result that is recomputed",
-        "the plan recomputes it", len(producers),
+        "memory.recomputed", worst, kept[worst], "bytes saved of a result that is recomputed",
+        "the plan recomputes it", len(producers | unsaved),
     )  # fmt: skip
 
 

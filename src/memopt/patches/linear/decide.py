@@ -26,15 +26,35 @@ def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
         return None
     objection = _objection(site, plan)
     if objection is not None:
-        return LEFT, f"its output is not recomputed: {objection}"
+        return LEFT, f"output not recomputed: {objection}"
     holder = f"{site.fed_by} saves anyway" if input_is_saved(site, plan) else "it saves where its own weight is trained"
-    savers = ", ".join(_savers(site, plan))
-    return RECOMPUTE, f"its output, saved by {savers}, is recomputed from its input, which {holder}"
+    return RECOMPUTE, f"not saved by {', '.join(_savers(site, plan))}: recomputed from its input, which {holder}"
 
 
 def input_is_saved(site: LinearSite, plan: PlanView) -> bool:
     """Whether the input of a linear, or what it is recomputed from, is saved whether its weight is trained or not."""
     return any(entry.site == site.fed_by and entry.action != "code" for entry in plan.rewrites)
+
+
+def output_levels(plan: PlanView) -> dict[str, list[str]]:
+    """Block -> the modules whose output `plan` recomputes: up or fc1, then gate, then what attention saves.
+
+    The first n names of a list, given to ``linears.recompute``, are a level of its block. Each saves the same bytes for
+    a FLOP; the larger come first.
+    """
+    gates = {mlp.gate for mlp in plan.sites.gated_mlps if mlp.gate != mlp.up}
+    readers = {activation.source for activation in plan.sites.activations} | {mlp.up for mlp in plan.sites.gated_mlps}
+
+    def rank(site: LinearSite) -> tuple[bool, bool, int]:
+        return site.parameter not in readers, site.parameter in gates, -math.prod(site.shape)
+
+    ordered = sorted(plan.chosen("linear", RECOMPUTE), key=rank)
+    levels: dict[str, list[str]] = {}
+    for block in plan.sites.blocks:
+        names = [site.output_module for site in ordered if site.module.startswith(f"{block}.")]
+        if names:
+            levels[block] = names
+    return levels
 
 
 def _objection(site: LinearSite, plan: PlanView) -> str | None:

@@ -17,15 +17,9 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
-from memopt.patches.swap import (
-    is_swapped,
-    is_watched,
-    restore_forward,
-    steps_aside,
-    swap_forward,
-    swap_state,
-)
+from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
+from memopt.torch_compat import FakeTensor, no_dispatch
 
 
 @dataclass(frozen=True)
@@ -61,44 +55,54 @@ def adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
         except AttributeError:
             continue
         if not is_swapped(module):
-            for inner in module.modules():
-                if is_swapped(inner) and isinstance(swap_state(inner), OutputRewrite):
-                    restore_forward(inner)
             patch_output(module, input_is_saved=input_is_saved)
 
 
-class _Rerun(threading.local):
-    """The module that this thread is calling again, the input of its forward, and the output that it computed."""
+class _Running(threading.local):
+    """Of this thread: the module that it calls again, the input of its forward, and the output that it computed."""
 
     module: nn.Module | None = None
     x: Tensor
     y: Tensor
+    is_inside = False
+    """A module around runs whose output is recomputed: adapters around their linear."""
 
 
-_rerun = _Rerun()
+_running = _Running()
 
 
 def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _rerun.module is module:
-        _rerun.y = stock(module, _rerun.x)
-        return _rerun.y
+    if _running.module is module:
+        _running.y = stock(module, _running.x)
+        return _running.y
     given = (*args, *kwargs.values())
     is_one = len(given) == 1 and isinstance(given[0], Tensor)
-    if not is_one or steps_aside() or not in_a_scope() or not (rewrite.input_is_saved or _saves_its_input(module)):
+    if not is_one or _running.is_inside or steps_aside() or not in_a_scope():
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
+    is_saved = (rewrite.input_is_saved and x.requires_grad) or _saves_its_input(module)
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
-    if _is_wrapped(module) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_saved or _is_wrapped(module) or (_is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, *args, **kwargs)
+    versions, autocast = _versions(module), autocast_dtype(x)
     may_draw = module.training and bool(module._modules)
     random = _random_states(x) if may_draw else ()
-    versions, autocast = _versions(module), autocast_dtype(x)
-    y = stock(module, *args, **kwargs)
-    if type(y) is not Tensor or not y.requires_grad or y is x or y._version or versions != _versions(module):
+    _running.is_inside = True
+    try:
+        y = stock(module, *args, **kwargs)
+    finally:
+        _running.is_inside = False
+    if (
+        type(y) not in (Tensor, FakeTensor)
+        or not y.requires_grad
+        or y is x
+        or y._version
+        or versions != _versions(module)
+    ):
         return y
-    if all(map(torch.equal, random, _random_states(x) if may_draw else ())):
+    if may_draw and not _have_moved(random, x):
         random = ()
-    return recomputed_output(y, x, _Again(stock, module, versions, autocast, random, bool(args)))
+    return recomputed_output(y, x, _Again(stock, module, versions, autocast, random))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +115,6 @@ class _Again:
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
     """States of the generators that it drew from; empty where it drew nothing."""
-    positional: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         versions = _versions(self.module)
@@ -130,13 +133,13 @@ class _Again:
             return self.stock(self.module, x)
         # Hooks run again too, as under activation checkpointing: they may be those that gather sharded weights. Their
         # changes of input and output are not made twice.
-        _rerun.module, _rerun.x = self.module, x
+        _running.module, _running.x = self.module, x
         try:
             self.module(x)
-            return _rerun.y
+            return _running.y
         finally:
-            _rerun.module = None
-            del _rerun.x, _rerun.y
+            _running.module = None
+            del _running.x, _running.y
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -155,8 +158,20 @@ def _versions(module: nn.Module) -> list[int]:
     return [tensor._version for tensor in own if tensor is not None]
 
 
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_available()  # a fake tensor needs no device
+
+
 def _random_states(x: Tensor) -> tuple[Tensor, ...]:
-    return (torch.get_rng_state(), torch.cuda.get_rng_state(x.device)) if x.is_cuda else (torch.get_rng_state(),)
+    """Of the generators that a module may draw from: seeds come from the CPU's."""
+    with no_dispatch():  # real ones under fake tensors too
+        cpu = torch.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state(x.device)) if _is_on_gpu(x) else (cpu,)
+
+
+def _have_moved(states: tuple[Tensor, ...], x: Tensor) -> bool:
+    with no_dispatch():
+        return not all(map(torch.equal, states, _random_states(x)))
 
 
 @contextmanager
