@@ -380,6 +380,17 @@ def test_a_hook_for_all_modules_is_seen() -> None:
     handle.remove()
 
 
+def test_a_tensor_without_memory_stands_for_others() -> None:
+    class Stand(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *given: Any) -> Any:
+            raise AssertionError("nothing reads it")
+
+    assert torch_compat.makes_wrappers
+    stand = torch_compat.wrapper(Stand, (2, 3), torch.bfloat16, torch.device("cpu"))
+    assert (type(stand), tuple(stand.shape), stand.dtype) == (Stand, (2, 3), torch.bfloat16)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "privateuseone"])
 def test_autocast_is_seen_on_every_device(device: str) -> None:
     assert not torch_compat.any_autocast_enabled()

@@ -42,6 +42,7 @@ from memopt.torch_compat.dispatch import (
     is_operator,
     is_traceable_wrapper_subclass,
     is_transformed,
+    makes_wrappers,
     no_dispatch,
     operator_name,
     operator_schema,
@@ -49,6 +50,7 @@ from memopt.torch_compat.dispatch import (
     tree_leaves,
     tree_map,
     unset_fake_temporarily,
+    wrapper,
 )
 from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing
 from memopt.torch_compat.modules import (

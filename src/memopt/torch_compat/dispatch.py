@@ -171,3 +171,15 @@ is_legacy_batched: Callable[[Tensor], bool] = find(
     "torch._C._functorch.is_legacy_batchedtensor", _is_always, _NO_KERNELS
 )
 """The same for gradients of ``torch.autograd.grad(..., is_grads_batched=True)``."""
+
+# -- tensors without memory -----------------------------------------------------------------------------------------
+
+_WRAPPER = "torch.Tensor._make_wrapper_subclass"
+_make_wrapper: Any = find(_WRAPPER, None, "logits are computed whole, as the stock model does")
+makes_wrappers = is_found(_WRAPPER)
+"""Whether :func:`wrapper` works; without it no tensor can stand for another one."""
+
+
+def wrapper(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the subclass `cls` that has a shape, a dtype and a device, and no memory."""
+    return _make_wrapper(cls, shape, dtype=dtype, device=device)

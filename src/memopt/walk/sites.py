@@ -232,6 +232,8 @@ class LossHead:
 
     parameter: str
     vocab_size: int
+    module: str = ""
+    """The module whose forward contracts it; "" where that is the model itself."""
     tied_to: str | None = None
     """Name of the embedding that shares this weight."""
 

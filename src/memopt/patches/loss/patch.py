@@ -1,25 +1,46 @@
-"""The loss over the vocabulary: shown, not rewritten."""
+"""The loss over the vocabulary, computed without the logits ever being whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from memopt.patches.base import LEFT, Patch, PlanView
+from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
 from memopt.walk.sites import LossHead, Sites
 
 
+class LossRules(Rules):
+    """How the loss over the vocabulary is computed."""
+
+    method: Literal["none", "chunked"] = "none"
+    """``chunked``: a part of the logits at a time, computed once more in backward."""
+
+
 class LossPatch(Patch):
-    """The row of the loss head."""
+    """The head whose logits are computed a part at a time, inside the loss."""
 
     name = kind = noun = plural = "loss"
     after = ("dropout",)
+    requires = ("linear",)
+    actions: ClassVar[dict[str, str]] = {"chunked": "chunked"}
+    key, rules = "loss", LossRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, LossHead]]:
         if sites.loss_head is not None:
             yield sites.loss_head.parameter, sites.loss_head
 
     def decide(self, site: LossHead, plan: PlanView) -> tuple[str, str]:
-        return LEFT, "stock loss over all logits; not rewritten by this recipe"
+        if plan.recipe.rules(LossRules).is_off:
+            return LEFT, "stock loss over all logits; not rewritten by this recipe"
+        if not plan.recipe.selects(site.module):
+            return LEFT, EXCLUDED
+        return "chunked", "logits are never whole where the loss is a cross-entropy"
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.loss.module import patch_head
+
+        for head in live.plan.chosen("loss", "chunked"):
+            live.attempt(self.name, head.module, patch_head, head.vocab_size)
 
 
 PATCH = LossPatch()

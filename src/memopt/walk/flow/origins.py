@@ -267,7 +267,8 @@ class Labels:
             return None
         _, vocab_size, weight = self._head
         names = parameters.names[id(parameters.by_name[weight])]
-        return LossHead(weight, vocab_size, next((n for n in names if n != weight), None))
+        tied_to = next((name for name in names if name != weight), None)
+        return LossHead(weight, vocab_size, self._linears[weight].module, tied_to)
 
 
 def _site(name: str, probe: ActivationProbe) -> ActivationSite:

@@ -1,0 +1,288 @@
+"""A tensor that stands for logits: it holds the head's input, and what was done to the logits since.
+
+    logits = op_n(... op_1(head(x)))            rows of x and rows of the logits belong together
+
+What does not mix rows is recorded (`operations.py`), what ends in a few numbers a row runs by chunks (`readers.py`).
+Everything else gets the true logits, computed once by the ordinary graph, and one warning says what asked for them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.torch_compat import tree_leaves, tree_map, wrapper
+
+#: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+_READ = """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_mps is_xpu is_meta is_sparse
+    is_quantized is_nested is_mkldnn itemsize nbytes names retains_grad output_nr
+"""
+_CALLED = """
+    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_contiguous stride
+    get_device is_inference __len__ __hash__ storage_offset has_names is_same_size
+"""
+#: What reads no value.
+_METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)} | {
+    getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What was done to logits, on any number of their rows."""
+
+    name: str
+    """For the user: "scale 0.25"."""
+    run: Callable[..., Tensor]
+    """``run(logits)``, or ``run(logits, columns)`` of a slice of the columns where `by_column`."""
+    tensors: tuple[Tensor, ...] = ()
+    """Tensors that it reads, beside the logits."""
+    by_column: bool = True
+    """Whether columns do not mix either."""
+    casts_up: bool = False
+    """Whether it does nothing but to widen the dtype."""
+    versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", versions_of(self.tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One call of a head."""
+
+    module: nn.Module
+    stock: Callable[..., Tensor]
+    transposed: bool | None
+    """For x W^T + b: whether its weight is stored as (in, out). None for any other function."""
+    autocast: torch.dtype | None
+    tensors: tuple[Tensor, ...]
+    """Its parameters and buffers."""
+    versions: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with autocast_as(self.autocast, x):
+            return self.stock(self.module, x)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What logits are computed from."""
+
+    head: Head
+    x: Tensor
+    """(..., in); in the graph where `tracked`."""
+    width: int
+    dtype: torch.dtype
+    tracked: bool
+    """Whether the logits require gradients."""
+    operations: tuple[Operation, ...] = ()
+    version: int = 0
+    """Of `x`."""
+    family: list[weakref.ref[LazyLogits]] = field(default_factory=list)
+    """All logits of one call of the head, as far as they are alive."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those in the graph, beside `x`."""
+        found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
+        return tuple(tensor for tensor in found if tensor.requires_grad)
+
+    def values(self, x: Tensor) -> Tensor:
+        """The logits of the rows `x`, (..., in)."""
+        y = self.head(x)
+        for operation in self.operations:
+            y = operation.run(y)
+        return y
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: what the logits are computed from was changed in place.
+        """
+        read: tuple[Head | Operation, ...] = (self.head, *self.operations)
+        if all(versions_of(each.tensors) == each.versions for each in read) and self.x._version == self.version:
+            return
+        raise RuntimeError(
+            "These logits were never computed, and the weights of their head, or its input, were changed in place "
+            "since its forward (by an optimizer's step, for example). Read outputs.logits before that, as in "
+            "logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
+        )
+
+
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """How often each was changed in place."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+class LazyLogits(Tensor):
+    """Logits that are computed when somebody reads them whole."""
+
+    source: Source
+    value: Tensor | None
+    """The true logits, once they were computed; from then on they answer everything."""
+    parent: LazyLogits | None
+    step: Callable[[Tensor], Tensor] | None
+    """From the parent's value to this one's; None for the head's own output."""
+    node: Any
+    """The autograd node that :func:`stand_for` gave it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+        pending = [each for each in lazy if each.value is None]
+        if pending:
+            if func in _METADATA:
+                return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            handler = HANDLERS.get(func)
+            if handler is not None and len(pending) == len(lazy) and not any(each.is_foreign for each in pending):
+                answer = handler(*args, **kwargs)
+                if answer is not NotImplemented:
+                    return answer
+            if func is not Tensor.as_subclass:
+                _note(func)
+            if _writes(func, kwargs):  # views share memory, copies were taken before: bring all to that state
+                for each in pending:
+                    each.compute_family()
+        result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        # A change in place returns what it changed.
+        return next((each for each in lazy if result is each.value), result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Reached where PyTorch's C++ code calls an operator (collectives); its autograd nodes lie above this.
+        def plain(leaf: Any) -> Any:
+            return leaf.compute().detach() if isinstance(leaf, LazyLogits) else leaf
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another autograd node than its own made it, e.g. a user's function that cloned its input."""
+        return self.grad_fn is not self.node
+
+    def compute(self) -> Tensor:
+        """The true logits, in the graph where these are."""
+        if self.value is None:
+            self.source.check()
+            if self.is_foreign:
+                self.value = _RevealFunction.apply(self)
+            else:
+                with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
+                    if self.parent is None or self.step is None:
+                        self.value = self.source.values(self.source.x)
+                    else:
+                        self.value = self.step(self.parent.compute())
+            self.parent = self.step = None
+        assert self.value is not None
+        return self.value
+
+    def compute_family(self) -> None:
+        for reference in self.source.family:
+            member = reference()
+            if member is not None:
+                member.compute()
+
+
+def stand_for(source: Source, parent: LazyLogits | None = None, step: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Logits that are computed from `source`, or by `step` from those of `parent`."""
+    logits: LazyLogits
+    if source.tracked:
+        logits = _StandingFunction.apply(source, source.x, *source.tensors)
+    else:
+        logits = wrapper(LazyLogits, source.shape, source.dtype, source.x.device)
+    logits.source, logits.value, logits.parent, logits.step = source, None, parent, step
+    logits.node = logits.grad_fn
+    source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
+    return logits
+
+
+class _StandingFunction(DirectFunction):
+    """The node of logits that were not computed: whatever finds them in a graph finds the head's input and weights.
+
+    Its backward runs where a gradient of the logits comes past their value, e.g. from a user's function.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: Source, x: Tensor, *tensors: Tensor) -> Any:
+        # Not saved: nothing reads it in a step whose loss is computed by chunks, and hooks would copy it each time.
+        ctx.source = source
+        return wrapper(LazyLogits, source.shape, source.dtype, x.device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        source: Source = ctx.source
+        source.check()
+        with torch.enable_grad():
+            leaf = source.x.detach().requires_grad_()
+            y = source.values(leaf)
+        return None, *torch.autograd.grad(y, (leaf, *source.tensors), dy, allow_unused=True)
+
+
+class _RevealFunction(DirectFunction):
+    """The value of logits whose graph goes on with a node that is not ours."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits) -> Tensor:
+        return logits.source.values(logits.source.x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.compute() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs
+
+
+_noted: set[tuple[str, int]] = set()
+
+
+def _note(func: Any) -> None:
+    """Warn, once a place, that `func` reads the logits whole."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+    place = next(_places(), None)
+    if place is None or place in _noted:
+        return
+    _noted.add(place)
+    warnings.warn(
+        f"memopt: the logits of this step are computed whole, since '{name}' reads them at {place[0]}:{place[1]}; "
+        "the loss and its gradients are the same, without the saving.",
+        stacklevel=2,
+    )
+
+
+def _places() -> Iterator[tuple[str, int]]:
+    """Where the functions that are running were called, the innermost first, PyTorch and this package left out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("torch", "memopt"):
+            yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]

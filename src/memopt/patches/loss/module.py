@@ -1,0 +1,76 @@
+"""The head that computes logits, made to return a tensor that stands for them (`lazy.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_dtype
+from memopt.patches.linear.module import is_linear
+from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
+from memopt.patches.loss.lazy import Head, Source, stand_for, versions_of
+from memopt.patches.swap import is_watched, steps_aside, swap_forward
+from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers
+
+_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
+
+
+@dataclass(frozen=True)
+class LossRewrite:
+    """What a patched head knows."""
+
+    transposed: bool | None
+    """As in `memopt.patches.loss.lazy.Head`."""
+    width: int
+    """Number of classes."""
+
+
+def patch_head(module: nn.Module, width: int) -> None:
+    """Let `module` return logits that are computed when somebody reads them whole.
+
+    Args:
+        module: what maps (..., in) to logits (..., `width`).
+
+    Raises:
+        ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
+    """
+    if not makes_wrappers:
+        raise ValueError("this version of PyTorch makes no tensor that stands for others")
+    transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
+    swap_forward(module, _forward, LossRewrite(transposed, width))
+
+
+def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if type(x) not in _PLAIN_TYPES or steps_aside() or _is_out_of_reach(module):
+        return stock(module, *args, **kwargs)
+    assert isinstance(x, Tensor)
+    tensors = tuple(chain(module.parameters(), module.buffers()))
+    tracked = x.requires_grad or any(tensor.requires_grad for tensor in tensors)
+    if not tracked or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
+        return stock(module, *args, **kwargs)
+    own = [tensor for tensor in module._parameters.values() if tensor is not None]
+    transposed = rewrite.transposed if len(own) == len(tensors) else None
+    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors):
+        return stock(module, *args, **kwargs)  # sharded, or of another library
+    if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
+        return stock(module, *args, **kwargs)  # which says what is wrong
+    autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
+    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors))
+    with torch.no_grad():
+        one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
+    dtype = one.dtype if one is not None else autocast or x.dtype
+    width = rewrite.width if one is None else one.shape[-1]
+    return stand_for(Source(head, x, width, dtype, True, version=x._version))
+
+
+def _is_out_of_reach(module: nn.Module) -> bool:
+    """Whether a chunk of rows would not be computed as the whole: hooks want one call, dropouts draw one mask."""
+    if is_watched(module):
+        return True
+    return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())

@@ -1,0 +1,304 @@
+"""What may be done to logits that were not computed, without computing them.
+
+Elementwise functions with numbers, tensors of one element or one number a column, casts, softmax: recorded, each row on
+its own. Views, slices and selections of the leading dimensions: done to the head's input instead, in the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from numbers import Number
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype
+from memopt.patches.loss.lazy import HANDLERS, LazyLogits, Operation, Source, stand_for
+from memopt.torch_compat import FakeTensor
+
+_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
+_ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
+    __rtruediv__ neg negative tanh sigmoid exp log pow square clamp clip clamp_min clamp_max"""
+_CASTS = "float double half bfloat16 to type type_as"
+_SAME = "contiguous clone alias"
+_WITHOUT_GRAPH = "detach"
+_RESHAPES = "view reshape flatten unflatten view_as reshape_as"
+_ROW_MOVES = (
+    "squeeze unsqueeze narrow select split chunk tensor_split unbind transpose swapaxes swapdims permute movedim"
+)
+_OWNERS = (Tensor, torch, F, torch.special)
+
+
+def handles(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register ``make(function)`` as the handler of every function of PyTorch with one of these names."""
+
+    def register(make: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names.split():
+            for owner in _OWNERS:
+                function = getattr(owner, name, None)
+                if callable(function):  # torch.float is a dtype
+                    HANDLERS[function] = make(function, name)
+        return make
+
+    return register
+
+
+def recorded(
+    logits: LazyLogits, operation: Operation, dtype: torch.dtype, *, replaces: tuple[Operation, ...] | None = None
+) -> Any:
+    """`logits` after one more operation."""
+    source = logits.source
+    before = source.operations if replaces is None else replaces
+    after = dataclasses.replace(_untracked(source), operations=(*before, operation), dtype=dtype)
+    return stand_for(after, logits, operation.run)
+
+
+def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor]) -> Any:
+    """The rows `x` of `logits`; `step` moves the rows of their values likewise."""
+    source = _untracked(logits.source)
+    return stand_for(
+        dataclasses.replace(source, x=x if source.tracked else x.detach(), version=x._version), logits, step
+    )
+
+
+def _untracked(source: Source) -> Source:
+    """`source` as a function of PyTorch leaves it: without graph where none is recorded."""
+    if source.tracked and not torch.is_grad_enabled():
+        return dataclasses.replace(source, tracked=False, x=source.x.detach())
+    return source
+
+
+# -- recorded -------------------------------------------------------------------------------------------------------
+
+
+@handles(_ELEMENTWISE)
+def _elementwise(function: Any, name: str) -> Callable[..., Any]:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        at = [position for position, value in enumerate(args) if isinstance(value, LazyLogits)]
+        if any(not isinstance(value, (Number, type(None))) for value in kwargs.values()) or not at:
+            return NotImplemented
+        first: LazyLogits = args[at[0]]
+        others = {position: value for position, value in enumerate(args) if position not in at}
+        for position, value in others.items():
+            if isinstance(value, Tensor) and _fits(value, first):
+                others[position] = value.reshape(-1 if value.dim() else ())
+            elif not isinstance(value, (Number, type(None))):
+                return NotImplemented
+
+        def call(logits: list[Tensor], columns: slice | None) -> Tensor:
+            given: list[Any] = list(args)
+            for position, value in others.items():
+                by_column = isinstance(value, Tensor) and value.numel() > 1 and columns is not None
+                given[position] = value[columns] if by_column else value
+            for position, tensor in zip(at, logits, strict=True):
+                given[position] = tensor
+            result: Tensor = function(*given, **kwargs)
+            return result
+
+        tensors = tuple(value for value in others.values() if isinstance(value, Tensor))
+        if len(at) > 1:
+            return _of_two([args[position] for position in at], name, call, tensors)
+        dtype = _dtype_of(lambda y: call([y], slice(0, 1)), first)
+        numbers = [_shown(value) for value in (*others.values(), *kwargs.values()) if value is not None]
+        label = " ".join((name.strip("_"), *numbers))
+        return recorded(first, Operation(label, lambda y, columns=None: call([y], columns), tensors), dtype)
+
+    return handler
+
+
+def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Any:
+    """A function of two forms of the same rows, as in p * log p."""
+    one, *others = (each.source for each in logits)
+    if any(other.x is not one.x or other.head is not one.head or other.width != one.width for other in others):
+        return NotImplemented
+
+    def run(y: Tensor, columns: slice | None = None) -> Tensor:
+        values = []
+        for each in logits:
+            value = y
+            for operation in each.source.operations:
+                value = operation.run(value) if columns is None else operation.run(value, columns)
+            values.append(value)
+        return call(values, columns)
+
+    steps = [operation for each in logits for operation in each.source.operations]
+    read = (*tensors, *(tensor for operation in steps for tensor in operation.tensors))
+    dtypes = [torch.empty(1, dtype=each.dtype, device=each.device) for each in logits]
+    operation = Operation(name.strip("_"), run, read, all(each.by_column for each in steps))
+    with torch.no_grad():
+        dtype = call(dtypes, slice(0, 1)).dtype
+    after = dataclasses.replace(_untracked(one), operations=(operation,), dtype=dtype)
+    return stand_for(after, logits[0], lambda value: call([value, *(each.compute() for each in logits[1:])], None))
+
+
+def _fits(value: Tensor, logits: LazyLogits) -> bool:
+    """Whether `value` has one element, or one for each column, and leaves shape and device as they are."""
+    if type(value) not in _PLAIN_TYPES or value.dim() > logits.dim():
+        return False
+    if value.device != logits.device and (value.dim() or value.device.type != "cpu"):
+        return False
+    return value.numel() == 1 or value.shape.numel() == value.shape[-1] == logits.shape[-1]
+
+
+def _dtype_of(function: Callable[[Tensor], Tensor], logits: LazyLogits) -> torch.dtype:
+    with torch.no_grad():
+        one = torch.zeros((1,) * logits.dim(), dtype=logits.dtype, device=logits.device)
+        return function(one).dtype
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"by a tensor of {value.numel()}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@handles(_CASTS)
+def _cast(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(value for key, value in kwargs.items() if key not in ("non_blocking", "copy"))]
+        if not isinstance(logits, LazyLogits) or any(isinstance(each, LazyLogits) for each in given):
+            return NotImplemented
+        for value in given:
+            device = value.device if isinstance(value, Tensor) else value
+            if isinstance(device, str):
+                if name == "type":
+                    return NotImplemented
+                device = torch.device(device)
+            if isinstance(device, torch.device) and device != logits.device:
+                return NotImplemented
+            if not isinstance(value, (Tensor, torch.dtype, torch.device, str, bool, type(None))):
+                return NotImplemented
+        if name == "type" and not given:
+            return NotImplemented
+        dtype = _dtype_of(lambda y: function(y, *args, **kwargs), logits)
+        if dtype == logits.dtype and not kwargs.get("copy"):
+            return logits
+        if not dtype.is_floating_point:
+            return NotImplemented
+        wider = torch.promote_types(dtype, logits.dtype) == dtype
+        run = lambda y, columns=None: y.to(dtype)  # noqa: E731
+        return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", run, casts_up=wider), dtype)
+
+    return handler
+
+
+@handles("softmax log_softmax")
+def _softmax(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, LazyLogits) or not is_last(dim, logits):
+            return NotImplemented
+        dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
+        autocast = autocast_dtype(logits)
+
+        def run(y: Tensor) -> Tensor:
+            with autocast_as(autocast, y):
+                result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
+            return result
+
+        return recorded(logits, Operation(name, run, by_column=False), _dtype_of(run, logits))
+
+    return handler
+
+
+def is_last(dim: Any, logits: LazyLogits) -> bool:
+    """Whether `dim` is the last dimension of `logits`, alone."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
+
+
+# -- moves of rows --------------------------------------------------------------------------------------------------
+
+
+@handles(_SAME)
+def _same(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return moved(logits, logits.source.x, lambda y: function(y, *args, **kwargs))
+
+    return handler
+
+
+@handles(_WITHOUT_GRAPH)
+def _detach(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any) -> Any:
+        source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
+        return stand_for(source, logits, torch.detach)
+
+    return handler
+
+
+HANDLERS[Tensor.data.__get__] = HANDLERS[torch.detach]  # type: ignore[attr-defined]
+
+
+@handles(_RESHAPES)
+def _reshape(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, LazyLogits) or any(isinstance(value, torch.dtype) for value in args):
+            return NotImplemented
+        try:
+            shape = function(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+        except (RuntimeError, TypeError):
+            return NotImplemented  # the stock function says what is wrong
+        if not shape or shape[-1] != logits.shape[-1]:
+            return NotImplemented
+        x = logits.source.x
+        return moved(logits, x.reshape(*shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs))
+
+    return handler
+
+
+@handles(_ROW_MOVES)
+def _move(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, LazyLogits):
+            return NotImplemented
+        *leading, width = logits.shape
+        # What touches the last dimension shows in what becomes of two widths.
+        for columns in (width, width + 1):
+            try:
+                result = function(torch.empty((*leading, columns), device="meta"), *args, **kwargs)
+            except (RuntimeError, TypeError, IndexError):
+                return NotImplemented
+            parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
+            if any(not part.dim() or part.shape[-1] != columns for part in parts):
+                return NotImplemented
+        x = function(logits.source.x, *args, **kwargs)
+        if isinstance(x, Tensor):
+            return moved(logits, x, lambda y: function(y, *args, **kwargs))
+
+        def part(index: int) -> Callable[[Tensor], Tensor]:
+            return lambda y: function(y, *args, **kwargs)[index]
+
+        return type(x)(moved(logits, each, part(index)) for index, each in enumerate(x))
+
+    return handler
+
+
+@handles("__getitem__")
+def _select(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, index: Any) -> Any:
+        if not isinstance(logits, LazyLogits):
+            return NotImplemented
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if not all(part is None or part is ... or type(part) in (int, slice, *_PLAIN_TYPES) for part in parts):
+            return NotImplemented
+        has_ellipsis = any(part is ... for part in parts)
+        if sum(map(_dimensions, parts)) == logits.dim() or (has_ellipsis and parts[-1] is not ...):
+            last, width = parts.pop(), logits.shape[-1]
+            if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
+                return NotImplemented
+            parts.append(slice(None))
+        chosen = tuple(parts)
+        return moved(logits, logits.source.x[chosen], lambda y: y[chosen])
+
+    return handler
+
+
+def _dimensions(part: Any) -> int:
+    """How many dimensions one part of an index takes."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1

@@ -1,0 +1,114 @@
+"""Results of a few numbers a row, by chunks of rows: no more logits than those of one chunk are in memory.
+
+    forward     y = ops(head(x_chunk)),  results = finish(y)             nothing of a chunk is saved
+    backward    y is computed again a chunk at a time, dx and the gradients of the head's parameters by its own graph
+
+For any head (adapters, quantised weights) and any such function. A plain linear with a cross-entropy: `blocks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.kernels.base.precision import accumulation_dtype
+from memopt.patches.loss.lazy import Source
+
+#: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
+#: but not so few that a product has hardly any rows.
+SMALLEST_CHUNK = 2**23
+#: A logit of a chunk: itself, its exponential and its gradient, in fp32 at most.
+LOGIT_BYTES = 12
+
+#: (logits of a chunk, a chunk of each argument) -> results with as many rows
+Finish = Callable[..., tuple[Tensor, ...]]
+
+
+def chunk_bytes(x: Tensor) -> int:
+    """How many bytes a chunk of logits may take."""
+    return max(x.numel() * x.element_size(), SMALLEST_CHUNK)
+
+
+def by_rows(source: Source, finish: Finish, arguments: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """``finish(logits, *arguments)`` for logits of shape (rows, V).
+
+    Args:
+        source: what the logits are computed from.
+        finish: a function of rows that does not mix them.
+        arguments: tensors of which a chunk of rows is passed to `finish`; no gradient flows to them.
+    """
+    x = source.x.reshape(-1, source.x.shape[-1])
+    plan = _Plan(source, finish, len(arguments))
+    if source.tracked and torch.is_grad_enabled():
+        results: tuple[Tensor, ...] = _RowsFunction.apply(plan, x, *arguments, *source.tensors)
+        return results
+    with torch.no_grad():
+        return plan.results(x, arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    source: Source
+    finish: Finish
+    count: int
+    """Of arguments."""
+
+    def chunks(self, x: Tensor, arguments: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
+        rows = max(1, chunk_bytes(x) // (LOGIT_BYTES * self.source.width))
+        for start in range(0, max(1, len(x)), rows):
+            part = slice(start, min(start + rows, len(x)))
+            yield part, x[part], [argument[part] for argument in arguments]
+
+    def results(self, x: Tensor, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        found = []
+        for _, rows, given in self.chunks(x, arguments):
+            self.source.check()
+            found.append(self.finish(self.source.values(rows), *given))
+        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+
+class _RowsFunction(DirectFunction):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        ctx.save_for_backward(x, *tensors)
+        results = plan.results(x, tensors[: plan.count])
+        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        plan: _Plan = ctx.plan
+        x, *tensors = ctx.saved_tensors
+        arguments, tensors = tensors[: plan.count], tensors[plan.count :]
+        wanted = ctx.needs_input_grad[1]
+        dx = torch.empty_like(x) if wanted else None
+        sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
+        for part, rows, given in plan.chunks(x, arguments):
+            # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
+            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+                leaf = rows.detach().requires_grad_(wanted)
+                results = plan.finish(plan.source.values(leaf), *given)
+                pairs = [(y, dy[part]) for y, dy in zip(results, gradients, strict=True) if y.requires_grad]
+                outputs, incoming = zip(*pairs, strict=True) if pairs else ((), ())
+            inputs = [leaf, *tensors] if wanted else tensors
+            found = list(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
+            if dx is not None:
+                first = found.pop(0)
+                dx[part] = 0 if first is None else first
+            for total, gradient in zip(sums, found, strict=True):
+                if gradient is not None:
+                    total += gradient
+        dtensors = (total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
+        return None, dx, *(None for _ in arguments), *dtensors
+
+
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
