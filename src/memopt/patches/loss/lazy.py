@@ -90,6 +90,8 @@ class Source:
     operations: tuple[Operation, ...] = ()
     version: int = 0
     """Of `x`."""
+    rows: object = field(default_factory=object)
+    """The same for logits of the same rows."""
     family: list[weakref.ref[LazyLogits]] = field(default_factory=list)
     """All logits of one call of the head, as far as they are alive."""
 
@@ -152,6 +154,8 @@ class LazyLogits(Tensor):
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             handler = HANDLERS.get(func)
             if handler is not None and len(pending) == len(lazy) and not any(each.is_foreign for each in pending):
+                for each in pending:
+                    each.source.check()
                 answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
                     return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
@@ -43,6 +44,43 @@ def patch_head(module: nn.Module, width: int) -> None:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
     swap_forward(module, _forward, LossRewrite(transposed, width))
+
+
+def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
+    """The module whose output are the logits: `linear`, or one around it that trains more, as adapters do.
+
+    Args:
+        modules: all of the model.
+        linear: name of the linear that contracts the head's weight.
+        around: names of modules that take its input, outermost first.
+        width: of that input.
+    """
+    inner = {id(parameter) for parameter in modules[linear].parameters()}
+    for name in around:
+        if not linear.startswith(f"{name}.") or name not in modules:
+            continue
+        more = [p for p in modules[name].parameters() if p.requires_grad and id(p) not in inner]
+        if more and _is_by_rows(modules[name], width, more[0]):
+            return name
+    return linear
+
+
+@torch.no_grad()
+@generators_kept()
+def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
+    """Whether each row of the module's output is a function of the same row of its input."""
+    x = torch.randn((3, width), dtype=like.dtype, device=like.device)
+    try:
+        together, alone = module(x), [module(x[row : row + 1]) for row in range(3)]
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False
+    if not isinstance(together, Tensor) or together.dim() != 2 or len(together) != 3:
+        return False
+    if like.is_meta:
+        return True  # shapes are all there is
+    # A product of one row may be summed in another order than one of three.
+    bound = 64 * torch.finfo(together.dtype).eps * float(together.abs().max())
+    return bool((together - torch.cat(alone)).abs().max() <= bound)
 
 
 def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

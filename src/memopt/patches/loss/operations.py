@@ -112,7 +112,7 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
 def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Any:
     """A function of two forms of the same rows, as in p * log p."""
     one, *others = (each.source for each in logits)
-    if any(other.x is not one.x or other.head is not one.head or other.width != one.width for other in others):
+    if any(other.rows is not one.rows or other.tracked != one.tracked for other in others):
         return NotImplemented
 
     def run(y: Tensor, columns: slice | None = None) -> Tensor:

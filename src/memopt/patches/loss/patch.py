@@ -37,10 +37,13 @@ class LossPatch(Patch):
         return "chunked", "logits are never whole where the loss is a cross-entropy"
 
     def apply(self, live: Live) -> None:
-        from memopt.patches.loss.module import patch_head
+        from memopt.patches.loss.module import head_of, patch_head
 
+        linears = {linear.parameter: linear for linear in live.plan.sites.linears}
         for head in live.plan.chosen("loss", "chunked"):
-            live.attempt(self.name, head.module, patch_head, head.vocab_size)
+            linear = linears[head.parameter]
+            name = head_of(live.modules, head.module, linear.given_to, linear.width)
+            live.attempt(self.name, name, patch_head, head.vocab_size)
 
 
 PATCH = LossPatch()

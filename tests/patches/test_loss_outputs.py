@@ -1,0 +1,271 @@
+"""``outputs.logits`` of a patched head: usable like the stock model's, whoever reads them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memopt.api import plan_for
+from memopt.patches.apply import apply
+from memopt.patches.loss import blocks, rows
+from memopt.patches.loss.lazy import LazyLogits
+from memopt.patches.loss.module import patch_head
+from tests.factories import tiny_inputs, tiny_model
+from tests.patches.test_loss import CLASSES, Model, _recipe, assert_close, gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (rows, blocks):
+        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
+    monkeypatch.setattr("memopt.patches.loss.lazy._noted", set())
+    return
+
+
+def pair() -> tuple[Model, LazyLogits, Tensor]:
+    stock, ours = Model(), Model()
+    patch_head(ours.head, CLASSES)
+    logits: Any = ours()
+    return ours, logits, stock().detach()
+
+
+def test_shapes_and_dtypes_read_no_value() -> None:
+    _, logits, stock = pair()
+    assert logits.shape == stock.shape
+    assert (logits.size(-1), logits.dim(), len(logits), logits.numel()) == (CLASSES, 3, 4, stock.numel())
+    assert (logits.dtype, logits.device, logits.stride()) == (stock.dtype, stock.device, stock.stride())
+    assert (logits.requires_grad, logits.is_leaf, logits.grad_fn is None) == (True, False, False)
+    assert not logits.detach().requires_grad
+    assert [isinstance(logits, Tensor), torch.is_tensor(logits), torch.is_floating_point(logits)] == [True] * 3
+    assert logits.value is None
+
+
+USES = {
+    "numpy": lambda y: torch.from_numpy(y.detach().numpy()),
+    "a cast and numpy": lambda y: torch.from_numpy(y.detach().float().double().cpu().numpy()),
+    "deepcopy": lambda y: copy.deepcopy(y.detach()),
+    "pickle": lambda y: pickle.loads(pickle.dumps(y.detach())),
+    "tolist": lambda y: torch.tensor(y.tolist(), dtype=torch.float64),
+    "clone": lambda y: y.clone(),
+    "one column": lambda y: torch.stack([y[..., column] for column in range(CLASSES)], -1),
+    "a transposed view": lambda y: y.transpose(1, 2).contiguous().transpose(1, 2),
+    "an operator of torch.ops": lambda y: torch.ops.aten.relu(y) - torch.ops.aten.relu(-y),
+    "cat": lambda y: torch.cat([y[:2], y[2:]]),
+    "vmap": lambda y: torch.vmap(lambda row: row * 1.0)(y),
+    "einsum": lambda y: torch.einsum("abc->abc", y),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_logits_can_be_used(name: str) -> None:
+    _, logits, stock = pair()
+    found = USES[name](logits)
+    torch.testing.assert_close(torch.as_tensor(found.as_subclass(Tensor)).double(), stock, rtol=1e-6, atol=1e-6)
+
+
+def test_saving_them_saves_their_values() -> None:
+    _, logits, stock = pair()
+    file = io.BytesIO()
+    torch.save({"logits": logits.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file)["logits"]
+    assert type(loaded) is Tensor
+    torch.testing.assert_close(loaded, stock)
+
+
+def test_printing_shows_values() -> None:
+    _, logits, stock = pair()
+    assert repr(logits.detach()) == repr(stock)
+
+
+METRICS = {
+    "accuracy": lambda y: y.argmax(-1),
+    "a confidence": lambda y: y.softmax(-1).max(dim=-1).values,
+    "entropy": lambda y: -(F.log_softmax(y, -1).exp() * F.log_softmax(y, -1)).sum(-1),
+    "the best five": lambda y: torch.topk(y, 5, dim=-1).indices,
+    "log-probabilities": lambda y: y.logsumexp(dim=-1, keepdim=True),
+    "of shifted logits": lambda y: y[:, :-1, :].reshape(-1, CLASSES).argmax(dim=1),
+}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_run_by_chunks(name: str, detached: bool) -> None:
+    _, logits, stock = pair()
+    with torch.set_grad_enabled(detached):
+        found = METRICS[name](logits.detach() if detached else logits)
+    assert type(found) is Tensor
+    assert not found.requires_grad
+    assert logits.value is None
+    torch.testing.assert_close(found, METRICS[name](stock))
+
+
+def test_a_change_in_place_is_seen_by_views_and_by_no_copy() -> None:
+    found = []
+    for patched in (False, True):
+        model = Model()
+        if patched:
+            patch_head(model.head, CLASSES)
+        logits = model()
+        view, copied = logits.view(-1, CLASSES), logits.float()
+        logits /= 2
+        logits[:, 0] = 0.0
+        found.append(
+            [
+                logits.detach().as_subclass(Tensor),
+                view.detach().as_subclass(Tensor),
+                copied.detach().as_subclass(Tensor),
+                *gradients(model, F.cross_entropy(view, torch.arange(len(view)))).values(),
+            ]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_any_other_loss_is_differentiated_as_in_the_stock_model() -> None:
+    for loss in (lambda y: y.sin().mean(), lambda y: (y * torch.ones_like(y)).sum(), lambda y: y.std()):
+        stock, ours = Model(), Model()
+        patch_head(ours.head, CLASSES)
+        assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
+
+
+class _Reversed(torch.autograd.Function):
+    """A user's function: it returns a copy, and turns the gradient round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return -dy
+
+
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * dy
+
+
+@pytest.mark.parametrize("loss", [lambda y: F.cross_entropy(_Reversed.apply(y)[:, 0], torch.arange(4)), _Squared.apply])
+def test_a_users_function_keeps_its_backward(loss: Any) -> None:
+    stock, ours = Model(), Model()
+    patch_head(ours.head, CLASSES)
+    assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
+
+
+@pytest.mark.parametrize("change", ["head.weight", "x"])
+def test_reading_them_after_a_change_in_place_is_an_error(change: str) -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    x = model.body(model.x)
+    logits = model.head(x)
+    with torch.no_grad():
+        (x if change == "x" else model.head.weight).add_(1)
+    for read in (Tensor.sum, lambda y: y.argmax(-1), lambda y: F.cross_entropy(y[:, 0], torch.arange(4)), repr):
+        with pytest.raises(RuntimeError, match=r"changed in place.*loss\.method=none"):
+            read(logits)
+
+
+def test_a_change_between_loss_and_backward_is_an_error() -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    loss = F.cross_entropy(model()[:, 0], torch.arange(4))
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    loss = F.cross_entropy(model()[:, 0], torch.arange(4))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, model.head.weight, create_graph=True)
+
+
+def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    loss = F.cross_entropy(model()[:, 0], torch.arange(4))
+    first = torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(loss, model.head.weight)[0], first)
+
+
+def test_who_read_them_whole_is_said_once_a_place() -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model().sin()
+        model().cos()
+    assert [str(each.message).split("since ")[1].split(" reads")[0] for each in seen] == ["'sin'", "'cos'"]
+    assert "test_loss_outputs.py" in str(seen[0].message)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_head_is_stock(off: Any) -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    with off():
+        assert type(model()) is Tensor
+
+
+def test_metrics_in_inference_mode_leave_the_gradients() -> None:
+    stock, ours = Model(), Model()
+    patch_head(ours.head, CLASSES)
+    logits = ours()
+    with torch.inference_mode():
+        logits.argmax(-1)
+        logits.sin()
+    assert_close(gradients(ours, logits.sin().sum()), gradients(stock, stock().sin().sum()))
+
+
+def test_a_hooked_head_is_stock_and_an_unhooked_one_is_not() -> None:
+    model = Model()
+    patch_head(model.head, CLASSES)
+    handle = model.head.register_forward_hook(lambda *given: None)
+    assert type(model()) is Tensor
+    handle.remove()
+    assert type(model()) is LazyLogits
+
+
+def test_a_head_with_adapters_runs_by_chunks() -> None:
+    import peft
+
+    found = []
+    for patched in (False, True):
+        model = tiny_model("llama", torch.float64, tie_word_embeddings=False)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], lora_dropout=0.0))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.manual_seed(0)
+                nn.init.normal_(parameter)
+        model = model.double()
+        if patched:
+            applied = apply(model, plan_for(model, _recipe()))
+            assert applied.done == {"loss": ("base_model.model.lm_head",)}
+        given = tiny_inputs("llama", 2, 12)
+        output = model(**{**given, "labels": given["input_ids"]})
+        assert isinstance(output.logits, LazyLogits) is patched
+        assert not patched or output.logits.value is None
+        found.append(gradients(model, output.loss))
+    assert_close(found[1], found[0], 1e-5)  # transformers computes the loss in fp32
