@@ -13,8 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 from memopt.api import plan_for
+from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply, undo
-from memopt.patches.loss import blocks, rows
+from memopt.patches.loss import plain, readers, rows
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.torch_compat import TorchDispatchMode, tree_leaves
@@ -25,15 +26,17 @@ ROWS, WIDTH, CLASSES = 24, 16, 200
 LOSS_ONLY = ("norms.method=none", "activations.method=none", "gated_mlps.method=none", "loss.method=chunked")
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three blocks or more of any head here, and no note counts as given before."""
-    for module in (rows, blocks):
-        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
+@pytest.fixture(autouse=True, params=["by blocks of columns", "at once"])
+def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Several chunks of any head here, by each way to take it; a note that the logits are whole is an error."""
+    for module in (rows, plain):
+        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
+    monkeypatch.setattr(plain, "ROWS", 8)
+    monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
     monkeypatch.setattr("memopt.patches.loss.lazy._noted", set())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*computed whole.*")
-        yield
+        yield request.param
 
 
 class Model(nn.Module):
@@ -165,32 +168,29 @@ def test_what_is_frozen_gets_no_gradient(frozen: list[str]) -> None:
 
 
 def _chunk_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = blocks._Plan.blocks
-    monkeypatch.setattr(blocks._Plan, "blocks", lambda plan, n: list(every(plan, n))[1:])
+    for name in ("blocks", "chunks"):
+        every = getattr(plain.Plain, name)
+        monkeypatch.setattr(plain.Plain, name, lambda self, given, every=every: list(every(self, given))[1:])
 
 
 def _operations_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks._Plan, "operated", lambda plan, y, columns: y)
+    monkeypatch.setattr(plain.Plain, "operated", lambda self, y, columns: y * 1.0)
 
 
 def _ignored_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(plan: Any, x: Tensor, target: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        every = target if kept is None else target[kept]
-        return (x if kept is None else x[kept]), every.clamp(0), torch.ones_like(every, dtype=torch.bool)
-
-    monkeypatch.setattr(blocks, "_chosen", chosen)
-    monkeypatch.setattr("memopt.patches.loss.readers._has_values", lambda target: False)
+    monkeypatch.setattr(readers, "LossArguments", lambda weight, smoothing, _: LossArguments(weight, smoothing, -1))
+    monkeypatch.setattr(readers, "_has_values", lambda target: False)
 
 
 def _mean_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt.patches.loss.readers._weight_of_all", lambda target, rules, total: len(target))
+    monkeypatch.setattr(readers, "_weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
 
 
 FAULTS = {
-    "a block is left out": (_chunk_dropped, READS["none is ignored"]),
+    "a chunk is left out": (_chunk_dropped, READS["none is ignored"]),
     "a scale is forgotten": (_operations_forgotten, READS["a scale"]),
     "a cap is forgotten": (_operations_forgotten, READS["a cap"]),
-    "ignored rows count": (_ignored_counted, READS["a module"]),
+    "ignored rows count": (_ignored_counted, READS["another index is ignored"]),
     "the mean is over ignored rows too": (_mean_over_all, READS["a scale"]),
 }
 
@@ -286,7 +286,11 @@ def _recipe(*settings: str) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_16_bits_it_is_as_close_as_the_stock_loss(family: str, autocast: bool) -> None:
+def test_in_16_bits_it_is_as_close_as_the_stock_loss(
+    family: str, autocast: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (rows, plain):
+        monkeypatch.setattr(module, "chunk_bytes", lambda x: 2**16)
     given = {"input_ids": torch.randint(3, 4000, (8, 32)), "labels": torch.randint(3, 4000, (8, 32))}
     settings = {"vocab_size": 4000, "tie_word_embeddings": False}
     truth = tiny_model(family, torch.float64, **settings)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt.api import plan_for
 from memopt.patches.apply import apply
-from memopt.patches.loss import blocks, rows
+from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from tests.factories import tiny_inputs, tiny_model
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (rows, blocks):
+    for module in (rows, plain):
         monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
     monkeypatch.setattr("memopt.patches.loss.lazy._noted", set())
     return

@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.patches.loss.blocks import Rules, by_blocks, runs_by_blocks
+from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.loss.reference import LossArguments
+from memopt.patches.loss.at_once import loss_at_once
+from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits, Source
 from memopt.patches.loss.operations import handles, is_last
+from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import by_rows
 
 #: Function -> position of its argument ``dim``.
@@ -38,8 +42,8 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`torch.nn.functional.cross_entropy` of logits that were not computed."""
-    plain = isinstance(logits, LazyLogits) and not isinstance(target, LazyLogits) and isinstance(target, Tensor)
-    if not plain or logits.dim() != 2 or not (size_average is None and reduce is None):
+    given = isinstance(logits, LazyLogits) and not isinstance(target, LazyLogits) and isinstance(target, Tensor)
+    if not given or logits.dim() != 2 or not (size_average is None and reduce is None):
         return NotImplemented
     if reduction not in ("none", "mean", "sum") or target.device != logits.device:
         return NotImplemented
@@ -52,51 +56,76 @@ def cross_entropy(
         return NotImplemented
     if not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented  # the stock function says what is wrong
-    rules = Rules(weight, ignore_index, label_smoothing)
-    losses = soft_losses(logits.source, target, rules) if soft else row_losses(logits.source, target, rules)
+    arguments = LossArguments(weight, label_smoothing, ignore_index)
     dtype = _dtype_of_loss(logits.dtype, autocast_dtype(logits), logits.device)
+    source = logits.source
+    if soft:
+        losses = _by_rows(source, target, arguments)
+        divisor: Tensor | float = float(len(target))
+    else:
+        # Ignored rows never reach the head.
+        kept = (target != ignore_index).nonzero().squeeze(1) if _has_values(target) else None
+        kept = None if kept is None or len(kept) == len(target) else kept
+        source = _before_the_loss(source)
+        wide = accumulation_dtype(logits.dtype)
+        divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
+        if is_plain(source):
+            plain = Plain(source, arguments)
+            if reduction != "none" and plain.is_at_once:
+                return loss_at_once(plain, target, kept, 1 / divisor.to(target.device)).to(dtype)
+            losses = losses_by_blocks(plain, target, kept)
+        else:
+            losses = _by_rows(source, target, arguments, kept)
     if reduction == "none":
         return losses.to(dtype)
-    total = losses.sum()
-    if reduction == "mean":
-        total = total / _weight_of_all(target, rules, total) if not soft else total / len(target)
-    return total.to(dtype)
+    return (losses.sum() / divisor if reduction == "mean" else losses.sum()).to(dtype)
 
 
-def row_losses(source: Source, target: Tensor, rules: Rules) -> Tensor:
+def _before_the_loss(source: Source) -> Source:
+    """`source` without what changes nothing: the loss is computed in fp32 whatever the logits are."""
+    operations = list(source.operations)
+    if _ends_in_log_softmax(source):
+        operations.pop()
+    while operations and operations[-1].casts_up:
+        operations.pop()
+    return dataclasses.replace(source, operations=tuple(operations))
+
+
+def _by_rows(source: Source, target: Tensor, arguments: LossArguments, kept: Tensor | None = None) -> Tensor:
     """The loss of each row, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
 
     Args:
         source: what the logits (rows, V) are computed from.
-        target: (rows,) int64.
+        target: (rows,) int64, or probabilities (rows, V).
+        kept: indices of the rows that count; None for all.
     """
-    if _ends_in_log_softmax(source):
-        source = dataclasses.replace(source, operations=source.operations[:-1])
-    # The loss is computed in fp32 whatever the logits are, so a cast before it changes nothing.
-    while source.operations and source.operations[-1].casts_up:
-        source = dataclasses.replace(source, operations=source.operations[:-1])
-    # Ignored rows never reach the head.
-    kept = (target != rules.ignore_index).nonzero().squeeze(1) if _has_values(target) else None
-    if kept is not None and len(kept) == len(target):
-        kept = None
-    if runs_by_blocks(source):
-        return by_blocks(source, target, kept, rules)
-    used = dataclasses.replace(source, x=source.x if kept is None else source.x[kept])
-    labels = target if kept is None else target[kept]
-    (losses,) = by_rows(used, rules.losses, (labels,))
-    return losses if kept is None else losses.new_zeros(len(target)).index_copy(0, kept, losses)
+
+    def finish(y: Tensor, t: Tensor) -> tuple[Tensor]:
+        dtype = accumulation_dtype(y.dtype)
+        weight = None if arguments.weight is None else arguments.weight.to(dtype)
+        with autocast_as(None, y):
+            losses = F.cross_entropy(
+                y.to(dtype),
+                t.to(dtype) if t.is_floating_point() else t,
+                weight,
+                ignore_index=arguments.ignore_index,
+                reduction="none",
+                label_smoothing=arguments.label_smoothing,
+            )
+        return (losses,)
+
+    if kept is not None:
+        (losses,) = by_rows(dataclasses.replace(source, x=source.x[kept]), finish, (target[kept],))
+        return losses.new_zeros(len(target)).index_copy(0, kept, losses)
+    return by_rows(source, finish, (target,))[0]
 
 
-def soft_losses(source: Source, target: Tensor, rules: Rules) -> Tensor:
-    """The same for probabilities of the classes: `target` is (rows, V)."""
-    return by_rows(source, rules.losses, (target,))[0]
-
-
-def _weight_of_all(target: Tensor, rules: Rules, total: Tensor) -> Tensor:
-    kept = target != rules.ignore_index
-    if rules.weight is None:
-        return kept.sum().to(total.dtype)
-    return rules.weight.to(total.dtype)[target.masked_fill(~kept, 0)].mul(kept).sum()
+def _weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) -> Tensor:
+    """What the mean divides by."""
+    kept = target != arguments.ignore_index
+    if arguments.weight is None:
+        return kept.sum().to(dtype)
+    return arguments.weight.to(dtype)[target.masked_fill(~kept, 0)].mul(kept).sum()
 
 
 def _ends_in_log_softmax(source: Source) -> bool:
