@@ -76,10 +76,8 @@ class _AtOnceFunction(DirectFunction):
                 _add_weight_gradient(plain, sums[0], dy, rows)
                 if sums[1] is not None:
                     sums[1] += dy.sum(0, dtype=sums[1].dtype)
-        tensors = (weight, bias, *others)
-        gradients = [
-            None if s is None or tensor is None else s.to(tensor.dtype) for s, tensor in zip(sums, tensors, strict=True)
-        ]
+        pairs = zip(sums, (weight, bias, *others), strict=True)
+        gradients = [total if total is None or tensor is None else total.to(tensor.dtype) for total, tensor in pairs]
         ctx.save_for_backward(dx, *gradients)
         return loss * factor
 
