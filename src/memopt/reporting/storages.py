@@ -51,13 +51,13 @@ class Birth:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised)."""
+    """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised); none behind meta tensors."""
     for tensor in tensors:
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper):
             names, _ = wrapper.__tensor_flatten__()
             yield from storages(getattr(wrapper, name) for name in names)
-        elif tensor.layout == torch.strided:
+        elif tensor.layout == torch.strided and not tensor.is_meta:
             yield tensor.untyped_storage()
 
 
