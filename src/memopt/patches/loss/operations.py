@@ -7,6 +7,7 @@ its own. Views, slices and selections of the leading dimensions: done to the hea
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import Any
@@ -25,7 +26,7 @@ _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ 
 _CASTS = "float double half bfloat16 to type type_as"
 _SAME = "contiguous clone alias"
 _WITHOUT_GRAPH = "detach"
-_RESHAPES = "view reshape flatten unflatten view_as reshape_as"
+_RESHAPES = "view reshape flatten view_as reshape_as"
 _ROW_MOVES = (
     "squeeze unsqueeze narrow select split chunk tensor_split unbind transpose swapaxes swapdims permute movedim"
 )
@@ -238,16 +239,30 @@ def _reshape(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits) or any(isinstance(value, torch.dtype) for value in args):
             return NotImplemented
-        try:
-            shape = function(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-        except (RuntimeError, TypeError):
-            return NotImplemented  # the stock function says what is wrong
+        shape = _new_shape(logits, name, *args, **kwargs)
         if not shape or shape[-1] != logits.shape[-1]:
-            return NotImplemented
+            return NotImplemented  # it mixes rows, or the stock function says what is wrong
         x = logits.source.x
         return moved(logits, x.reshape(*shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs))
 
     return handler
+
+
+def _new_shape(logits: LazyLogits, name: str, *given: Any, **named: Any) -> tuple[int, ...]:
+    """The shape that a reshape asks for; () where it cannot be had."""
+    if name == "flatten":
+        start = (given[0] if given else named.get("start_dim", 0)) % logits.dim()
+        end = (given[1] if len(given) > 1 else named.get("end_dim", -1)) % logits.dim()
+        return (*logits.shape[:start], logits.shape[start : end + 1].numel(), *logits.shape[end + 1 :])
+    sizes = given or tuple(named.values())
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, Tensor)):
+        sizes = tuple(sizes[0].shape if isinstance(sizes[0], Tensor) else sizes[0])
+    if not all(isinstance(size, int) for size in sizes) or sizes.count(-1) > 1:
+        return ()
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
+        sizes = tuple(logits.numel() // max(1, known) if size == -1 else size for size in sizes)
+    return sizes if math.prod(sizes) == logits.numel() else ()
 
 
 @handles(_ROW_MOVES)
@@ -259,7 +274,7 @@ def _move(function: Any, name: str) -> Callable[..., Any]:
         # What touches the last dimension shows in what becomes of two widths.
         for columns in (width, width + 1):
             try:
-                result = function(torch.empty((*leading, columns), device="meta"), *args, **kwargs)
+                result = function(torch.empty(1, device="meta").expand(*leading, columns), *args, **kwargs)
             except (RuntimeError, TypeError, IndexError):
                 return NotImplemented
             parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
