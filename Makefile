@@ -152,7 +152,7 @@ lint: $(STAMP) ## check style, formatting, types, the direction of imports and t
 	@echo "==> tools/house_rules.py" && $(BIN)/python tools/house_rules.py
 
 # Both run to the end, also where the first falls short; the results are files to be committed.
-gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels and blocks on a GPU into benchmarks/results (about 15 minutes)
+gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels, blocks and the loss on a GPU into benchmarks/results (about 15 minutes)
 	@status=0; for name in kernels block; do \
 	  echo "==> python -m benchmarks.$$name --check"; \
 	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.$$name --check \
@@ -160,7 +160,10 @@ gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels and blocks on a G
 	done; \
 	echo "==> python -m benchmarks.sampled_kernels"; \
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.sampled_kernels \
-	  --json benchmarks/results/sampled_kernels.json || status=$$?; exit $$status
+	  --json benchmarks/results/sampled_kernels.json || status=$$?; \
+	echo "==> python -m benchmarks.loss --check"; \
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.loss --check \
+	  --json benchmarks/results/loss.json || status=$$?; exit $$status
 
 format: $(STAMP) ## format the code and sort its imports
 	@$(BIN)/ruff check --select I --fix .
