@@ -16,7 +16,7 @@ from memopt.checkpoint.manifest import read_manifest
 from memopt.patches.registry import patches
 from memopt.reporting.account import live_bytes
 from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.models import cast_inputs, load_patched, load_run_free
+from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
 from memopt.verification.step import training_loss, training_step
 from memopt.walk.aten.precision import precise
 from tests.mutation.site import Site
@@ -71,22 +71,20 @@ def _run_with(folder: Path, site: Site, planted: Callable[[], AbstractContextMan
 def _run(folder: Path) -> _Run:
     def run(model: torch.nn.Module) -> _Run:
         probes = probe_inputs(model, folder)
+        # In the stored dtype: a module that stays in fp32 (T5's wo) saves a cast in it, whatever its producer saves.
+        inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
+        live = live_bytes(lambda: training_loss(model, inputs))
         # Widened when it is patched: norms are proved against stock ones, which cast to fp32.
         with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64
             model.set_experts_implementation("eager")
         model.double()
         with precise(torch.float64):
-            return measured(model, probes)
+            return gradients(model, probes), live
 
-    def measured(model: torch.nn.Module, probes: Probes) -> _Run:
+    def gradients(model: torch.nn.Module, probes: Probes) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         step = training_step(model, probes, torch.float64)
-        found = {name: gradient.clone() for name, gradient in step.gradients.items()} | {
-            "loss": torch.tensor(step.loss)
-        }
-        model.zero_grad()
-        inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, torch.float64)
-        return found, live_bytes(lambda: training_loss(model, inputs))
+        return {name: gradient.clone() for name, gradient in step.gradients.items()} | {"loss": torch.tensor(step.loss)}
 
     recipe = read_manifest(folder).recipe
     # As verify does: approximations that depend on what is trained are on everywhere.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import memopt.kernels.sampled_linear.function as sampled_linear
@@ -69,15 +71,24 @@ def test_weights_of_one_block_that_are_a_tenth_too_large_fail_by_its_name(folder
     assert (check.status, check.subject) == ("fail", "bert.encoder.layer.0")
 
 
-def test_a_wrong_input_gradient_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = sampled_linear.SampledLinearFunction.backward
+@pytest.mark.parametrize("gradient", ["input", "bias"])
+def test_a_gradient_that_one_linear_scales_by_a_percent_fails_by_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gradient: str
+) -> None:
+    name = "bert.encoder.layer.1.output.dense"
+    (file,) = folder.glob("*.safetensors")
+    own = load_file(file)[f"{name}.weight"].float()
+    backward, number = sampled_linear.SampledLinearFunction.backward, {"input": 0, "bias": 2}[gradient]
 
-    def faulty(ctx: object, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, *rest = backward(ctx, dy)
-        return (None if dx is None else 1.01 * dx), *rest
+    def faulty(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        found = list(backward(ctx, dy))
+        if torch.equal(ctx.saved_tensors[1], own):
+            found[number] *= 1.01
+        return tuple(found)
 
     monkeypatch.setattr(sampled_linear.SampledLinearFunction, "backward", staticmethod(faulty))
-    assert checks(folder)["sampling.others"].status == "fail"
+    check = checks(folder)["sampling.others"]
+    assert (check.status, check.subject) == ("fail", name)
 
 
 def test_a_model_in_which_nothing_is_sampled_is_told_so(tmp_path: Path) -> None:

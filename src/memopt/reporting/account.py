@@ -140,13 +140,18 @@ def live_bytes(run: Callable[[], Any]) -> int:
 
     The returned tensors are freed first. The result equals `Account.total`, unless hooks miss something.
     """
-    tracker = StorageTracker()
+    return live_by_module(run).total()
+
+
+def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> Counter[str]:
+    """The same for each of the modules that `module` names while `run` allocates."""
+    tracker = StorageTracker(module)
     with tracker:
         graph = _graph(run())
     gc.collect()
-    nbytes = tracker.alive_bytes()
+    live = Counter(_sums((birth.module, storage.nbytes()) for storage, birth in tracker.alive()))
     del graph
-    return nbytes
+    return live
 
 
 def _graph(result: Any) -> list[Any]:

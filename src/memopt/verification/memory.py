@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from memopt.patches.base import Output, PlanView
 from memopt.patches.record import record_of
 from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped
-from memopt.reporting.account import Account, account, live_bytes
+from memopt.reporting.account import Account, account, live_by_module, live_bytes
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
 from memopt.verification.inputs import Probes, probe_inputs
@@ -84,6 +85,8 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     def run_patched(model: nn.Module) -> _Patched:
         run = _forward(model, probes)
         measured, live = account(model, run, blocks=sites.blocks, sites=sites), live_bytes(run)
+        if live != measured.saved and not measured.hidden_in:
+            measured = replace(measured, hidden_in=_hidden_in(model, run, measured))
         record = record_of(model)
         swapped = frozenset(name for name, module in model.named_modules() if is_swapped(module))
         return _Patched(measured, live, None if record is None else record.plan, swapped)
@@ -107,6 +110,29 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     except ModelError as error:
         return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]
+
+
+def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -> str:
+    """The module in which most of the bytes were allocated that live and that `measured` lacks.
+
+    Modules may run otherwise where hooks are registered, as they are while an account is made. So the module that
+    allocates is read off the stack.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def running() -> str:
+        frame = inspect.currentframe()
+        while frame is not None:
+            name: str | None = names.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    hidden = live_by_module(run, running)
+    for each in measured.storages:
+        hidden[each.module] -= each.nbytes
+    return max(hidden, key=lambda name: hidden[name], default="")
 
 
 def _forward(model: nn.Module, probes: Probes) -> Callable[[], Tensor]:

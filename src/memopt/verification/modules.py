@@ -8,6 +8,7 @@ shows. The module at fault is found by exchanging patched modules for stock ones
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,14 +205,7 @@ def _culprit(
 
 def first_wrong(run: Callable[[int], Worst], limit: float, count: int) -> int:
     """How many modules have to be patched for the model to be wrong, found by halving; with `count` it is."""
-    right, wrong = -1, count
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        if run(middle).value <= limit:
-            right = middle
-        else:
-            wrong = middle
-    return wrong
+    return bisect.bisect_left(range(count), True, key=lambda patched: not run(patched).value <= limit)
 
 
 def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
