@@ -155,17 +155,24 @@ def test_adapters_that_leave_take_nothing_along():
     assert not any(is_swapped(module) for module in memopt.unpatch(model).modules())
 
 
-def test_under_autocast_the_products_run_in_its_dtype():
-    inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
-        model = memopt.patch(model_of("llama"), rules)
+def test_under_autocast_the_products_run_in_its_dtype_and_leave_no_casts_behind():
+    inputs, found = tiny_inputs("llama", 2, 16), []
+    truth = step(model_of("llama").double(), inputs)
+    for rules, inside in ((None, False), (recipe(), False), (recipe(), True)):
+        model = model_of("llama") if rules is None else memopt.patch(model_of("llama"), rules)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**inputs).loss
-            loss.backward()  # inside: casts of weights stay in autocast's cache
-            loss = model(**inputs).loss
+        if inside:  # casts of weights are made here without gradients: autocast may not hand them to the forward
+            with torch.autocast("cpu", torch.bfloat16):
+                loss.backward()
+                model.zero_grad()
+                loss = model(**inputs).loss
         loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters()})
-    assert same(*results)
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    stock, outside, within = found
+    assert same(within, outside)
+    for check in compare_gradients([outside], [stock], truth, torch.bfloat16, "fp64", 0.0, 0.0):
+        assert check.status == "pass", check
 
 
 def test_hooks_run_again_and_what_they_change_is_not_changed_twice():

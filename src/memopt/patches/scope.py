@@ -72,11 +72,12 @@ class ScopeHistory:
         self._calls_closed.clear()
         inside = list(module.modules())[1:]
         self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
+        # With what is around a linear: adapters come and go without changing the linear in them.
         self._linears = [
             (parent._modules, name, child)
             for parent in module.modules()
             for name, child in parent._modules.items()
-            if isinstance(child, nn.Linear)
+            if child is not None and _is_around_linear(child)
         ]
         return True
 
@@ -84,6 +85,11 @@ class ScopeHistory:
         """Whether a hook may exchange what a module inside is given."""
         # Where hooks are unknown there is one table, which says that every module has some.
         return any(self._pre_hooks)
+
+
+def _is_around_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear, or has one as a child."""
+    return isinstance(module, nn.Linear) or any(isinstance(child, nn.Linear) for child in module._modules.values())
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
     """Autocast on the tensor's device as :func:`autocast_dtype` found it: to `dtype`, or off for None."""
     if dtype is None and autocast_dtype(tensor) is None:
         return _NOTHING_TO_DO
-    # A weight that is cast here, without gradients, must not be what a forward finds in the cache.
+    # Some versions of PyTorch give the cast of a weight that is made here, without gradients, to a later forward.
     return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 

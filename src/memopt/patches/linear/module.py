@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.linear.function import reads_spec, recomputed_linear
-from memopt.patches.linear.output import adopt_outputs
-from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward, swap_state
+from memopt.patches.linear.output import OutputRewrite, patch_output
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -84,19 +84,38 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
 def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None) -> None:
     """Let the plain linears inside `root` read recompute specs: those that no other patch has, adapters' included.
 
-    `outputs` are the arguments of :func:`memopt.patches.linear.output.adopt_outputs`, which comes first.
+    `outputs` names linears inside `root` whose output is recomputed, and says whether their input is saved anyway.
 
     One whose input has no spec runs its stock forward, so nothing has to be known of its place in the model. The child
     that a patched module reads instead of calling it (its rewrite names it in `reads`) stays.
     """
     if outputs:
-        adopt_outputs(root, outputs)
+        _adopt_outputs(root, outputs)
     for parent in list(root.modules()):
         read = getattr(swap_state(parent), "reads", ()) if is_swapped(parent) else ()
         for name, child in parent._modules.items():
             # The forward of this class is known; others would have to be proved, outside of a forward.
             if type(child) is nn.Linear and "forward" not in vars(child) and name not in read:
                 swap_forward(child, _forward, LinearRewrite(False, child.bias is not None, fuses=False))
+
+
+def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
+    """:func:`patch_output` of what stands inside `root` at these names now: adapters may have come or gone.
+
+    Args:
+        outputs: name relative to `root` -> `input_is_saved`.
+    """
+    there = dict(root.named_modules())
+    standing = {name: there[name] for name in outputs if name in there}
+    for name, module in standing.items():
+        if is_swapped(module):
+            if not isinstance(swap_state(module), LinearRewrite):
+                continue
+            restore_forward(module)  # it was inside adapters
+        for inner in module.modules():  # and this one is
+            if is_swapped(inner) and isinstance(swap_state(inner), OutputRewrite) and inner not in standing.values():
+                restore_forward(inner)
+        patch_output(module, input_is_saved=outputs[name])
 
 
 def _forward(

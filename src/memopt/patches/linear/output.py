@@ -7,7 +7,7 @@ the forward. Where that cannot be repeated its output is saved as usual.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
-from memopt.patches.swap import is_swapped, is_watched, steps_aside, swap_forward
+from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
 from memopt.torch_compat import FakeTensor, no_dispatch
 
@@ -43,29 +43,12 @@ def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
     swap_forward(module, _forward, OutputRewrite(input_is_saved))
 
 
-def adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
-    """:func:`patch_output` of what stands inside `root` at these names now: adapters may have been put around linears.
-
-    Args:
-        outputs: name relative to `root` -> `input_is_saved`.
-    """
-    for name, input_is_saved in outputs.items():
-        try:
-            module = root.get_submodule(name)
-        except AttributeError:
-            continue
-        if not is_swapped(module):
-            patch_output(module, input_is_saved=input_is_saved)
-
-
 class _Running(threading.local):
     """Of this thread: the module that it calls again, the input of its forward, and the output that it computed."""
 
     module: nn.Module | None = None
     x: Tensor
     y: Tensor
-    is_inside = False
-    """A module around runs whose output is recomputed: adapters around their linear."""
 
 
 _running = _Running()
@@ -77,7 +60,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return _running.y
     given = (*args, *kwargs.values())
     is_one = len(given) == 1 and isinstance(given[0], Tensor)
-    if not is_one or _running.is_inside or steps_aside() or not in_a_scope():
+    if not is_one or steps_aside() or not in_a_scope():
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
     is_saved = (rewrite.input_is_saved and x.requires_grad) or _saves_its_input(module)
@@ -87,11 +70,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     versions, autocast = _versions(module), autocast_dtype(x)
     may_draw = module.training and bool(module._modules)
     random = _random_states(x) if may_draw else ()
-    _running.is_inside = True
-    try:
-        y = stock(module, *args, **kwargs)
-    finally:
-        _running.is_inside = False
+    y = stock(module, *args, **kwargs)
     if (
         type(y) not in (Tensor, FakeTensor)
         or not y.requires_grad
