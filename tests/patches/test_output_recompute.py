@@ -38,9 +38,13 @@ SAVED = {
 }
 
 
+#: Without what is done to the loss.
+EXACT = memopt.load_recipe("exact-unfolded", ("loss.method=none",))
+
+
 def recipe(*names: str, settings: tuple[str, ...] = ()):
     which = f"[{','.join(map(repr, names))}]" if names else "auto"
-    return memopt.load_recipe("exact-unfolded", (f"linears.recompute={which}", *settings))
+    return memopt.load_recipe(EXACT, (f"linears.recompute={which}", *settings))
 
 
 def model_of(name: str, dtype=torch.float32):
@@ -73,7 +77,7 @@ def chosen(model) -> set[str]:
 
 @pytest.mark.parametrize("name", SAVED)
 def test_auto_takes_what_is_saved_and_changes_no_gradient(name):
-    exact, inputs = memopt.patch(model_of(name)), tiny_inputs(name, 2, 16)
+    exact, inputs = memopt.patch(model_of(name), EXACT), tiny_inputs(name, 2, 16)
     expected, kept = step(exact, inputs), bytes_saved(exact, inputs)
     model = memopt.patch(model_of(name), recipe())
     assert chosen(model) == SAVED[name]
@@ -90,7 +94,9 @@ def test_in_16_bits_too_it_is_no_further_from_the_truth_than_stock(name):
     dtype = torch.bfloat16
     inputs = cast_inputs(tiny_inputs(name, 2, 24), dtype)
     truth = step(tiny_model(name, dtype).double(), cast_inputs(inputs, torch.float64))
-    stock, exact = (step(model, inputs) for model in (tiny_model(name, dtype), memopt.patch(tiny_model(name, dtype))))
+    stock, exact = (
+        step(model, inputs) for model in (tiny_model(name, dtype), memopt.patch(tiny_model(name, dtype), EXACT))
+    )
     model = memopt.patch(tiny_model(name, dtype), recipe())
     found = step(model, inputs)
     assert same(found, exact) == (name == "llama")
@@ -115,7 +121,7 @@ def adapted(model, dropout=0.0, **options):
 def test_adapters_with_dropout_run_again_with_the_masks_of_the_forward(when, settings):
     """Adapters may come before the patch or after it; the masks are the stock model's unless they are seeded."""
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in (None, memopt.load_recipe("exact-unfolded", settings), recipe(settings=settings)):
+    for rules in (None, memopt.load_recipe(EXACT, settings), recipe(settings=settings)):
         model = model_of("llama")
         if when == "after" and rules is not None:
             memopt.patch(model, rules)
@@ -138,7 +144,7 @@ def test_adapters_with_dropout_run_again_with_the_masks_of_the_forward(when, set
 def test_forgetting_the_masks_would_be_seen(monkeypatch):
     monkeypatch.setattr(output, "_set_random_states", lambda states, x: None)
     inputs = tiny_inputs("llama", 2, 16)
-    exact, model = (memopt.patch(adapted(model_of("llama"), 0.5), rules) for rules in ("exact-unfolded", recipe()))
+    exact, model = (memopt.patch(adapted(model_of("llama"), 0.5), rules) for rules in (EXACT, recipe()))
     assert not same(step(model, inputs), step(exact, inputs))
 
 
@@ -177,7 +183,7 @@ def test_under_autocast_the_products_run_in_its_dtype_and_leave_no_casts_behind(
 
 def test_hooks_run_again_and_what_they_change_is_not_changed_twice():
     inputs, results, calls = tiny_inputs("llama", 2, 16), [], []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("llama"), rules)
         up = model.model.layers[0].mlp.up_proj
         up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
@@ -215,7 +221,7 @@ class Counting(nn.Linear):
 
 def test_a_module_that_changes_its_buffers_saves_its_output():
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe("up_proj")):
+    for rules in (EXACT, recipe("up_proj")):
         model = model_of("llama")
         mlp = model.model.layers[0].mlp
         memopt.patch(model, rules)
@@ -228,7 +234,7 @@ def test_a_module_that_changes_its_buffers_saves_its_output():
 def test_a_frozen_linear_whose_input_nobody_saves_keeps_its_output():
     """Its input would have to be saved in the place of its output."""
     inputs, kept = tiny_inputs("gpt2", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("gpt2"), memopt.load_recipe(rules, ("norms.method=none",)))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("c_fc" not in name and "c_attn" not in name)
@@ -242,7 +248,7 @@ def test_a_frozen_linear_whose_input_nobody_saves_keeps_its_output():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_activation_checkpointing(reentrant):
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = adapted(memopt.patch(model_of("llama"), rules), 0.5)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -253,7 +259,7 @@ def test_inside_activation_checkpointing(reentrant):
 
 def test_inside_checkpointing_of_the_mlp_alone():
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("llama"), rules)
         for layer in model.model.layers:
             run = layer.mlp.forward
@@ -265,7 +271,7 @@ def test_inside_checkpointing_of_the_mlp_alone():
 
 def test_with_offloaded_tensors():
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("llama"), rules)
         with save_on_cpu():
             results.append(step(model, inputs))
@@ -289,7 +295,7 @@ def test_a_graph_that_is_retained_and_partial_backwards():
 
 def test_a_changed_output_is_saved():
     inputs, results = tiny_inputs("llama", 2, 16), []
-    for rules in ("exact-unfolded", recipe()):
+    for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("llama"), rules)
         model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, y: y.mul_(2))
         results.append(step(model, inputs))
@@ -346,7 +352,7 @@ def test_a_block_has_levels():
     assert levels[block] == names
     inputs, saved = tiny_inputs("llama", 2, 16), []
     for n in range(4):
-        model = memopt.patch(model_of("llama"), recipe(*names[:n]) if n else "exact-unfolded")
+        model = memopt.patch(model_of("llama"), recipe(*names[:n]) if n else EXACT)
         saved.append(bytes_saved(model, inputs))
     assert [before - after for before, after in itertools.pairwise(saved)] == [4 * 32 * 172, 4 * 32 * 172, 4 * 32 * 32]
 

@@ -17,6 +17,11 @@ def may_be_a_function(frame: FrameType | None) -> bool:
     return APPLY is None or is_function(frame)
 
 
+def may_write_into_saved(frame: FrameType | None) -> bool:
+    """Whether it may have been given what a function of somebody else's saves, who may write into a clone of its own."""
+    return may_be_a_function(frame) and not (frame is not None and frame.f_code is DIRECT_APPLY)
+
+
 def is_function(frame: FrameType | None) -> bool:
     """Whether `frame` applies a `torch.autograd.Function`."""
     return frame is not None and (frame.f_code is APPLY or frame.f_code is DIRECT_APPLY)

@@ -27,7 +27,7 @@ from memopt.saved.copies import Source, may_have_rule, source_of
 from memopt.saved.handles import Handle
 from memopt.saved.kept import Forwarded, Kept, alias_of, check_version
 from memopt.saved.pinned import Holder, PinnedStorages
-from memopt.saved.savers import may_be_a_function
+from memopt.saved.savers import may_be_a_function, may_write_into_saved
 from memopt.saved.slots import Packing, Slot, settle
 from memopt.saved.versions import is_unchanged
 from memopt.torch_compat import (
@@ -147,8 +147,7 @@ class _Pack:
         base = tensor._base
         node: Node = tensor.grad_fn if base is None else base.grad_fn
         if node is not None and may_have_rule(node):
-            # A function of somebody's may write into what it alone holds, and a clone is its own.
-            handle = self._handle(tensor, of_casts_only=may_be_a_function(sys._getframe().f_back))
+            handle = self._handle(tensor, of_casts_only=may_write_into_saved(sys._getframe().f_back))
             if handle is not None:
                 return handle
         if self.memopt_outer_pack is None and self.compressor is None:
