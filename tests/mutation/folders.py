@@ -60,7 +60,8 @@ class Workshop:
                     (original / name).parent.mkdir(exist_ok=True)
                     (original / name).write_text(text)
             out = self.root / f"{original.name}-{recipe}"
-            patch_checkpoint(original, out, recipe, overrides=_OVERRIDES.get(recipe, ()))
+            name, *settings = recipe.split()
+            patch_checkpoint(original, out, name, overrides=(*_OVERRIDES.get(name, ()), *settings))
             self._made[key] = out
         return self._made[key]
 

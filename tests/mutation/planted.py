@@ -37,6 +37,7 @@ class Fault:
     damage: Damage | None = None
     plant: Plant | None = None
     recipe: str = "exact"
+    """A name, and keys to change (KEY=VALUE) behind it."""
     sides: bool = False
     """The original has tokenizer files and others."""
     statuses: tuple[Status, ...] = ("fail",)

@@ -15,6 +15,7 @@ from memopt.kernels.linear import function as linear
 from memopt.kernels.norm import function as norm
 from memopt.patches import scope
 from memopt.patches.gated_mlp import module as gated_module
+from memopt.patches.linear import output
 from memopt.saved.handles import Handle
 from tests.mutation.acting import backward_replaced, changed_at, together
 from tests.mutation.planted import in_modules
@@ -202,3 +203,45 @@ def _(site: Site) -> Any:
         return run(module, *args, **kwargs)
 
     return changed_at(site, scope, "run_in_scope", change)
+
+
+# --- outputs of linears ----------------------------------------------------------------------------------------------
+
+_OUTPUTS = "exact linears.recompute=auto"
+_LINEARS = ("llama", "bert", "gpt2")
+_Run = Callable[[Tensor], Tensor]
+
+
+def _outputs(site: Site, change: Callable[[_Run, Tensor], Tensor]) -> Any:
+    stock = output.recomputed_output
+
+    def wrong(y: Tensor, x: Tensor, run: _Run) -> Tensor:
+        def changed(saved: Tensor) -> Tensor:
+            site.acted += 1
+            return change(run, saved)
+
+        return stock(y, x, changed if site.here() else run)
+
+    return replaced(output, "recomputed_output", wrong)
+
+
+@in_modules("outputs", "the recomputed output is scaled", *_LINEARS, sized=True, recipe=_OUTPUTS)
+def _(site: Site, size: float) -> Any:
+    return _outputs(site, lambda run, x: run(x) * (1 + size))
+
+
+@in_modules("outputs", "it is recomputed from the input of another row", *_LINEARS, recipe=_OUTPUTS)
+def _(site: Site) -> Any:
+    return _outputs(site, lambda run, x: run(x.roll(1, -2)))
+
+
+@in_modules("outputs", "it is saved", *_LINEARS, recipe=_OUTPUTS, levels=("memory",))
+def _(site: Site) -> Any:
+    stock = output.recomputed_output
+
+    def wrong(y: Tensor, x: Tensor, run: _Run) -> Tensor:
+        here = site.here()
+        site.acted += here
+        return y if here else stock(y, x, run)
+
+    return replaced(output, "recomputed_output", wrong)
