@@ -24,8 +24,11 @@ from memopt.torch_compat import top_saved_tensors_hooks
 
 #: The output from the saved tensors of its spec (None where the producer has none in that place).
 Recompute = Callable[..., Tensor]
-#: (dh, inputs) -> (gradient of each input, h): the backward of the producer that recomputes its output on the way.
-Differentiate = Callable[[Tensor, tuple[Tensor, ...]], tuple[tuple[Tensor, ...], Tensor]]
+#: (dh, inputs, use) -> gradient of each input: the backward of the producer, which calls ``use(h)`` with its output, if
+#: there is a `use`. It calls ``dh()`` once, for the gradient of h, which nobody else reads: it may be overwritten.
+Differentiate = Callable[
+    [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None], tuple[Tensor, ...]
+]
 
 _ATTRIBUTE = "_memopt_recompute_spec"
 

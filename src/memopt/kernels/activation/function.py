@@ -14,6 +14,7 @@ very same function, which backward differentiates again at z, so value and gradi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.parts import elementwise
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
 from memopt.recompute_specs import Recomputed, attach_spec
 
@@ -65,11 +67,19 @@ def _by_kernel(z: Tensor, kind: str) -> Tensor:
     return h
 
 
-def _differentiate(dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str) -> tuple[tuple[Tensor, ...], Tensor]:
+def _differentiate(
+    dh: Callable[[], Tensor], inputs: tuple[Tensor, ...], use: Callable[[Tensor], None] | None, *, kind: str
+) -> tuple[Tensor, ...]:
     (z,) = inputs
-    dz, h = _gradient(dh, z, kind, recompute=True)
+    if use is None:
+        return (_gradient(dh(), z, kind, recompute=False)[0],)
+    if not runs_triton(z):
+        use(_value(z, kind))
+        return _differentiate(dh, inputs, None, kind=kind)
+    dz, h = _gradient(dh(), z, kind, recompute=True, owns_dh=True)
     assert h is not None
-    return (dz,), h
+    use(h)
+    return (dz,)
 
 
 def _keeps_dtype(function: Elementwise, z: Tensor, found: Dtypes | None) -> bool:
@@ -111,18 +121,22 @@ def _replayed_output(node: Node) -> Tensor:
 
 def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.dtype | None) -> Tensor:
     """function'(z) * dh, by autograd, in the dtypes that autocast to `autocast` (None: off) gave to the forward."""
-    # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
-    with torch.enable_grad(), autocast_as(autocast, z):
-        z = z.detach().requires_grad_()
-        h = function(z)
-    (dz,) = torch.autograd.grad(h, z, dh)
-    return dz
+
+    def gradient(z: Tensor, dh: Tensor) -> Tensor:
+        # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
+        with torch.enable_grad(), autocast_as(autocast, z):
+            z = z.detach().requires_grad_()
+            h = function(z)
+        (dz,) = torch.autograd.grad(h, z, dh)
+        return dz
+
+    return elementwise(gradient, z, dh)
 
 
 def recompute_activation(function: Elementwise, z: Tensor, autocast: torch.dtype | None) -> Tensor:
     """function(z) again, under the same autocast."""
     with autocast_as(autocast, z):
-        return function(z)
+        return elementwise(function, z)
 
 
 class KernelActivationFunction(DirectFunction):
@@ -157,12 +171,14 @@ def _value(z: Tensor, kind: str) -> Tensor:
         return ACTIVATIONS[kind].value(z)
 
 
-def _gradient(dh: Tensor, z: Tensor, kind: str, *, recompute: bool) -> tuple[Tensor, Tensor | None]:
-    """dz and, with `recompute`, h"""
+def _gradient(
+    dh: Tensor, z: Tensor, kind: str, *, recompute: bool, owns_dh: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """dz and, with `recompute`, h, which may take the place of dh if nobody else has it."""
     if runs_triton(dh, z):
         import memopt.kernels.activation.function_triton as kernels
 
-        return kernels.launch_backward(dh, z, kind, recompute)
+        return kernels.launch_backward(dh, z, kind, recompute, owns_dh)
     with autocast_as(None, z):
         return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
 

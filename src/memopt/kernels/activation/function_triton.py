@@ -64,14 +64,20 @@ def launch_forward(z: Tensor, kind: str) -> Tensor:
     return h
 
 
-def launch_backward(dh: Tensor, z: Tensor, kind: str, recompute: bool = False) -> tuple[Tensor, Tensor | None]:
+def launch_backward(
+    dh: Tensor, z: Tensor, kind: str, recompute: bool = False, overwrites_dh: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides
     of z.
 
-    Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded.
+    Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded. With `overwrites_dh` h is
+    written over dh, if it fits there: a program has read its elements by then.
     """
     dz = torch.empty_like(z)
-    h = torch.empty_like(z) if recompute else None
+    h = None
+    if recompute:
+        fits = overwrites_dh and dh.dtype == z.dtype and dh.is_contiguous() and z.is_contiguous()
+        h = dh if fits else torch.empty_like(z)
     if not z.numel():
         return dz, h
     tiles = tiling("activation_backward", z, dh, dz)

@@ -16,6 +16,7 @@ tensor, and nothing is split or concatenated.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,11 +108,21 @@ def _value_of_halves(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
 
 
 def _differentiate(
-    dh: Tensor, inputs: tuple[Tensor, ...], *, kind: str, gate_first: bool
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    dgate, dup, h = _gradients(dh, inputs[0], inputs[1] if len(inputs) == 2 else None, kind, gate_first, recompute=True)
-    assert h is not None
-    return ((dgate,) if dup is None else (dgate, dup)), h
+    dh: Callable[[], Tensor],
+    inputs: tuple[Tensor, ...],
+    use: Callable[[Tensor], None] | None,
+    *,
+    kind: str,
+    gate_first: bool,
+) -> tuple[Tensor, ...]:
+    gate, up = inputs if len(inputs) == 2 else (inputs[0], None)
+    is_one_pass = use is not None and runs_triton(gate, up)
+    if use is not None and not is_one_pass:
+        use(_value(gate, up, kind, gate_first))
+    dgate, dup, h = _gradients(dh(), gate, up, kind, gate_first, is_one_pass, owns_dh=True)
+    if use is not None and h is not None:
+        use(h)
+    return (dgate,) if dup is None else (dgate, dup)
 
 
 class GatedProductFunction(DirectFunction):
@@ -153,23 +164,29 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
 
 
 def _gradients(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recompute: bool
+    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recompute: bool, owns_dh: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dgate, dup (None where dgate holds both) and, with `recompute`, h."""
+    """dgate, dup (None where dgate holds both) and, with `recompute`, h; `owns_dh` if nobody else has that."""
     z, factor = _halves(gate, up, gate_first)
+    both = torch.empty_like(gate, memory_format=torch.contiguous_format) if up is None else None
+    halves = None if both is None else _halves(both, None, gate_first)
     if z.dtype == factor.dtype and runs_triton(dh, z, factor):
         import memopt.kernels.gated_mlp.function_triton as kernels
 
-        if up is not None:
-            return kernels.launch_backward(dh, z, factor, kind, recompute)
-        both = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        *_, h = kernels.launch_backward(dh, z, factor, kind, recompute, _halves(both, None, gate_first))
-        return both, None, h
-    with autocast_as(None, z):
-        activated = ACTIVATIONS[kind].value(z)
-        dgate, dup = ACTIVATIONS[kind].gradient((dh * factor).to(z.dtype), z), (dh * activated).to(factor.dtype)
-        h = activated * factor if recompute else None
-    return (dgate, dup, h) if up is not None else (torch.cat((dgate, dup) if gate_first else (dup, dgate), -1), None, h)
+        dgate, dup, h = kernels.launch_backward(dh, z, factor, kind, recompute, halves, owns_dh)
+    else:
+        with autocast_as(None, z):
+            activated = ACTIVATIONS[kind].value(z)
+            h = activated * factor if recompute else None
+            in_place = owns_dh and dh.dtype == z.dtype == factor.dtype
+            dup = activated.mul_(dh) if in_place else (dh * activated).to(factor.dtype)
+            del activated
+            if halves is not None:
+                dup = halves[1].copy_(dup)
+            dgate = ACTIVATIONS[kind].gradient(dh.mul_(factor) if in_place else (dh * factor).to(z.dtype), z)
+            if halves is not None:
+                dgate = halves[0].copy_(dgate)
+    return (dgate, dup, h) if both is None else (both, None, h)
 
 
 def _halves(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,13 @@ def launch_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def launch_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: tuple[Tensor, Tensor] | None = None
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: str,
+    recompute: bool,
+    out: tuple[Tensor, Tensor] | None = None,
+    overwrites_dh: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dgate, dup and, with `recompute`, h (else None). `dh` may be expanded, and of another floating dtype.
 
@@ -79,13 +85,17 @@ def launch_backward(
 
     Args:
         out: where to write dgate and dup: evenly spaced rows with the shape and dtype of gate. Contiguous by default.
+        overwrites_dh: write h over dh, if it fits there: a program has read its elements by then.
     """
     if out is None:
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         dup = torch.empty_like(dgate)
     else:
         dgate, dup = out
-    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if recompute else None
+    h = None
+    if recompute:
+        fits = overwrites_dh and dh.dtype == gate.dtype and dh.is_contiguous()
+        h = dh if fits else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if not gate.numel():
         return dgate, dup, h
     tiles = tiling("gated_backward", gate, up, dh, dgate, dup)

@@ -8,6 +8,7 @@ The input says what it is recomputed from (`memopt.recompute_specs`); without a 
 A stock linear needs its input x before the gradient of x is there, so recomputing x costs a pass of its own. Where the
 producer's backward can recompute x on the way, and this linear is its reader, the function takes the producer's place
 in the graph as well: for f(z) one pass moves 4 instead of 5 tensors of the size of x, for f(gate) * up 6 instead of 8.
+Elsewhere x is recomputed first, and freed before its gradient is there.
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ class RecomputedInputFunction(DirectFunction):
         dx = dbias = None
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
+            # First what reads x: its last reader frees it.
+            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, weight.dtype), weight)
             if needs[0]:
                 dx = rows.mm(weight).view(ctx.shape)
             if needs[2]:
                 dbias = rows.sum(0)
-            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, weight.dtype), weight)
         return dx, dweight, dbias, None
 
 
@@ -135,8 +137,16 @@ class FusedLinearFunction(DirectFunction):
         needs = ctx.needs_input_grad
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
-            gradients, h = ctx.differentiate(rows.mm(weight).view(ctx.shape), tuple(inputs))
-            dweight = weight_gradient(rows, h.reshape(-1, h.size(-1)), weight) if needs[2] else None
+            of_weight: list[Tensor] = []
+
+            def use(h: Tensor) -> None:
+                of_weight.append(weight_gradient(rows, h.reshape(-1, h.size(-1)), weight))
+
+            def of_input() -> Tensor:
+                return rows.mm(weight).view(ctx.shape)
+
+            gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None)
+            dweight = of_weight[0] if of_weight else None
             dbias = rows.sum(0) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
         return None, None, dweight, dbias, *wanted

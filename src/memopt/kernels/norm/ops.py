@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.parts import parts_of, slices
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import (
     NormArguments,
@@ -44,11 +45,43 @@ def forward(
         import memopt.kernels.norm.forward_triton as kernels
 
         return kernels.launch_forward(x, weight, bias, arguments, residual)
+    rows = _parts(x, residual)
+    if rows is not None:
+        return _forward_by_parts(x, weight, bias, arguments, residual, rows)
     if residual is not None:
         x = x + residual
     exact, rstd = normalize(x, arguments.spec)
     y = None if weight is None and bias is None else _affine(exact, weight, bias, arguments)
     return y, exact.to(arguments.kept_dtype), rstd
+
+
+def _parts(*given: Tensor | None) -> int | None:
+    """Rows at a time of large 16-bit tensors, so that no fp32 copy of them is whole; None for all at once."""
+    if any(tensor is not None and tensor.element_size() != 2 for tensor in given):
+        return None
+    return parts_of(*given)
+
+
+def _forward_by_parts(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    arguments: NormArguments,
+    residual: Tensor | None,
+    rows: int,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    y = None if weight is None and bias is None else x.new_empty(x.shape, dtype=arguments.dtype)
+    x_hat = x.new_empty(x.shape, dtype=arguments.kept_dtype)
+    rstd = _fake_rstd(x)
+    results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
+    flat, other = x.view(-1, x.size(-1)), None if residual is None else residual.view(-1, x.size(-1))
+    for part in slices(flat.size(0), rows):
+        made = forward(flat[part], weight, bias, arguments, None if other is None else other[part])
+        for result, each in zip(results, made, strict=True):
+            if result is not None and each is not None:
+                result[part] = each
+    # Aliases that nothing was written to: a tensor that was changed in place is not recomputed.
+    return None if y is None else y.data, x_hat.data, rstd.data
 
 
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
@@ -73,8 +106,22 @@ def backward(
         import memopt.kernels.norm.forward_triton as kernels
 
         return kernels.launch_backward(dy, x_hat, rstd, weight, arguments, needs)
-    dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
-    return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
+    rows = _parts(dy, x_hat)
+    if rows is None:
+        dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
+        return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
+    whole = dy.new_empty(dy.shape, dtype=arguments.x_dtype) if needs[0] else None
+    sums: list[Tensor | None] = [None, None]
+    flat = [tensor.view(-1, tensor.size(-1)) for tensor in (dy, x_hat, rstd)]
+    for part in slices(flat[0].size(0), rows):
+        here, its_x_hat, its_rstd = (tensor[part] for tensor in flat)
+        dx, *of_rows = norm_backward(here, its_x_hat, its_rstd, weight, arguments.spec, needs)
+        if whole is not None and dx is not None:
+            whole.view(-1, whole.size(-1))[part] = dx
+        sums = [
+            each if total is None or each is None else total + each for total, each in zip(sums, of_rows, strict=True)
+        ]
+    return None if whole is None else whole.data, sums[0], sums[1]
 
 
 def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:

@@ -69,9 +69,10 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
             return x_hat, rstd
         # For 16-bit inputs that kernel is less exact than this: it does not subtract the mean before it multiplies.
         wide = wide.contiguous()
-        wide = wide - wide.mean(-1, keepdim=True)
+        mean = wide.mean(-1, keepdim=True)
+        wide = wide - mean if wide.dtype == x.dtype else wide.sub_(mean)
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps_in(x.dtype))
-    return wide * rstd, rstd
+    return (wide * rstd if wide.dtype == x.dtype else wide.mul_(rstd)), rstd
 
 
 def affine(
@@ -90,7 +91,7 @@ def affine(
             scale = weight.to(y.dtype)
             y = y * (scale + 1 if spec.offset else scale)
         if bias is not None:
-            y = y + bias.to(y.dtype)
+            y = y + bias.to(y.dtype) if y is x_hat else y.add_(bias.to(y.dtype))
     return y.to(dtype)
 
 

@@ -1,0 +1,44 @@
+"""Large tensors in parts, where plain PyTorch computes what one kernel would: its intermediates then stay small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+#: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
+COUNT, LEAST = 8, 2**15
+
+
+def parts_of(*tensors: Tensor | None) -> int | None:
+    """Rows (of the last dimension) in a part of these tensors; None where they are small, not contiguous or not alike
+    in their elements: then all at once."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    first = given[0]
+    if first.numel() < COUNT * LEAST or first.dim() < 2:
+        return None
+    if any(each.shape != first.shape or not each.is_contiguous() or each.is_meta for each in given):
+        return None
+    return -(-first.numel() // first.size(-1) // COUNT)
+
+
+def slices(count: int, rows: int) -> Iterator[slice]:
+    """The parts of `count` rows, `rows` in each."""
+    return (slice(start, start + rows) for start in range(0, count, rows))
+
+
+def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``function(*tensors)``, elementwise, in parts where they are large; without a graph."""
+    rows = parts_of(*tensors)
+    if rows is None:
+        return function(*tensors)
+    flat = [tensor.view(-1, tensor.size(-1)) for tensor in tensors]
+    result: Tensor | None = None
+    for part in slices(flat[0].size(0), rows):
+        value = function(*(each[part] for each in flat))
+        if result is None:
+            result = torch.empty(tensors[0].shape, dtype=value.dtype, device=value.device)
+        result.view(-1, result.size(-1))[part] = value
+    assert result is not None
+    return result.data  # an alias that nothing was written to: what was changed in place is not recomputed
