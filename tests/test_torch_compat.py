@@ -413,6 +413,35 @@ def test_a_compiled_module_shows_the_original() -> None:
     assert torch_compat.compiled_module(module) is None
 
 
+# -- compiled graphs ------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def _partition(*kept: str) -> bool:
+    def mark(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if torch_compat.is_operator(node.target) and torch_compat.operator_name(node.target) in kept:
+                torch_compat.keep_result(node)
+
+    return torch_compat.partition_traced_graph(mark)
+
+
+def test_a_traced_graph_recomputes_elementwise_results_but_those_that_are_to_be_kept() -> None:
+    def saved(*partition: tuple[str, ...]) -> int:
+        def function(x: Tensor, w: Tensor) -> Tensor:
+            for names in partition:
+                _partition(*names)
+            return x.exp().sin() @ w
+
+        torch.compiler.reset()
+        run = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
+        node: Any = run(leaf(4, 4), leaf(4, 4)).grad_fn
+        return len(node.saved_tensors)
+
+    assert (saved(), saved(()), saved(("sin",)), saved()) == (3, 2, 3, 3)
+    assert not torch_compat.partition_traced_graph(lambda graph: None), "nothing is traced"
+
+
 # -- selective checkpointing ----------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ NAMES_METHODS = {
     "sampling.py": "the public path of patches/sampled_linear",
     "reporting/causes.py": "functions of PyTorch, by which a saved tensor is explained",
     "activations.py": "operations of PyTorch",
+    "torch_compat/compiling.py": "a mark on the nodes of PyTorch's graphs",
 }
 #: Words of methods that mean something else where they stand outside of plans.
 OTHER_MEANINGS = {

@@ -152,7 +152,7 @@ def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a module that is `scope`, or no scope."""
-    if scope is None or steps_aside():
+    if scope is None or steps_aside(off="" if scope.compression is None else "saved tensors are not quantised"):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.patches.compiled import is_being_compiled
 from memopt.torch_compat import (
     forward_mode_level,
     has_any_global_hook,
@@ -108,15 +109,18 @@ def unswap(module: nn.Module) -> None:
         state.undo(module)
 
 
-def steps_aside() -> bool:
+def steps_aside(*, off: str = "") -> bool:
     """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
 
-    The compiler's partitioner decides itself what to keep; function transforms (`torch.func`), forward-mode derivatives
-    and traces need stock operations.
+    The compiler's partitioner decides what is saved (`memopt.patches.compiled`); function transforms (`torch.func`),
+    forward-mode derivatives and traces need stock operations.
+
+    Args:
+        off: as in `memopt.patches.compiled.is_being_compiled`.
     """
     return (
         not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        or (torch.compiler.is_compiling() and is_being_compiled(off))
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None

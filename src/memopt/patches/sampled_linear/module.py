@@ -77,7 +77,13 @@ def _forward(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     # A frozen weight asks for no input. A tool that computes weight or bias from something else takes them away.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
-    if steps_aside() or len(given) != 1 or not as_patched or not is_plain(weight) or not _may_be_sampled(given[0]):
+    if (
+        steps_aside(off="linears sample no rows")
+        or len(given) != 1
+        or not as_patched
+        or not is_plain(weight)
+        or not _may_be_sampled(given[0])
+    ):
         return stock(module, *args, **kwargs)
     call = rewrite.visits.call(rewrite.number, given[0])
     importance, report = (None, None) if call is None else (call.importance, call.report)
