@@ -103,10 +103,35 @@ def test_a_compiled_model_saves_what_eager_memopt_saves() -> None:
 def test_a_compiled_model_has_the_gradients_of_the_stock_model() -> None:
     inputs = tiny_inputs("llama")
     stock, patched = tiny_model("llama").train(), memopt.patch(tiny_model("llama").train())
-    loss = compiled_model(patched)(**inputs).loss
+    compiled._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"under torch.compile the logits are whole; .* compile the blocks"):
+        loss = compiled_model(patched)(**inputs).loss
     expected = stock(**inputs).loss
     assert torch.allclose(loss, expected, rtol=1e-6)
     is_close(gradients(patched, loss), gradients(stock, expected))
+
+
+def test_blocks_compiled_on_their_own_leave_the_loss_in_parts() -> None:
+    inputs = tiny_inputs("llama")
+    stock, patched = tiny_model("llama").train(), memopt.patch(tiny_model("llama").train())
+    for block in patched.model.layers:
+        block.compile(backend=BACKEND, fullgraph=True)
+    output, expected = patched(**inputs), stock(**inputs)
+    assert type(output.logits).__name__ == "LazyLogits"
+    is_close(gradients(patched, output.loss), gradients(stock, expected.loss))
+
+
+def test_outputs_of_linears_are_recomputed_in_compiled_code_too() -> None:
+    inputs = {**tiny_inputs("llama"), "use_cache": False}
+    kept = {}
+    for recompute in ("none", "auto"):
+        torch.compiler.reset()
+        recipe = memopt.load_recipe("exact-unfolded", [f"linears.recompute={recompute}", "loss.method=none"])
+        stock, patched = tiny_model("llama").train(), memopt.patch(tiny_model("llama").train(), recipe)
+        run = compiled_model(patched)
+        kept[recompute] = saved_bytes(lambda run=run: run(**inputs).loss, patched)  # type: ignore[misc]
+    assert kept["none"] - kept["auto"] >= inputs["input_ids"].numel() * 4 * 2 * 172 * 2, "gate and up of two layers"
+    is_close(gradients(patched, run(**inputs).loss), gradients(stock, stock(**inputs).loss))
 
 
 def test_a_checkpointed_block_inside_a_compiled_model_is_right_and_saves_no_more_than_stocks() -> None:
@@ -250,6 +275,11 @@ def test_what_is_off_in_compiled_code_is_said_once(recipe: str) -> None:
         run(draw())
         run(draw(9))
     assert len([entry for entry in said if "under torch.compile" in str(entry.message)]) == 1
+
+
+def test_a_summary_says_what_compiled_code_saves() -> None:
+    assert "under torch.compile what is not exact of kept is off" in str(memopt.summary(toy(recipe="int8")))
+    assert "torch.compile" not in str(memopt.summary(toy()))
 
 
 def test_an_exact_recipe_says_nothing() -> None:

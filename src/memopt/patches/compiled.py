@@ -38,8 +38,8 @@ def is_being_compiled(off: str = "") -> bool:
     """Called by a patched forward that torch.compile traces; always true.
 
     Args:
-        off: what the module does in eager mode and not in compiled code, as a clause; a warning says it once. Empty
-            where compiled code saves as little.
+        off: what is otherwise in compiled code than in eager mode, as a clause, and perhaps what to do; a warning says
+            it once. Empty where compiled code saves as little.
     """
     partition_traced_graph(keep_sums)
     if off:
@@ -83,8 +83,4 @@ def _fills(source: Node, result: Node) -> bool:
 
 @functools.cache
 def _warn_once(off: str) -> None:
-    warnings.warn(
-        f"memopt: under torch.compile {off}: compiled code saves what recipe 'exact-unfolded' saves. "
-        "Run the model without torch.compile to have that.",
-        stacklevel=2,
-    )
+    warnings.warn(f"memopt: under torch.compile {off}.", stacklevel=2)

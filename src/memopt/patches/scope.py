@@ -27,6 +27,7 @@ _CLOSED: AbstractContextManager[None] = nullcontext()
 _Child = tuple[dict[str, nn.Module | None], str, nn.Module]
 """The children of a module, the name of one, and that one."""
 _UNKNOWN: list[_Child] = []
+_NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quantising needs eager mode"
 
 
 class ScopeHistory:
@@ -152,7 +153,7 @@ def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a module that is `scope`, or no scope."""
-    if scope is None or steps_aside(off="" if scope.compression is None else "saved tensors are not quantised"):
+    if scope is None or steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)
 

@@ -36,6 +36,9 @@ class Summary:
         lines = [f"Patched by recipe '{self.recipe}': {self.modules} modules run memopt's forward."]
         lines += [f"  {line}" for line in coverage_totals(self.plan)]
         lines += [f"  left as it was: {name or 'the model'}: {reason}" for name, reason in self.refused]
+        if inexact := self.plan.recipe.without("approximate", "sampled"):
+            keys = ", ".join(setting.partition(".")[0] for setting in inexact)
+            lines.append(f"  under torch.compile what is not exact of {keys} is off")
         lines += [f"  {remark}" for remark in self.remarks]
         return "\n".join([*lines, "Undo: memopt.unpatch(model)"])
 

@@ -72,7 +72,7 @@ def _forward(
     stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
     given = (*args, *kwargs.values())
-    off = "" if rewrite.code is None else "activations keep no codes of their derivative"
+    off = "" if rewrite.code is None else "activations keep no codes, and gradients are exact; codes need eager mode"
     if steps_aside(off=off) or len(given) != 1:
         return stock(module, *args, **kwargs)
     z: Tensor = given[0]

@@ -61,7 +61,7 @@ def _steps_aside(x: Tensor) -> bool:
     # Whether gradients are recorded must not matter: checkpointing runs a module without them first and with them
     # later, from the same state of the generator, and has to see one mask.
     with torch.enable_grad():
-        if steps_aside(off="dropouts keep masks instead of seeds"):
+        if steps_aside(off="dropouts keep masks; seeds need eager mode"):
             return True
     # A captured graph would draw one mask for all its replays.
     return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ the forward. Where that cannot be repeated its output is saved as usual.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
@@ -60,10 +62,15 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return _running.y
     given = (*args, *kwargs.values())
     is_one = len(given) == 1 and isinstance(given[0], Tensor)
-    if not is_one or steps_aside() or not in_a_scope():
+    if not is_one:
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
     is_saved = (rewrite.input_is_saved and x.requires_grad) or _saves_its_input(module)
+    if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        # The partitioner takes a checkpointed region for an order: it saves no result of it.
+        return checkpoint(functools.partial(stock, module), *args, use_reentrant=False, **kwargs)
+    if steps_aside() or not in_a_scope():
+        return stock(module, *args, **kwargs)
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
     if not is_saved or _is_wrapped(module) or (_is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, *args, **kwargs)

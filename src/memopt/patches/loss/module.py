@@ -19,6 +19,10 @@ from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
+_WHOLE = (
+    "the logits are whole; to have the loss in parts, compile the blocks instead of the model "
+    "(`for block in model.model.layers: block.compile()`)"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
 
 def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
-    if type(x) not in _PLAIN_TYPES or steps_aside() or _is_out_of_reach(module):
+    if type(x) not in _PLAIN_TYPES or steps_aside(off=_WHOLE) or _is_out_of_reach(module):
         return stock(module, *args, **kwargs)
     assert isinstance(x, Tensor)
     tensors = tuple(chain(module.parameters(), module.buffers()))

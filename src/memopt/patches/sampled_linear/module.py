@@ -78,7 +78,7 @@ def _forward(
     # A frozen weight asks for no input. A tool that computes weight or bias from something else takes them away.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
     if (
-        steps_aside(off="linears sample no rows")
+        steps_aside(off="linears sample no rows, and gradients are exact; samples need eager mode")
         or len(given) != 1
         or not as_patched
         or not is_plain(weight)
