@@ -133,6 +133,14 @@ class ObservedTensor:
         self.tensor = tensor
 
 
+_observers = 0
+
+
+def is_observed() -> bool:
+    """Whether hooks of this module, which only look on, are registered for all modules."""
+    return _observers > 0
+
+
 class RunningModules:
     """Context manager that follows which modules of `model` run; a module outside of it counts as its caller.
 
@@ -157,6 +165,8 @@ class RunningModules:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunningModules:
+        global _observers
+        _observers += 1
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -164,6 +174,8 @@ class RunningModules:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        global _observers
+        _observers -= 1
         for hook in self._hooks:
             hook.remove()
 

@@ -207,3 +207,15 @@ def test_the_observer_keeps_no_node_alive() -> None:
 
 def test_memopts_own_hooks_recognise_the_observer() -> None:
     assert SavedTensorObserver(nn.Identity()).pack.memopt_observer is True
+
+
+def test_an_account_sees_the_model_as_it_runs_without_it() -> None:
+    """Its hooks on modules do not count as somebody who watches: gate and up stay with the fused linear."""
+    model = tiny_model("llama").train()
+    sites = walk_model(model)
+    apply(model, make_plan(sites, load_recipe("exact-unfolded")))
+    inputs = tiny_inputs("llama")
+    counted = account(model, lambda: model(**inputs), blocks=sites.blocks, sites=sites)
+    of_block = [each for each in counted.of_block("model.layers.0") if each.cause in ("gate", "up")]
+    assert {each.cause for each in of_block} == {"gate", "up"}
+    assert {saver for each in of_block for saver in each.savers} == {("model.layers.0.mlp", "FusedLinearFunction")}

@@ -38,6 +38,7 @@ def test_a_config_alone_gives_the_table(llama: Path, capsys: pytest.CaptureFixtu
     assert "2 blocks alike, model.layers.0 to model.layers.1" in out
     assert "norm output (x_hat)" in out
     assert "saved for backward:" in out
+    assert "peak of a step:" in out
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
@@ -48,6 +49,11 @@ def test_json_holds_what_the_table_shows(llama: Path, capsys: pytest.CaptureFixt
     assert data["training"]["seq"] == 32
     assert data["summary"]["after"] < 0.7 * data["summary"]["before"]
     assert data["summary"]["before"] == sum(part["before"] for part in data["parts"])
+    for side in ("before", "after"):
+        step = data["step"][side]
+        assert step["peak"] > step["kept"] >= data["summary"][side]
+        assert step["peak"] == sum(step["per_kind"].values()) == sum(step["per_module"].values())
+    assert data["step"]["after"]["peak"] < data["step"]["before"]["peak"]
 
 
 def test_the_default_row_is_as_long_as_the_config_allows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

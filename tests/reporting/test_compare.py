@@ -110,7 +110,7 @@ def test_small_tensors_are_summed_in_one_line_and_stay_in_the_total() -> None:
 def test_the_report_says_what_it_counts_and_what_not() -> None:
     words = " ".join(printed(comparison([kept("gate", 1)], [])).split())
     assert "Counted: activations" in words
-    assert "Not counted: weights, gradients, optimizer states" in words
+    assert "Not counted: weights, their gradients, optimizer states" in words
     assert "Traced without padding." in words
 
 

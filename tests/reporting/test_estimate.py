@@ -225,3 +225,15 @@ def test_a_trace_leaves_transformers_masks_as_they_were() -> None:
 
     traced("llama")
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
+
+
+def test_a_step_whose_backward_cannot_be_traced_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **names: Any) -> Any:
+        raise RuntimeError("no rule for this")
+
+    monkeypatch.setattr(estimate, "step", fails)
+    config = named_config("llama")
+    traced = trace_account(config, Training(seq=8), sites=sites_of(config), peak=True)
+    assert traced.step is None
+    assert traced.total > 0
+    assert "Peak of a step: unknown, since backward fails (RuntimeError: no rule for this)." in traced.notes

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memopt
+from memopt.reporting.account import account
 from memopt.reporting.timeline import step
+from tests.factories import tiny_inputs, tiny_model
 
 ROWS, WIDTH = 64, 8
 VECTOR = ROWS * WIDTH * 4
@@ -42,9 +45,13 @@ def test_what_forward_keeps_is_counted_once(length: int) -> None:
 def test_the_peak_names_the_storages_that_live_then() -> None:
     model, x = Chain(3), torch.randn(ROWS, WIDTH)
     found = step(model, lambda: model(x))
-    assert sum(each.nbytes for each in found.at_peak) == found.peak
+    assert sum(each.nbytes for each, _ in found.at_peak) == found.peak
     assert found.peak > found.kept
-    assert {each.phase for each in found.at_peak} == {"forward", "backward"}
+    assert {kind for _, kind in found.at_peak} == {"kept", "gradients", "temporaries"}
+    # In the last sine's backward the input of the last linear has been freed; its cosine is a temporary.
+    assert sum(each.nbytes for each, kind in found.at_peak if kind == "kept") == found.kept - VECTOR
+    assert found.last is not None
+    assert found.last.birth.operation in ("cos", "mul")
 
 
 def test_a_tensor_that_outlives_its_use_raises_the_peak() -> None:
@@ -75,3 +82,45 @@ def test_gradients_of_parameters_are_left_out(tied: bool) -> None:
     assert (found.peak > one_gradient) == tied
     assert found.peak < 1.1 * one_gradient
     assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("patched", [False, True])
+def test_what_backward_recomputes_is_told_and_in_which_module(patched: bool, checkpointed: bool) -> None:
+    model = tiny_model("llama").train()
+    if patched:
+        memopt.patch(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = tiny_inputs("llama")
+    found = step(model, lambda: model(**inputs))
+    assert (found.most["recomputed"] > 0) == (patched or checkpointed)
+    allocated_in = {life.module for life, _ in found.at_peak}
+    assert "model.layers.1.mlp" in allocated_in or "model.layers.1.mlp.down_proj" in allocated_in
+    assert allocated_in <= {"", *dict(model.named_modules())}
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_most_bytes_before_backward_are_what_the_account_keeps(patched: bool) -> None:
+    """Seen without hooks and through them, but for the output, which the account lets go."""
+    model = tiny_model("llama").train()
+    if patched:
+        memopt.patch(model)
+    inputs = tiny_inputs("llama")
+
+    def run() -> Any:
+        output = model(**inputs)
+        return output.loss
+
+    assert step(model, run).kept == account(model, run).total + 4  # the loss
+
+
+def test_logits_count_as_such_and_a_gradient_of_their_weight_does_not() -> None:
+    model = tiny_model("llama").train()
+    inputs = tiny_inputs("llama")
+    found = step(model, lambda: model(**inputs))
+    vocabulary = model.config.vocab_size
+    shapes = {life.birth.shape[-1] for life, kind in found.at_peak if kind == "logits"}
+    assert shapes == {vocabulary}
+    rows = inputs["input_ids"].numel()
+    assert found.most["logits"] == 4 * rows * vocabulary * 4  # logits, softmax, and two gradients, all in fp32

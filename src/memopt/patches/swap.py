@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memopt.patches.compiled import is_being_compiled
+from memopt.saved_tensors import is_observed
 from memopt.torch_compat import (
     forward_mode_level,
     has_any_global_hook,
@@ -134,7 +135,7 @@ def is_swapped(module: nn.Module) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
     forward, forward_pre, backward, backward_pre = module_hooks(module)
-    if forward or forward_pre or backward or backward_pre or has_any_global_hook():
+    if forward or forward_pre or backward or backward_pre or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.reporting.blocks import Blocks, Saved
 from memopt.reporting.causes import Causes
 from memopt.reporting.storages import StorageTracker
+from memopt.reporting.timeline import Step
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.sites import Sites
 
@@ -66,6 +67,8 @@ class Account:
     notes: tuple[str, ...] = ()
     hidden_in: str = ""
     """The module in which most of the `unseen` bytes were allocated."""
+    step: Step | None = None
+    """The peak of the whole step; None where no backward was run."""
 
     @property
     def total(self) -> int:
@@ -93,6 +96,10 @@ class Account:
     def of_block(self, block: str) -> tuple[SavedStorage, ...]:
         """The storages that `block` alone saves."""
         return tuple(each for each in self.storages if each.part == "block" and each.block == block)
+
+    def block_of(self, module: str) -> str:
+        """The block that `module` is or lies in; empty outside the blocks."""
+        return next((block for block in self.blocks if f"{module}.".startswith(f"{block}.")), "")
 
     def units(self, nbytes: int) -> float:
         """`nbytes` in units; NaN if the unit is not known."""

@@ -120,8 +120,8 @@ def _compare(
     else:
         sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
         folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
-    before = trace_account(config, training, sites=sites, inputs=batch)
-    after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch)
+    before = trace_account(config, training, sites=sites, inputs=batch, peak=True)
+    after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch, peak=True)
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")

@@ -99,8 +99,11 @@ class Causes:
             return "activation output"
         # Experts hold gate, up, down and the routing in one module: an up output is neither a vector nor as wide as
         # the hidden state.
-        if _inside(origin.module, self._ups) and birth.shape[1:] and birth.shape[-1] not in (1, self._hidden_size):
-            return "up"
+        if birth.shape[1:] and birth.shape[-1] not in (1, self._hidden_size):
+            if _inside(origin.module, self._ups):
+                return "gate and up" if _inside(origin.module, self._gates) else "up"
+            if _inside(origin.module, self._gates):
+                return "gate"
         return "other"
 
     def _of_norm(self, birth: Birth, module: str, operation: str) -> Cause:

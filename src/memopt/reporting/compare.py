@@ -12,6 +12,7 @@ from typing import Any
 from memopt.patches.base import Section
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
+from memopt.reporting.timeline import KINDS, Kind
 from memopt.reporting.training import Training
 
 #: Names of the parts, in the order in which a forward meets them.
@@ -97,6 +98,25 @@ class Comparison:
         parts = [(name, before.get(part, 0), after.get(part, 0)) for part, name in PARTS.items()]
         parts.append((UNSEEN, self.before.unseen, self.after.unseen))
         return tuple(part for part in parts if part[1] or part[2])
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the peak of a step is known, stock and patched."""
+        return self.before.step is not None and self.after.step is not None
+
+    def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
+        """(kind, where, bytes before, bytes after) of what lives at the peak of the step, in the order of `KINDS`.
+
+        Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules.
+        """
+        sizes: dict[tuple[Kind, str], list[int]] = {}
+        for side, account in enumerate((self.before, self.after)):
+            for life, kind in account.step.at_peak if account.step else ():
+                place = "blocks" if account.block_of(life.module) else life.module
+                sizes.setdefault((kind, place), [0, 0])[side] += life.nbytes
+        order = list(KINDS)
+        rows = ((*key, before, after) for key, (before, after) in sizes.items())
+        return tuple(sorted(rows, key=lambda row: (order.index(row[0]), -max(row[2:]))))
 
     def rest(self) -> tuple[Row, ...]:
         """What is saved outside of single blocks."""

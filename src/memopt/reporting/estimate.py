@@ -11,6 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
+from memopt.reporting.timeline import step
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensorMode, tree_map
 from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
@@ -67,6 +69,7 @@ def trace_account(
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
     inputs: Batch | None = None,
+    peak: bool = False,
 ) -> Account:
     """What one forward of the model of `config` saves for backward, stock or patched.
 
@@ -77,6 +80,7 @@ def trace_account(
         recipe: patch with it first; None for the stock model.
         folded: norms whose affine is folded in the checkpoint.
         inputs: a batch of the size in `training`; by default one is made.
+        peak: trace a whole step as well, for ``Account.step``.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
@@ -99,9 +103,11 @@ def trace_account(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
 
+    def choices() -> contextlib.AbstractContextManager[Any]:
+        return CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
+
     def run() -> Any:
-        choices = CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
-        with choices, torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
+        with choices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
             return trained(**arguments)
 
     try:
@@ -111,7 +117,14 @@ def trace_account(
             arguments = _arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
-            return account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
+            saved = account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
+            if not peak:
+                return saved
+            try:
+                return replace(saved, step=step(model, run, during_backward=choices()))
+            except Exception as error:  # the saved bytes are known all the same
+                why = f"{type(error).__name__}: {one_line(error)}"
+                return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
     except ModelError as error:
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:

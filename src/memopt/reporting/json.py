@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from memopt.patches.registry import patches
 from memopt.reporting.account import Account
 from memopt.reporting.compare import BlockKind, Comparison, Row
+from memopt.reporting.timeline import KINDS
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
@@ -28,6 +30,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             "after": comparison.after.total,
             "change": comparison.change,
         },
+        "step": {"before": _step(comparison.before), "after": _step(comparison.after)},
         **{patch.section: None for patch in patches() if patch.section},
         **{section.key: section.to_dict() for section in comparison.sections},
         "notes": list(comparison.notes),
@@ -40,6 +43,25 @@ def _account(account: Account) -> dict[str, Any]:
         "unseen": account.unseen,
         "per_block": account.per_block(),
         "per_cause": account.per_cause(),
+    }
+
+
+def _step(account: Account) -> dict[str, Any] | None:
+    """The peak of the step; None where it is not known."""
+    step = account.step
+    if step is None:
+        return None
+    per_kind, per_place = dict.fromkeys(KINDS, 0), Counter[str]()
+    for life, kind in step.at_peak:
+        per_kind[kind] += life.nbytes
+        per_place[account.block_of(life.module) or life.module] += life.nbytes
+    return {
+        "kept": step.kept,
+        "peak": step.peak,
+        "peak_in": step.last.module if step.last else "",
+        "per_kind": per_kind,
+        "per_module": dict(per_place.most_common()),
+        "most_of_kind": step.most,
     }
 
 

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from memopt.reporting.compare import BlockKind, Comparison, Row
 
 SCOPE = (
-    "Counted: activations that one forward saves for backward, each storage once. Not counted: weights, gradients, "
-    "optimizer states, inputs, and what is allocated and freed during the step."
+    "Counted: activations that one forward saves for backward, each storage once; for the peak, every storage that "
+    "lives then. Not counted: weights, their gradients, optimizer states, inputs, and what kernels use inside."
 )
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 #: Rows below this share of a unit are summed in one line.
 _SMALL = 0.02
+#: And those below this share of the peak.
+_SMALL_OF_PEAK = 0.005
 
 
 def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
@@ -35,6 +37,9 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
         yield _row_table(rest, unit, total="together")
     yield Text("\nWhole model", style="bold")
     yield _part_table(comparison)
+    if comparison.has_step:
+        yield Text("\nPeak of a step", style="bold")
+        yield _peak_table(comparison)
     yield Text(f"\n{summary(comparison)}\n", style="bold")
     if unit:
         yield Text(f"1 unit (u) = {_mib(unit)} MiB: the hidden state of all tokens in the compute dtype.")
@@ -48,9 +53,16 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def summary(comparison: Comparison) -> str:
-    """The one line that matters."""
-    before, after = (_size(account.total) for account in (comparison.before, comparison.after))
-    return f"saved for backward: {before} -> {after} ({_percent(comparison.change)})"
+    """The lines that matter."""
+    accounts = (comparison.before, comparison.after)
+    lines = [_change("saved for backward", *(account.total for account in accounts))]
+    if comparison.has_step:
+        lines.append(_change("peak of a step", *(account.step.peak for account in accounts if account.step)))
+    return "\n".join(lines)
+
+
+def _change(what: str, before: int, after: int) -> str:
+    return f"{what}: {_size(before)} -> {_size(after)} ({_percent(after / before - 1 if before else 0.0)})"
 
 
 def _kind_title(kind: BlockKind) -> str:
@@ -81,6 +93,25 @@ def _part_table(comparison: Comparison) -> Table:
     table.add_section()
     before, after = comparison.before.total, comparison.after.total
     table.add_row("total", _mib(before), _mib(after), _percent(comparison.change), style="bold", end_section=True)
+    return table
+
+
+def _peak_table(comparison: Comparison) -> Table:
+    from memopt.reporting.timeline import KINDS
+
+    table = _table("lives at the peak", "where", numbers=("before MiB", "after MiB"))
+    steps = [account.step for account in (comparison.before, comparison.after) if account.step]
+    small = [0, 0]
+    for kind, place, before, after in comparison.at_peak():
+        if max(before, after) < _SMALL_OF_PEAK * max(step.peak for step in steps):
+            small = [small[0] + before, small[1] + after]
+        else:
+            table.add_row(KINDS[kind], place or "outside of modules", _mib(before), _mib(after))
+    if any(small):
+        table.add_row("small tensors", "", *map(_mib, small))
+    table.add_section()
+    peaks = [_mib(step.peak) for step in steps]
+    table.add_row("total", "", *peaks, style="bold", end_section=True)
     return table
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,59 +14,109 @@ import torch
 from torch import Tensor, nn
 
 from memopt.reporting.storages import Birth, StorageTracker, storages
-from memopt.torch_compat import run_backward, storage_id
+from memopt.torch_compat import (
+    current_node,
+    next_sequence_number,
+    run_backward,
+    sequence_number,
+    storage_id,
+    tree_leaves,
+)
 
-Phase = Literal["forward", "backward"]
+#: What a storage that lives at the peak is for, in the order in which tables list it.
+Kind = Literal["kept", "logits", "recomputed", "gradients", "temporaries"]
+KINDS: dict[Kind, str] = {
+    "kept": "kept by the forward",
+    "logits": "logits and what is computed from them",
+    "recomputed": "recomputed in backward",
+    "gradients": "gradients of activations",
+    "temporaries": "temporaries of one operation",
+}
+#: Modules whose functions, where backward calls them, compute saved tensors again.
+_RECOMPUTING = frozenset({"memopt.recompute_specs", "memopt.saved.handles", "torch.utils.checkpoint"})
+_ENGINE_CALLER = run_backward.__module__
+_CALL = nn.Module.__call__.__code__
 
 
 @dataclass(eq=False)
 class Lifetime:
-    """One storage of a step. `born` and `died` count allocations and frees; `died` is -1 while it lives."""
+    """One storage of a step. `born` and `died` are numbers of events; `died` is -1 while it lives."""
 
     nbytes: int
     birth: Birth
-    phase: Phase
-    """Of the step, when it was allocated."""
     born: int
     died: int = -1
     before: Lifetime | None = None
-    """The first operand of the sum that it holds."""
+    """The first operand, where it holds a sum."""
+    node: float = -1
+    """The number of the node whose backward allocated it; -1 in forward."""
+    died_in: float = -1
+    recomputed: bool = False
+    module: str = ""
+    """The module whose forward or backward allocated it."""
 
 
 class Timeline(StorageTracker):
-    """A `StorageTracker` that also sees storages die. Arguments are those of `StorageTracker`."""
+    """A `StorageTracker` that also sees storages die.
 
-    def __init__(
-        self,
-        module: Callable[[], str] = str,
-        function: Callable[[], str] = str,
-        parameters: Iterable[Tensor] = (),
-    ) -> None:
-        super().__init__(module, function, parameters)
-        self.phase: Phase = "forward"
+    It tells modules by the call stack: under hooks on modules, patched ones run otherwise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._running_module, parameters=[*model.parameters(), *model.buffers()])
         self.events: list[Lifetime] = []
         """The storage that was allocated or freed, in order."""
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._lives: dict[int, Lifetime] = {}
         self._watched: set[weakref.ref[torch.UntypedStorage]] = set()
+        # Of every allocation in a forward: the number of the next node then, and the module.
+        self._numbers: list[float] = []
+        self._modules: list[str] = []
 
-    def life(self, tensor: Tensor) -> Lifetime | None:
-        """The lifetime of the storage behind `tensor`; None if it was allocated before."""
-        return next((self._lives.get(storage_id(storage)) for storage in storages([tensor])), None)
+    def lives(self, tensor: Tensor | None) -> set[Lifetime]:
+        """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
+        found = (self._lives.get(storage_id(storage)) for storage in storages([] if tensor is None else [tensor]))
+        return {life for life in found if life is not None}
 
     def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
         super()._record(storage, birth, args)
-        life = Lifetime(storage.nbytes(), birth, self.phase, born=len(self.events))
+        life = Lifetime(storage.nbytes(), birth, born=len(self.events), module=birth.module)
         if birth.operation == "add" and isinstance(args[0], Tensor):
-            life.before = self.life(args[0])
+            life.before = next(iter(self.lives(args[0])), None)
+        node = current_node()
+        if node is not None:
+            life.node = sequence_number(node)
+            life.recomputed = bool(life.module) or _recomputes()
+            life.module = life.module or self._module_of(life.node)
+        if birth.module:
+            self._numbers.append(next_sequence_number())
+            self._modules.append(birth.module)
         self._lives[storage_id(storage)] = life
         self.events.append(life)
 
         def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            life.died = len(self.events)
+            node = current_node()
+            life.died, life.died_in = len(self.events), -1 if node is None else sequence_number(node)
             self.events.append(life)
             self._watched.discard(reference)
 
         self._watched.add(weakref.ref(storage, died))
+
+    def _module_of(self, number: float) -> str:
+        """The module that made the node of this number: the first that allocated something after that."""
+        place = bisect_right(self._numbers, number)
+        return self._modules[place] if place < len(self._modules) else ""
+
+    def _running_module(self) -> str:
+        """Name of the innermost module that is running; empty where none is, as in backward."""
+        frame: Any = sys._getframe(3)
+        while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
+            if frame.f_code is _CALL:
+                name: str | None = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
 
 
 @dataclass(frozen=True)
@@ -74,46 +127,108 @@ class Step:
     """Bytes that live between forward and backward."""
     peak: int
     """The most bytes that live at one time."""
-    at_peak: tuple[Lifetime, ...]
+    at_peak: tuple[tuple[Lifetime, Kind], ...]
     """The storages that live then, in order of their allocation."""
+    most: dict[Kind, int]
+    """The most bytes of each kind that live at one time, whenever that is."""
+
+    @property
+    def last(self) -> Lifetime | None:
+        """The storage whose allocation made the peak."""
+        return self.at_peak[-1][0] if self.at_peak else None
 
 
-def step(model: nn.Module, run: Callable[[], Any]) -> Step:
+def step(
+    model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
+) -> Step:
     """Follow the storages over forward, loss and backward.
 
     Args:
         model: leaves its gradients in `grad`, which must be None before.
-        run: one forward; returns an output with a `loss`, which is held until backward has ended, as
-            ``output = model(**batch); output.loss.backward()`` holds it.
+        run: one forward; returns the loss, or an output with it; without a loss, all outputs have a gradient. The
+            output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
+        during_backward: a context to run backward in.
     """
-    timeline = Timeline(parameters=[*model.parameters(), *model.buffers()])
-    gradients: list[Lifetime] = []
+    timeline = Timeline(model)
+    with timeline, _gradients(model, timeline) as gradients:
+        output = run()
+        forward_ends = len(timeline.events)
+        with during_backward or nullcontext():
+            run_backward(*_losses(output))
+        return _counted(timeline.events, forward_ends, _with_sums(gradients), _kinds(model, output))
 
-    def accumulated(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if (life := timeline.life(parameter.grad)) is not None:
-            gradients.append(life)
 
+def _losses(output: Any) -> list[Tensor]:
+    """The loss in `output`; without one, all its tensors that have a gradient."""
+    loss = getattr(output, "loss", None)
+    leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(dict(output) if isinstance(output, dict) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _counted(
+    events: Sequence[Lifetime], forward_ends: int, left_out: Collection[Lifetime], kind_of: Callable[..., Kind]
+) -> Step:
+    kinds: dict[Lifetime, Kind] = {}
+    live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    most, kept, peak, top = dict(live), 0, 0, -1
+    for moment, life in enumerate(events):
+        if life not in left_out:
+            kind = kinds.setdefault(life, kind_of(life, forward_ends))
+            live[kind] += life.nbytes if life.born == moment else -life.nbytes
+            most[kind] = max(most[kind], live[kind])
+        now = sum(live.values())
+        kept = now if moment < forward_ends else kept
+        if now > peak:
+            peak, top = now, moment
+    alive = ((life, kind) for life, kind in kinds.items() if life.born <= top and not 0 <= life.died <= top)
+    return Step(kept, peak, tuple(alive), most)
+
+
+def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
+    logits = getattr(output, "logits", None)
+    width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() > 2 else None
+    shapes = {tuple(each.shape) for each in model.parameters() if each.requires_grad}
+
+    def kind(life: Lifetime, forward_ends: int) -> Kind:
+        shape = life.birth.shape
+        if len(shape) > 1 and shape[-1] == width and shape not in shapes and shape[::-1] not in shapes:
+            return "logits"
+        if life.born < forward_ends:
+            return "temporaries" if 0 <= life.died < forward_ends else "kept"
+        if life.recomputed:
+            return "recomputed"
+        return "temporaries" if life.node == life.died_in >= 0 else "gradients"
+
+    return kind
+
+
+def _recomputes() -> bool:
+    """Whether the operation that runs in backward computes a saved tensor again."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name in _RECOMPUTING:
+            return True
+        if name == _ENGINE_CALLER:
+            break
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _gradients(model: nn.Module, timeline: Timeline) -> Iterator[set[Lifetime]]:
+    """Collects, inside, the storages that become gradients of parameters."""
+    found: set[Lifetime] = set()
     handles = [
-        each.register_post_accumulate_grad_hook(accumulated) for each in model.parameters() if each.requires_grad
+        each.register_post_accumulate_grad_hook(lambda parameter: found.update(timeline.lives(parameter.grad)))
+        for each in model.parameters()
+        if each.requires_grad
     ]
     try:
-        with timeline:
-            output = run()
-            timeline.phase, forward_ends = "backward", len(timeline.events)
-            run_backward(output.loss)
+        yield found
     finally:
         for handle in handles:
             handle.remove()
-    left_out = _with_sums(gradients)
-    counted = [0]
-    for moment, life in enumerate(timeline.events):
-        change = 0 if life in left_out else life.nbytes if life.born == moment else -life.nbytes
-        counted.append(counted[-1] + change)
-    top = max(range(len(counted)), key=counted.__getitem__)
-    at_peak = (each for moment, each in enumerate(timeline.events[:top]) if each.born == moment)
-    alive = tuple(each for each in at_peak if each not in left_out and not 0 <= each.died < top)
-    return Step(kept=counted[forward_ends], peak=counted[top], at_peak=alive)
 
 
 def _with_sums(gradients: Iterable[Lifetime]) -> set[Lifetime]:
@@ -121,7 +236,7 @@ def _with_sums(gradients: Iterable[Lifetime]) -> set[Lifetime]:
     found: set[Lifetime] = set()
     for each in gradients:
         life: Lifetime | None = each
-        while life is not None and life not in found and life.phase == "backward":
+        while life is not None and life not in found:
             found.add(life)
             life = life.before
     return found

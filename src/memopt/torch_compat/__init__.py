@@ -16,6 +16,7 @@ from memopt.torch_compat.autograd import (
     SAVED_FIELDS,
     call_its_backward,
     current_graph_task_id,
+    current_node,
     input_metadata,
     living_storage,
     next_sequence_number,

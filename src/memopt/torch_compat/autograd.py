@@ -64,6 +64,11 @@ it, or without the number of a node, no node counts as made inside.
 sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0
 """The number of a node, which :func:`next_sequence_number` gave before it was made."""
 
+current_node: Callable[[], Any] = find(
+    "torch._C._current_autograd_node", lambda: None, "the peak in a report does not say what is recomputed"
+)
+"""The node whose backward this thread is running; None where it runs none."""
+
 _BACKWARD_CLASS = "torch.autograd.Function._backward_cls"
 find(_BACKWARD_CLASS, None, "backward of memopt's operators looks up how it is written each time, which takes longer")
 
@@ -148,15 +153,18 @@ _ENGINE = "torch.autograd.Variable._execution_engine.run_backward"
 _engine: Callable[..., Any] | None = find(_ENGINE, None, "a trace of a step on fake tensors recomputes as the CPU does")
 
 
-def run_backward(loss: Tensor) -> None:
-    """``loss.backward()`` under the function modes that are active, which PyTorch's own puts aside.
+def run_backward(*losses: Tensor) -> None:
+    """Backward from `losses`, with ones as their gradients, under the function modes that are active.
+
+    PyTorch's own ``Tensor.backward`` puts them aside.
 
     A checkpointed block that runs again then runs as it did in forward. Without this name they are put aside.
     """
+    ones = tuple(torch.ones_like(loss) for loss in losses)
     if _engine is None:
-        loss.backward()
+        torch.autograd.backward(losses, ones)
         return
-    _engine((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine(losses, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _UNPACK_HOOK = "torch._C._autograd.SavedTensor.unpack_hook"
