@@ -47,9 +47,9 @@ def test_the_peak_names_the_storages_that_live_then() -> None:
     found = step(model, lambda: model(x))
     assert sum(each.nbytes for each, _ in found.at_peak) == found.peak
     assert found.peak > found.kept
-    assert {kind for _, kind in found.at_peak} == {"kept", "gradients", "temporaries"}
+    assert {kind for _, kind in found.at_peak} == {"saved", "gradients", "temporaries"}
     # In the last sine's backward the input of the last linear has been freed; its cosine is a temporary.
-    assert sum(each.nbytes for each, kind in found.at_peak if kind == "kept") == found.kept - VECTOR
+    assert sum(each.nbytes for each, kind in found.at_peak if kind == "saved") == found.kept - VECTOR
     assert found.last is not None
     assert found.last.birth.operation in ("cos", "mul")
 

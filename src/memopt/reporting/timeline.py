@@ -24,9 +24,9 @@ from memopt.torch_compat import (
 )
 
 #: What a storage that lives at the peak is for, in the order in which tables list it.
-Kind = Literal["kept", "logits", "recomputed", "gradients", "temporaries"]
+Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
 KINDS: dict[Kind, str] = {
-    "kept": "kept by the forward",
+    "saved": "saved by the forward",
     "logits": "logits and what is computed from them",
     "recomputed": "recomputed in backward",
     "gradients": "gradients of activations",
@@ -194,7 +194,7 @@ def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
         if len(shape) > 1 and shape[-1] == width and shape not in shapes and shape[::-1] not in shapes:
             return "logits"
         if life.born < forward_ends:
-            return "temporaries" if 0 <= life.died < forward_ends else "kept"
+            return "temporaries" if 0 <= life.died < forward_ends else "saved"
         if life.recomputed:
             return "recomputed"
         return "temporaries" if life.node == life.died_in >= 0 else "gradients"

@@ -181,5 +181,5 @@ makes_wrappers = is_found(_WRAPPER)
 
 
 def wrapper(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of the subclass `cls` that has a shape, a dtype and a device, and no memory: its storage says so."""
+    """A contiguous tensor of the subclass `cls` that has a shape, a dtype and a device, and no memory."""
     return _make_wrapper(cls, shape, dtype=dtype, device=device, storage_size=0)
