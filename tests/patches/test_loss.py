@@ -76,7 +76,7 @@ def assert_close(ours: dict[str, Tensor], stock: dict[str, Tensor], bound: float
 def compare(read: Any, *, bias: bool = False) -> None:
     """``read(logits)`` of a patched head and of a stock one: the same number and gradients, never computed whole."""
     stock, ours = Model(bias=bias), Model(bias=bias)
-    patch_head(ours.head, CLASSES)
+    patch_head(ours.head, WIDTH, CLASSES)
     expected = read(stock())
     logits = ours()
     assert isinstance(logits, LazyLogits)
@@ -144,7 +144,7 @@ def test_what_a_tensor_that_scales_learns() -> None:
     for patched in (False, True):
         model = Model()
         if patched:
-            patch_head(model.head, CLASSES)
+            patch_head(model.head, WIDTH, CLASSES)
         scale, shift = torch.tensor([0.3]).double().requires_grad_(), BY_COLUMN.clone().requires_grad_()
         loss = F.cross_entropy(flat(torch.tanh(model() * scale) + shift), labels())
         learned.append(torch.autograd.grad(loss, (scale, shift)))
@@ -159,7 +159,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: list[str]) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(name.startswith(each) for each in frozen))
         if patched:
-            patch_head(model.head, CLASSES)
+            patch_head(model.head, WIDTH, CLASSES)
         found.append(gradients(model, F.cross_entropy(flat(model()), labels())))
     assert_close(found[1], found[0])
 

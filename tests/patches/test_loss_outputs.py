@@ -20,7 +20,7 @@ from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from tests.factories import tiny_inputs, tiny_model
-from tests.patches.test_loss import CLASSES, Model, _recipe, assert_close, gradients
+from tests.patches.test_loss import CLASSES, WIDTH, Model, _recipe, assert_close, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
@@ -35,7 +35,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pair() -> tuple[Model, LazyLogits, Tensor]:
     stock, ours = Model(), Model()
-    patch_head(ours.head, CLASSES)
+    patch_head(ours.head, WIDTH, CLASSES)
     logits: Any = ours()
     return ours, logits, stock().detach()
 
@@ -116,7 +116,7 @@ def test_a_change_in_place_is_seen_by_views_and_by_no_copy() -> None:
     for patched in (False, True):
         model = Model()
         if patched:
-            patch_head(model.head, CLASSES)
+            patch_head(model.head, WIDTH, CLASSES)
         logits = model()
         view, copied = logits.view(-1, CLASSES), logits.float()
         logits /= 2
@@ -136,7 +136,7 @@ def test_a_change_in_place_is_seen_by_views_and_by_no_copy() -> None:
 def test_any_other_loss_is_differentiated_as_in_the_stock_model() -> None:
     for loss in (lambda y: y.sin().mean(), lambda y: (y * torch.ones_like(y)).sum(), lambda y: y.std()):
         stock, ours = Model(), Model()
-        patch_head(ours.head, CLASSES)
+        patch_head(ours.head, WIDTH, CLASSES)
         assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
 
 
@@ -166,14 +166,14 @@ class _Squared(torch.autograd.Function):
 @pytest.mark.parametrize("loss", [lambda y: F.cross_entropy(_Reversed.apply(y)[:, 0], torch.arange(4)), _Squared.apply])
 def test_a_users_function_keeps_its_backward(loss: Any) -> None:
     stock, ours = Model(), Model()
-    patch_head(ours.head, CLASSES)
+    patch_head(ours.head, WIDTH, CLASSES)
     assert_close(gradients(ours, loss(ours())), gradients(stock, loss(stock())))
 
 
 @pytest.mark.parametrize("change", ["head.weight", "x"])
 def test_reading_them_after_a_change_in_place_is_an_error(change: str) -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     x = model.body(model.x)
     logits = model.head(x)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_reading_them_after_a_change_in_place_is_an_error(change: str) -> None:
 
 def test_a_change_between_loss_and_backward_is_an_error() -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     with torch.no_grad():
         model.head.weight.add_(1)
@@ -195,7 +195,7 @@ def test_a_change_between_loss_and_backward_is_an_error() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, model.head.weight, create_graph=True)
@@ -203,7 +203,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     loss = F.cross_entropy(model()[:, 0], torch.arange(4))
     first = torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0].clone()
     assert torch.equal(torch.autograd.grad(loss, model.head.weight)[0], first)
@@ -211,7 +211,7 @@ def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
 
 def test_who_read_them_whole_is_said_once_a_place() -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -224,14 +224,14 @@ def test_who_read_them_whole_is_said_once_a_place() -> None:
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_the_head_is_stock(off: Any) -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     with off():
         assert type(model()) is Tensor
 
 
 def test_metrics_in_inference_mode_leave_the_gradients() -> None:
     stock, ours = Model(), Model()
-    patch_head(ours.head, CLASSES)
+    patch_head(ours.head, WIDTH, CLASSES)
     logits = ours()
     with torch.inference_mode():
         logits.argmax(-1)
@@ -241,7 +241,7 @@ def test_metrics_in_inference_mode_leave_the_gradients() -> None:
 
 def test_a_hooked_head_is_stock_and_an_unhooked_one_is_not() -> None:
     model = Model()
-    patch_head(model.head, CLASSES)
+    patch_head(model.head, WIDTH, CLASSES)
     handle = model.head.register_forward_hook(lambda *given: None)
     assert type(model()) is Tensor
     handle.remove()

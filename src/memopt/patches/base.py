@@ -312,6 +312,14 @@ class Patch:
         """What `memopt verify` checks of the gradient, beside its size and error."""
         return ()
 
+    def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterable[Check]:
+        """What `memopt verify` checks of the patch's own modules among `modules`, those of a model in a wide dtype.
+
+        Args:
+            limit: the largest relative difference that its roundings explain.
+        """
+        return ()
+
     def report(self, trial: Trial, *, trains_all: bool, note: Callable[[str], None]) -> Section | None:
         """What `memopt report` says beside the bytes."""
         return None

@@ -168,7 +168,9 @@ def floating_outputs(output: Any) -> dict[str, Tensor]:
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for position, leaf in enumerate(leaves):
             if field != "loss":
-                tensors[field if len(leaves) == 1 else f"{field}[{position}]"] = leaf
+                # A tensor that stands for values gives them.
+                plain = leaf if type(leaf) is Tensor else leaf.as_subclass(Tensor)
+                tensors[field if len(leaves) == 1 else f"{field}[{position}]"] = plain
     return tensors
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from memopt.checks import Check
 from memopt.patches.record import record_of
+from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves
 from memopt.verification.inputs import Probes
@@ -92,6 +93,9 @@ def verify_modules(
     alone = check_alone(run_alone(dict(swapped), dtype), limit)
     if alone is not None:
         yield alone
+    with precise(dtype):
+        for patch in patches():
+            yield from patch.module_checks(dict(swapped), limit)
 
 
 def check_modules(subject: str, worst: Worst, truth: Step, reference: str, limit: float) -> Check:

@@ -9,6 +9,7 @@ Four products instead of three, and no memory but a block, dx in fp32 and the gr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class _BlocksFunction(DirectFunction):
                 of_block = None if class_weight is None else class_weight[columns]
                 block_statistics_(z, statistics, weight=of_block, smoothed=smoothed)
         losses, lse = row_losses(statistics, picked, t, arguments, width)
-        ctx.plain = plain
+        ctx.plain = replace(plain, source=plain.source.without_rows)
         ctx.save_for_backward(target, kept, class_weight, lse, x, weight, bias, *others)
         return losses if kept is None else losses.new_zeros(len(target)).index_copy_(0, kept, losses)
 

@@ -8,6 +8,7 @@ Everything else gets the true logits, computed once by the ordinary graph, and o
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 import weakref
@@ -104,6 +105,11 @@ class Source:
         """Those in the graph, beside `x`."""
         found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
         return tuple(tensor for tensor in found if tensor.requires_grad)
+
+    @property
+    def without_rows(self) -> Source:
+        """What a backward may hold beside its saved tensors."""
+        return dataclasses.replace(self, x=torch.empty(0), version=0, family=[])
 
     def values(self, x: Tensor) -> Tensor:
         """The logits of the rows `x`, (..., in)."""

@@ -15,8 +15,8 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import Head, Source, stand_for, versions_of
-from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers
+from memopt.patches.swap import steps_aside, swap_forward
+from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers, module_hooks
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (
@@ -31,15 +31,16 @@ class LossRewrite:
 
     transposed: bool | None
     """As in `memopt.patches.loss.lazy.Head`."""
-    width: int
-    """Number of classes."""
+    inputs: int
+    """Width of its input."""
+    classes: int
 
 
-def patch_head(module: nn.Module, width: int) -> None:
+def patch_head(module: nn.Module, inputs: int, classes: int) -> None:
     """Let `module` return logits that are computed when somebody reads them whole.
 
     Args:
-        module: what maps (..., in) to logits (..., `width`).
+        module: what maps (..., `inputs`) to logits (..., `classes`).
 
     Raises:
         ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
@@ -47,7 +48,7 @@ def patch_head(module: nn.Module, width: int) -> None:
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, width))
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes))
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
@@ -107,12 +108,16 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
-    width = rewrite.width if one is None else one.shape[-1]
+    width = rewrite.classes if one is None else one.shape[-1]
     return stand_for(Source(head, x, width, dtype, True, version=x._version))
 
 
 def _is_out_of_reach(module: nn.Module) -> bool:
-    """Whether a chunk of rows would not be computed as the whole: hooks want one call, dropouts draw one mask."""
-    if is_watched(module):
+    """Whether a chunk would not be computed as the whole.
+
+    Hooks of the module may gather its weights for this call alone, as those of sharded training do, and dropouts draw
+    one mask for all rows. Hooks for all modules see the tensor that stands for the logits.
+    """
+    if any(module_hooks(module)) or "forward" in module.__dict__ or "parametrizations" in module._modules:
         return True
     return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())

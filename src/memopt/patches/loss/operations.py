@@ -89,8 +89,10 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
             elif not isinstance(value, (Number, type(None))):
                 return NotImplemented
 
+        without = [None if isinstance(value, LazyLogits) else value for value in args]
+
         def call(logits: list[Tensor], columns: slice | None) -> Tensor:
-            given: list[Any] = list(args)
+            given: list[Any] = list(without)
             for position, value in others.items():
                 by_column = isinstance(value, Tensor) and value.numel() > 1 and columns is not None
                 given[position] = value[columns] if by_column else value
@@ -116,16 +118,18 @@ def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], te
     if any(other.rows is not one.rows or other.tracked != one.tracked for other in others):
         return NotImplemented
 
+    done = [each.source.operations for each in logits]
+
     def run(y: Tensor, columns: slice | None = None) -> Tensor:
         values = []
-        for each in logits:
+        for operations in done:
             value = y
-            for operation in each.source.operations:
+            for operation in operations:
                 value = operation.run(value) if columns is None else operation.run(value, columns)
             values.append(value)
         return call(values, columns)
 
-    steps = [operation for each in logits for operation in each.source.operations]
+    steps = [operation for operations in done for operation in operations]
     read = (*tensors, *(tensor for operation in steps for tensor in operation.tensors))
     dtypes = [torch.empty(1, dtype=each.dtype, device=each.device) for each in logits]
     operation = Operation(name.strip("_"), run, read, all(each.by_column for each in steps))

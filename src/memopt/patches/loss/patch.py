@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
 from memopt.walk.sites import LossHead, Sites
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memopt.checks import Check
 
 
 class LossRules(Rules):
@@ -43,7 +48,12 @@ class LossPatch(Patch):
         for head in live.plan.chosen("loss", "chunked"):
             linear = linears[head.parameter]
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
-            live.attempt(self.name, name, patch_head, head.vocab_size)
+            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size)
+
+    def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
+        from memopt.patches.loss.checks import verify_losses
+
+        return verify_losses(modules, limit)
 
 
 PATCH = LossPatch()

@@ -8,6 +8,7 @@ For any head (adapters, quantised weights) and any such function. A plain linear
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ class _Plan:
 class _RowsFunction(DirectFunction):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
+        ctx.plan = dataclasses.replace(plan, source=plan.source.without_rows)
         ctx.save_for_backward(x, *tensors)
         results = plan.results(x, tensors[: plan.count])
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
