@@ -47,6 +47,7 @@ OTHER_MEANINGS = {
     "loss": "a field of the output of a Hugging Face model",
     "seed": "an argument of kernels that draw random numbers",
     "compression": "an attribute of scopes",
+    "attention": "what models compute, and its saved tensors",
 }
 #: An operator's folder -> the operators that its own calls.
 OPERATORS: dict[str | None, tuple[str, ...]] = {

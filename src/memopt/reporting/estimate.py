@@ -89,9 +89,8 @@ def trace_account(
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
     _group_experts(model)
-    notes = [*_attention_notes(model), *_precision_notes(training)]
-    if recipe is not None:
-        notes += _patch(model, sites, recipe, folded)
+    patched = [] if recipe is None else _patch(model, sites, recipe, folded)
+    notes = [*_attention_notes(model), *_precision_notes(training), *patched]
     model.train(training.dropout)
     trained: nn.Module = model
     if training.train == "lora":
@@ -164,7 +163,7 @@ def _attention_notes(model: PreTrainedModel) -> list[str]:
     if model.config._attn_implementation == "sdpa":
         kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
     else:
-        kernel = "eager, because this model class has no fused attention"
+        kernel = f"{model.config._attn_implementation}, as the recipe or the model's class has it"
     return [f"Attention: {kernel}; no padding and no key/value cache."]
 
 

@@ -56,7 +56,7 @@ def _step(account: Account) -> dict[str, Any] | None:
         per_kind[kind] += life.nbytes
         per_place[account.block_of(life.module) or life.module] += life.nbytes
     return {
-        "saved": step.kept,
+        "after_forward": step.kept,
         "peak": step.peak,
         "peak_in": step.last.module if step.last else "",
         "per_kind": per_kind,

@@ -1,0 +1,72 @@
+"""Setting a model's implementation of attention, and giving every part its own back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.patches.swap import Rewrite, swap_forward, wraps_any_forward
+
+
+@dataclass(frozen=True)
+class AttentionRewrite(Rewrite):
+    """What each config of the model said before, the outermost first: setting one sets those inside."""
+
+    before: tuple[tuple[PreTrainedConfig, str | None], ...]
+
+    def undo(self, module: nn.Module) -> None:
+        for config, implementation in self.before:
+            config._attn_implementation = implementation
+
+
+def first_pretrained(modules: Mapping[str, nn.Module]) -> str:
+    """Name of the outermost model of transformers; adapters may be around it."""
+    return next((name for name, module in modules.items() if isinstance(module, PreTrainedModel)), "")
+
+
+def set_implementation(model: nn.Module, implementation: str) -> None:
+    """Let `model` run this implementation of attention.
+
+    Raises:
+        ValueError: it does not support it, or this machine cannot run it; nothing has changed then.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError("it is no model of transformers, which alone has a switch for its attention")
+    rewrite = AttentionRewrite(tuple(_settings(model)))
+    try:
+        model.set_attn_implementation(implementation)
+        swap_forward(model, _as_it_is, rewrite)
+    except (ImportError, ValueError) as error:
+        rewrite.undo(model)
+        raise ValueError(f"its attention cannot be {implementation}: {_first_sentence(error)}") from None
+    if model.config._attn_implementation != implementation:
+        model_class = type(model).__name__
+        rewrite.undo(model)
+        raise ValueError(f"{model_class} does not let its attention be set")
+
+
+def _settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """Every config that belongs to `model` and what it says, the outermost first."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            waiting += [each for name in config.sub_configs if (each := getattr(config, name, None)) is not None]
+    return [(config, config._attn_implementation) for config in found.values()]
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")
+
+
+@wraps_any_forward
+def _as_it_is(
+    stock: Callable[..., Any], rewrite: AttentionRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    return stock(module, *args, **kwargs)

@@ -1,0 +1,65 @@
+"""The implementation of attention that a model runs, by the switch that transformers has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import ClassVar, Literal
+
+from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, Rules
+from memopt.walk.sites import Sites
+
+SET = "set implementation"
+#: Implementation -> packages of which it needs one.
+_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "kernels"),
+    "flash_attention_3": ("flash_attn_interface", "kernels"),
+}
+
+
+class AttentionRules(Rules):
+    """Which implementation runs."""
+
+    implementation: Literal["keep", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = (
+        "keep"
+    )
+    """``keep``: the model's own."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.implementation == LEFT
+
+
+class AttentionPatch(Patch):
+    """One site: the whole model, whose parts may have implementations of their own."""
+
+    name = kind = "attention"
+    noun, plural = "attention implementation", "attention implementations"
+    actions: ClassVar[Mapping[str, str]] = {SET: "set"}
+    key, rules = "attention", AttentionRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, None]]:
+        yield "", None
+
+    def decisions(self, plan: PlanView) -> Iterator[Entry]:
+        return iter(()) if plan.recipe.rules(AttentionRules).is_off else super().decisions(plan)
+
+    def decide(self, site: None, plan: PlanView) -> tuple[str, str]:
+        wanted = plan.recipe.rules(AttentionRules).implementation
+        packages = _PACKAGES.get(wanted, ())
+        if packages and not any(find_spec(package) for package in packages):
+            return LEFT, f"{wanted} needs the package {' or '.join(packages)}, which is not installed"
+        return SET, f"{wanted}, where the model supports it"
+
+    def targets(self, plan: PlanView) -> tuple[str, ...]:
+        return ()
+
+    def apply(self, live: Live) -> None:
+        if any(entry.rewritten for entry in live.plan.rewrites if entry.kind == self.kind):
+            from memopt.patches.attention.module import first_pretrained, set_implementation
+
+            rules = live.plan.recipe.rules(AttentionRules)
+            live.attempt(self.name, first_pretrained(live.modules), set_implementation, rules.implementation)
+
+
+PATCH = AttentionPatch()

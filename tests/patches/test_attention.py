@@ -1,0 +1,101 @@
+"""`attention.implementation`: set by transformers' own switch, refused with a reason, and given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+
+import memopt
+from memopt.patches.attention import patch as attention
+from memopt.plan.recipe import Recipe, load_recipe
+from tests.factories import tiny_inputs, tiny_model
+
+
+def recipe(implementation: str) -> Recipe:
+    return load_recipe("exact-unfolded", [f"attention.implementation={implementation}"])
+
+
+def set_to(model: nn.Module) -> str:
+    return str(model.config._attn_implementation)
+
+
+def gradients(model: nn.Module, name: str = "llama", seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    model(**tiny_inputs(name)).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_by_default_nothing_is_set_and_nothing_said() -> None:
+    model = tiny_model("llama")
+    memopt.patch(model)
+    assert set_to(model) == "sdpa"
+    assert "attention implementation" not in str(memopt.summary(model))
+
+
+@pytest.mark.parametrize(("before", "after"), [("sdpa", "eager"), ("eager", "sdpa")])
+def test_the_model_runs_what_the_recipe_says_and_computes_the_same(before: str, after: str) -> None:
+    stock, patched = (tiny_model("llama", torch.float64) for _ in range(2))
+    patched.load_state_dict(stock.state_dict())
+    for model in (stock, patched):
+        model.set_attn_implementation(before)
+    memopt.patch(patched, recipe(after))
+    assert set_to(patched) == after
+    assert "1 attention implementation: 1 set" in str(memopt.summary(patched))
+    expected = gradients(stock)
+    for name, gradient in gradients(patched).items():
+        # Eager attention rounds its probabilities to fp32, in each of two layers, forward and backward.
+        error = (gradient - expected[name]).norm() / expected[name].norm()
+        assert error <= 4 * torch.finfo(torch.float32).eps * 4
+    memopt.unpatch(patched)
+    assert set_to(patched) == before
+    assert type(patched) is type(stock)
+
+
+def test_every_part_gets_its_own_setting_back() -> None:
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = CLIPModel(
+        CLIPConfig(text_config={**part, "vocab_size": 64}, vision_config={**part, "image_size": 8, "patch_size": 4})
+    )
+    model.vision_model.set_attn_implementation("eager")
+    parts = (model, model.text_model, model.vision_model)
+    before = [set_to(part) for part in parts]
+    assert before == ["sdpa", "sdpa", "eager"]
+    memopt.patch(model, recipe("eager"))
+    assert [set_to(part) for part in parts] == ["eager"] * 3
+    memopt.unpatch(model)
+    assert [set_to(part) for part in parts] == before
+
+
+def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda package: None)
+    plan = memopt.plan_for(tiny_model("llama"), recipe("flash_attention_2"))
+    [row] = [entry for entry in plan.entries if entry.kind == "attention"]
+    assert (row.action, row.site) == ("keep", "")
+    assert row.reason == "flash_attention_2 needs the package flash_attn or kernels, which is not installed"
+
+
+def test_what_the_model_or_the_machine_cannot_run_is_refused_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(type(model), "_supports_flex_attn", False)
+    memopt.patch(model, recipe("flex_attention"))
+    assert set_to(model) == "sdpa"
+    assert "its attention cannot be flex_attention" in str(memopt.summary(model))
+
+
+def test_attention_dropout_draws_the_same_numbers_when_a_checkpointed_block_runs_again() -> None:
+    plain, checkpointed = (tiny_model("llama", torch.float64, attention_dropout=0.5).train() for _ in range(2))
+    checkpointed.load_state_dict(plain.state_dict())
+    memopt.patch(plain, recipe("eager"))
+    memopt.patch(
+        checkpointed, load_recipe("exact-unfolded", ["attention.implementation=eager", "checkpointing.method=full"])
+    )
+    expected = gradients(plain)
+    for name, gradient in gradients(checkpointed).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+    other = gradients(plain, seed=1)
+    assert any(not torch.allclose(other[name], each) for name, each in expected.items())
