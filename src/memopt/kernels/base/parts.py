@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from memopt.torch_compat import FakeTensor
+
 #: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
 COUNT, LEAST = 8, 2**15
 
@@ -39,6 +41,8 @@ def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         value = function(*(each[part] for each in flat))
         if result is None:
             result = torch.empty(tensors[0].shape, dtype=value.dtype, device=value.device)
+        if isinstance(result, FakeTensor):
+            break  # it has no values
         result.view(-1, result.size(-1))[part] = value
     assert result is not None
     return result.data  # an alias that nothing was written to: what was changed in place is not recomputed

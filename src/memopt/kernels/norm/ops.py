@@ -21,6 +21,7 @@ from memopt.kernels.norm.reference import (
     norm_backward,
     normalize,
 )
+from memopt.torch_compat import FakeTensor
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -75,7 +76,7 @@ def _forward_by_parts(
     rstd = _fake_rstd(x)
     results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
     flat, other = x.view(-1, x.size(-1)), None if residual is None else residual.view(-1, x.size(-1))
-    for part in slices(flat.size(0), rows):
+    for part in () if isinstance(x, FakeTensor) else slices(flat.size(0), rows):
         made = forward(flat[part], weight, bias, arguments, None if other is None else other[part])
         for result, each in zip(results, made, strict=True):
             if result is not None and each is not None:
@@ -111,6 +112,9 @@ def backward(
         dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
         return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
     whole = dy.new_empty(dy.shape, dtype=arguments.x_dtype) if needs[0] else None
+    if isinstance(dy, FakeTensor):  # as where Triton runs, nothing else is allocated
+        dweight, dbias = (rstd.new_empty(dy.size(-1)) if need else None for need in needs[1:])
+        return whole, dweight, dbias
     sums: list[Tensor | None] = [None, None]
     flat = [tensor.view(-1, tensor.size(-1)) for tensor in (dy, x_hat, rstd)]
     for part in slices(flat[0].size(0), rows):

@@ -20,9 +20,11 @@ from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, Quantized
+from memopt.torch_compat import FakeTensor
 
-#: Elements that the reference quantises at a time, with about forty bytes of temporaries for each.
-_CHUNK = 2**20
+#: Elements that the reference quantises at a time, with about forty bytes of temporaries for each: at most, at least,
+#: and into how many parts a tensor is divided in between.
+_CHUNK, _LEAST_CHUNK, _CHUNKS = 2**20, 2**15, 64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -73,8 +75,11 @@ def dequantize(quantized: Quantized) -> Tensor:
 def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
     scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=accumulation_dtype(x.dtype))
-    for start in range(0, x.numel(), _CHUNK):
-        part = x[start : start + _CHUNK]
+    if isinstance(x, FakeTensor):
+        return codes, scales  # as where Triton runs, nothing else is allocated
+    chunk = _chunk_of(x.numel())
+    for start in range(0, x.numel(), chunk):
+        part = x[start : start + chunk]
         groups = pad(part, (0, -part.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
         inside = torch.arange(groups.numel(), device=x.device).view_as(groups) < part.numel()
         low, step = _range(groups, inside, 2**bits - 1)
@@ -84,10 +89,18 @@ def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def _chunk_of(numel: int) -> int:
+    """Elements at a time, whole groups: random numbers are 64-bit integers here, several for each element."""
+    return min(max(numel // _CHUNKS, _LEAST_CHUNK), _CHUNK) // GROUP * GROUP
+
+
 def _dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
     x = codes.new_empty(numel, dtype=dtype)
-    for start in range(0, numel, _CHUNK):
-        part = x[start : start + _CHUNK]
+    if isinstance(codes, FakeTensor):
+        return x
+    chunk = _chunk_of(numel)
+    for start in range(0, numel, chunk):
+        part = x[start : start + chunk]
         few = _unpack(codes[start * bits // 8 : -(-(start + part.numel()) * bits // 8)], bits)
         groups = pad(few, (0, -few.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
         low, step = scales[start // GROUP : start // GROUP + len(groups)].split(1, dim=1)
