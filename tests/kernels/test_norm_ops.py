@@ -295,3 +295,15 @@ def test_a_large_16_bit_tensor_goes_through_the_reference_in_parts(monkeypatch, 
     # Sums over rows in another order: 36 additions of terms of at most their largest size.
     for a, b, terms_of in zip(whole[4:], by_parts[4:], (whole[1].float() * dy, dy.float()), strict=True):
         assert (a - b).abs().max() <= 36 * 37 * torch.finfo(torch.float32).eps * terms_of.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_nothing_counts_as_changed_in_place(family, dtype):
+    """... of what the reference returns: such a tensor would be saved instead of recomputed."""
+    x, weight, bias, spec = make(family, (5, 6), dtype)
+    with torch.no_grad():
+        for kept in (dtype, torch.float32):
+            y, x_hat, _ = norm_ops.forward(x, weight, bias, norm_ops.NormArguments(spec, dtype, kept, kept))
+            assert x_hat._version == 0
+            assert y is None or y._version == 0

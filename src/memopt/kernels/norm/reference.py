@@ -72,7 +72,8 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
         mean = wide.mean(-1, keepdim=True)
         wide = wide - mean if wide.dtype == x.dtype else wide.sub_(mean)
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps_in(x.dtype))
-    return (wide * rstd if wide.dtype == x.dtype else wide.mul_(rstd)), rstd
+    # A tensor that was changed in place is not recomputed: an alias that nothing was written to.
+    return (wide * rstd if wide.dtype == x.dtype else wide.mul_(rstd).data), rstd
 
 
 def affine(
@@ -91,7 +92,7 @@ def affine(
             scale = weight.to(y.dtype)
             y = y * (scale + 1 if spec.offset else scale)
         if bias is not None:
-            y = y + bias.to(y.dtype) if y is x_hat else y.add_(bias.to(y.dtype))
+            y = y + bias.to(y.dtype)
     return y.to(dtype)
 
 
