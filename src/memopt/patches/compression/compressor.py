@@ -1,7 +1,7 @@
-"""Saved tensors that are not recomputed, quantised when their scope's module is done.
+"""Saved tensors that are not recomputed, quantised as soon as only autograd refers to them.
 
-A saved tensor is in use until the module returns, so the scope waits for its end. Then each storage that only
-autograd refers to is quantised once, however many operations saved a view of it, and decoded once for those that
+The code of a module may read a saved tensor until it returns, so whether it can be quantised is looked at whenever
+something else is saved, and when the scope's module is done. Each such storage is quantised once, however many operations saved a view of it, and decoded once for those that
 unpack it at the same time. Where views leave gaps in their storage, whose memory may never have been written, each
 view is quantised by itself. A tensor that is recomputed is a handle already; it is computed from the decoded tensors.
 
@@ -74,23 +74,31 @@ class Compressor:
         if not self._is_worth_it(tensor):
             return packed
         compressible = Compressible(packed, holder, tensor, needs_strides)
+        self._settle(but=storage_id(tensor.untyped_storage()))
         self._kept.append(weakref.ref(compressible))
         return compressible
 
     def settle(self) -> None:
         """Compress every storage that only autograd refers to."""
+        self._settle()
+        self._kept.clear()
+
+    def _settle(self, but: int = 0) -> None:
+        """Compress every storage, except the one at `but`, that only autograd refers to; the others wait."""
         groups: dict[int, list[Compressible]] = {}
         for reference in self._kept:
             compressible = reference()
             if compressible is not None:
                 groups.setdefault(storage_id(compressible.holder.tensor.untyped_storage()), []).append(compressible)
-        self._kept.clear()
-        for group in groups.values():
+        self._kept = []
+        for storage, group in groups.items():
             dtypes = {member.holder.tensor.dtype for member in group}
-            settled = all(member.is_settled for member in group)
+            settled = storage != but and all(member.is_settled for member in group)
             if len(dtypes) == 1 and settled and only_held_by([member.holder.tensor for member in group]):
                 with torch.no_grad():
                     self._compress(group)
+            else:
+                self._kept += map(weakref.ref, group)
 
     def _compress(self, group: list[Compressible]) -> None:
         whole = next((member.holder.tensor for member in group if _fills_its_storage(member.holder.tensor)), None)
