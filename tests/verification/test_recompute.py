@@ -72,16 +72,17 @@ def test_bf16_products_are_accepted_only_where_each_is_the_nearest_and_ties_are_
         mantissas.float() * torch.tensor([-1.0, 1.0]).repeat(64),
     )
     after = (before.double() * scale.double()).bfloat16()  # exact products of 16 bits, every tie among them
-    bits = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (before, after)]
-    assert is_rounded_product(bits[0], bits[1], scale.numpy())
+    scale = scale.bfloat16()
+    bits = [tensor.view(torch.int16).numpy() for tensor in (before, after)]
+    assert is_rounded_product(bits[0], bits[1], scale)
     for row, column in list(np.ndindex(128, 128))[::7]:
-        for other in (bits[1][row, column] - 1, bits[1][row, column] + 1, bits[1][row, column] ^ 0x8000):
-            block = np.array([[other]], dtype=np.uint16)
-            assert not is_rounded_product(bits[0][row : row + 1, :1], block, scale[column : column + 1].numpy())
+        for other in (bits[1][row, column] - 1, bits[1][row, column] + 1, bits[1][row, column] ^ np.int16(-0x8000)):
+            block = np.array([[other]], dtype=np.int16)
+            assert not is_rounded_product(bits[0][row : row + 1, :1], block, scale[column : column + 1])
 
 
 @pytest.mark.parametrize("result", [0.0, 2.0**-127, math.inf, math.nan])
 def test_bf16_products_that_left_the_normal_range_are_looked_at_in_fp64(result: float) -> None:
     one, value = torch.ones(1).bfloat16(), torch.tensor([result]).bfloat16()
-    bits = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (one, value)]
-    assert not is_rounded_product(bits[0], bits[1], value.float().numpy())
+    bits = [tensor.view(torch.int16).numpy() for tensor in (one, value)]
+    assert not is_rounded_product(bits[0], bits[1], value)

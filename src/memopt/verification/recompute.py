@@ -1,7 +1,7 @@
 """The expected value of a folded tensor, computed in another way than `memopt.checkpoint` computes it.
 
-numpy instead of torch, rounding by scaling to integers instead of rounding to odd, sequential sums instead of a tree:
-an error in either shows as a difference.
+Rounding by torch, or by scaling to integers, instead of on the bits or to odd; sequential sums instead of a tree: an
+error in either shows as a difference.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from memopt.checkpoint.fold import Fill, Operation, Scale, Shift
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import tiles, view3
 
 Floats = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint16]
+Bits = npt.NDArray[np.int16]
 Piece = tuple[slice, slice, slice]
 #: Bytes at a time: few where every element needs many temporaries, more where Python loops over the columns.
 _SCALE_BLOCK = 1 << 18
@@ -62,9 +64,8 @@ class Comparison:
         self._itemsize = info.nbytes // max(prod(self._shape), 1)
         if isinstance(operation, Scale):
             self._scale = _scale(source, operation, self._shape[1])
-            self._single = self._scale.astype(np.float32)
-            exact = np.array_equal(self._single, self._scale) and not (self._single.view(np.uint32) & 0xFFFF).any()
-            self._exact_in_single = exact and info.dtype == "BF16"
+            self._bf16 = torch.from_numpy(self._scale).bfloat16()
+            self._is_bf16 = info.dtype == "BF16" and np.array_equal(self._bf16.double().numpy(), self._scale)
         elif isinstance(operation, Shift):
             self._shifted = _shifted(source, name, _read(source, name), operation)
 
@@ -84,9 +85,9 @@ class Comparison:
             columns = slice(piece[1].start + tile[1].start, piece[1].start + tile[1].stop)
             shape = [part.stop - part.start for part in tile]
             self.result.elements += prod(shape)
-            if isinstance(self._operation, Scale) and self._exact_in_single:
-                stored, found = (np.frombuffer(view[first:end], np.uint16).reshape(shape) for view in (before, after))
-                if is_rounded_product(stored, found, self._single[None, columns, None]):
+            if isinstance(self._operation, Scale) and self._is_bf16:
+                stored, found = (np.frombuffer(view[first:end], np.int16).reshape(shape) for view in (before, after))
+                if is_rounded_product(stored, found, self._bf16[None, columns, None]):
                     continue
             old, new = (decode(view[first:end], self._dtype).reshape(shape) for view in (before, after))
             if isinstance(self._operation, Fill):
@@ -107,26 +108,16 @@ class Comparison:
             _count_range(self.result, before, after, self._dtype)
 
 
-def is_rounded_product(before: Bits, after: Bits, scale: npt.NDArray[np.float32]) -> bool:
+def is_rounded_product(before: Bits, after: Bits, scale: Tensor) -> bool:
     """Whether the bf16 numbers `after` are normal, and each is the nearest to `before` * `scale`, ties to even.
 
-    The product of two bf16 numbers is exact in fp32 there. Numbers of one sign have the order of their bits, and the
-    nearest bf16 number is at most half of a bf16 step away, which is 2^15 in the bits of fp32.
+    The product of two bf16 numbers is exact in fp32 there, and torch rounds it once.
     """
+    product = torch.from_numpy(before).view(torch.bfloat16) * scale
+    if not np.array_equal(product.view(torch.int16).numpy(), after):
+        return False
     size = after & 0x7FFF
-    if size.min() < 0x0080 or size.max() >= 0x7F80:
-        return False
-    product = before.astype(np.uint32)
-    product <<= 16
-    with np.errstate(all="ignore"):
-        product.view(np.float32)[...] *= scale
-    distance = after.astype(np.uint32)
-    distance <<= 16
-    np.subtract(product, distance, out=distance)
-    distance += 0x8000
-    if distance.max() > 0x10000:
-        return False
-    return not (after[(distance & 0xFFFF) == 0] & 1).any()
+    return bool(size.min() >= 0x0080 and size.max() < 0x7F80)
 
 
 def round_product(values: Floats, dtype: str) -> Floats:
