@@ -49,7 +49,7 @@ def recipe(*names: str, settings: tuple[str, ...] = ()):
 
 def model_of(name: str, dtype=torch.float32):
     model = tiny_model(name, dtype)
-    model.config.use_cache = False  # a cache holds copies of keys and values
+    model.config.use_cache = False
     return model
 
 
@@ -86,6 +86,25 @@ def test_auto_takes_what_is_saved_and_changes_no_gradient(name):
     saved = bytes_saved(model, inputs)
     assert saved == live_bytes(lambda: model(**inputs).loss)
     assert saved < 0.85 * kept
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_a_copy_of_values_in_a_cache_is_recomputed_where_it_holds_nothing_else(past):
+    inputs, results, saved = {**tiny_inputs("llama", 2, 16), "use_cache": True, "attention_mask": None}, [], []
+    for rules in (EXACT, recipe("v_proj")):
+        model = memopt.patch(tiny_model("llama", num_key_value_heads=4), rules)
+
+        def run(model=model):
+            cache = transformers.DynamicCache(config=model.config)
+            for layer in range(2 if past else 0):
+                cache.update(*torch.ones(2, 2, 4, past, 16), layer)
+            return model(**inputs, past_key_values=cache).loss
+
+        run().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+        saved.append(account(model, run).saved)
+    assert same(*results)
+    assert saved[0] - saved[1] == (0 if past else 2 * 4 * 32 * 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])

@@ -14,7 +14,7 @@ from memopt.recompute_rules import MASKED, Node, rule_of
 from memopt.saved.rules import signed
 from memopt.torch_compat import input_metadata, saved, shows_saved
 
-_CAST, _CLONE = "ToCopyBackward0", "CloneBackward0"
+_CAST, _CLONE, _CAT = "ToCopyBackward0", "CloneBackward0", "CatBackward0"
 _TRANSPOSE, _PERMUTE, _CONSTANT_PAD = (
     name if shows_saved(name) else None for name in ("TransposeBackward0", "PermuteBackward0", "ConstantPadNdBackward0")
 )
@@ -27,7 +27,7 @@ _MODES = {
 }
 _FILL_KEY = "memopt.fill"
 #: Nodes that `source_of` looks through, beside those of dropouts.
-_STEPS = frozenset({_CAST, _CLONE, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, *_VIEWS, *_MODES})
+_STEPS = frozenset({_CAST, _CLONE, _CAT, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, *_VIEWS, *_MODES})
 
 #: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
 #: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("mask", Mask); pads as
@@ -133,7 +133,8 @@ def may_have_rule(node: Node) -> bool:
                 _is_step_type[kind] = is_step
         if not is_step:
             return rule_of(node) is not None
-        node = node.next_functions[0][0]
+        edges = node.next_functions
+        node = edges[0][0] or edges[-1][0]
     return False
 
 
@@ -148,7 +149,7 @@ def source_of(node: Node) -> Source:
         name = node.name()
         if name == _CAST and input_metadata is not None:
             steps.append(("cast", input_metadata(node)[0].dtype))
-        elif name == _CLONE:
+        elif name == _CLONE or (name == _CAT and _is_of_one(node)):
             steps.append(("clone", None))
         elif name in _VIEWS and input_metadata is not None:
             steps.append(("view", tuple(input_metadata(node)[0].shape)))
@@ -164,10 +165,18 @@ def source_of(node: Node) -> Source:
             steps.append(("mask", node.mask))
         else:
             break
-        node, output = node.next_functions[0]
+        node, output = node.next_functions[-1 if name == _CAT else 0]
         if output:  # rules speak of first outputs
             return Source(None, ())
     return Source(node, tuple(reversed(steps)))
+
+
+def _is_of_one(node: Node) -> bool:
+    """Whether a concatenation copied its last tensor alone, behind an empty one: a cache in its first use does."""
+    last, output = node.next_functions[-1]
+    if input_metadata is None or last is None:
+        return False
+    return bool(input_metadata(node)[0].shape == input_metadata(last)[output].shape)
 
 
 def _padding(node: Node) -> Padding:

@@ -21,6 +21,7 @@ from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
+from memopt.saved.versions import with_witness
 from memopt.torch_compat import FakeTensor, no_dispatch
 
 
@@ -88,7 +89,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return y
     if may_draw and not _have_moved(random, x):
         random = ()
-    return recomputed_output(y, x, _Again(stock, module, versions, autocast, random))
+    return with_witness(recomputed_output(y, x, _Again(stock, module, versions, autocast, random)))
 
 
 @dataclass(frozen=True, eq=False)
