@@ -426,19 +426,32 @@ def _partition(*kept: str) -> bool:
     return torch_compat.partition_traced_graph(mark)
 
 
+def _saved(*partition: tuple[str, ...]) -> int:
+    """Number of tensors that a compiled product of an elementwise result saves: 3, or its two inputs."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        for names in partition:
+            _partition(*names)
+        return x.exp().sin() @ w
+
+    torch.compiler.reset()
+    run = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
+    node: Any = run(leaf(4, 4), leaf(4, 4)).grad_fn
+    return len(node.saved_tensors)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "expected"), [("joint_custom_pass", 2), ("ban_recompute_used_far_apart", 3), ("patch", 3)]
+)
+def test_without_a_setting_of_the_partitioner_a_graph_is_right(
+    monkeypatch: pytest.MonkeyPatch, lacks: str, expected: int
+) -> None:
+    monkeypatch.setitem(torch_compat.lookup._missing, f"torch._functorch.config.{lacks}", None)
+    assert _saved(("sin",)) == expected
+
+
 def test_a_traced_graph_recomputes_elementwise_results_but_those_that_are_to_be_kept() -> None:
-    def saved(*partition: tuple[str, ...]) -> int:
-        def function(x: Tensor, w: Tensor) -> Tensor:
-            for names in partition:
-                _partition(*names)
-            return x.exp().sin() @ w
-
-        torch.compiler.reset()
-        run = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
-        node: Any = run(leaf(4, 4), leaf(4, 4)).grad_fn
-        return len(node.saved_tensors)
-
-    assert (saved(), saved(()), saved(("sin",)), saved()) == (3, 2, 3, 3)
+    assert (_saved(), _saved(()), _saved(("sin",)), _saved()) == (3, 2, 3, 3)
     assert not torch_compat.partition_traced_graph(lambda graph: None), "nothing is traced"
 
 
