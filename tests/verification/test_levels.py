@@ -115,7 +115,7 @@ def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
     def without_a_scope(stock, rewrite, module, *args, **kwargs):
         return stock(module, *args, **kwargs)
 
-    right = scope_patch._forward
+    right = scope_patch.run_scoped
     calls = {"traced": 0}
 
     def scope_only_in_the_trace(stock, rewrite, module, *args, **kwargs):
@@ -123,7 +123,7 @@ def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
         calls["traced"] += fake
         return (right if fake else without_a_scope)(stock, rewrite, module, *args, **kwargs)
 
-    monkeypatch.setattr(scope_patch, "_forward", scope_only_in_the_trace)
+    monkeypatch.setattr(scope_patch, "run_scoped", scope_only_in_the_trace)
     verdict = verify(folders / "bert-patched", level="memory")
     assert calls["traced"] > 0
     assert statuses(verdict)["memory.plan"] == "fail"

@@ -1,9 +1,10 @@
 """Saved tensors that are not recomputed, quantised as soon as only autograd refers to them.
 
 The code of a module may read a saved tensor until it returns, so whether it can be quantised is looked at whenever
-something else is saved, and when the scope's module is done. Each such storage is quantised once, however many operations saved a view of it, and decoded once for those that
-unpack it at the same time. Where views leave gaps in their storage, whose memory may never have been written, each
-view is quantised by itself. A tensor that is recomputed is a handle already; it is computed from the decoded tensors.
+something else is saved, and when the scope's module is done. Each such storage is quantised once, however many
+operations saved a view of it, and decoded once for those that unpack it at the same time. Where views leave gaps in
+their storage, whose memory may never have been written, each view is quantised by itself. A tensor that is recomputed
+is a handle already; it is computed from the decoded tensors.
 
 Small tensors are not quantised: statistics of rows (rstd, the logsumexp of attention) cost little, and their errors
 would be multiplied.
