@@ -16,6 +16,7 @@ from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply, undo
 from memopt.patches.loss import plain, readers, rows
+from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.torch_compat import TorchDispatchMode, tree_leaves
@@ -336,3 +337,18 @@ def test_no_tensor_is_as_large_as_the_logits(patched: bool) -> None:
         model(**given, labels=given["input_ids"]).loss.backward()
     largest = 1000 * 64  # the gradient of the head's weight
     assert (watch.elements <= largest) is patched
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_verify_proves_the_losses_of_a_head(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
+    patch_head(head, WIDTH, CLASSES)
+    if fault is not None:
+        FAULTS[fault][0](monkeypatch)
+    try:
+        (check,) = verify_losses({"head": head}, 1e-9)
+        passes = check.status == "pass"
+    except IndexError:  # a label that is ignored is no class
+        passes = False
+    # Nothing is done to these logits, so forgetting that shows nowhere.
+    assert passes is (fault is None or "forgotten" in fault)
