@@ -19,6 +19,7 @@ from memopt.patches.loss import plain, readers, rows
 from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
+from memopt.reporting.account import account
 from memopt.torch_compat import TorchDispatchMode, tree_leaves
 from memopt.walk.aten.precision import precise
 from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
@@ -74,10 +75,10 @@ def assert_close(ours: dict[str, Tensor], stock: dict[str, Tensor], bound: float
         assert float((ours[name] - gradient).abs().max()) <= bound * largest, name
 
 
-def compare(read: Any, *, bias: bool = False) -> None:
+def compare(read: Any, *, bias: bool = False, lean: bool = False) -> None:
     """``read(logits)`` of a patched head and of a stock one: the same number and gradients, never computed whole."""
     stock, ours = Model(bias=bias), Model(bias=bias)
-    patch_head(ours.head, WIDTH, CLASSES)
+    patch_head(ours.head, WIDTH, CLASSES, lean=lean)
     expected = read(stock())
     logits = ours()
     assert isinstance(logits, LazyLogits)
@@ -134,6 +135,23 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 def test_what_a_model_does_with_its_logits(name: str) -> None:
     compare(READS[name])
+
+
+@pytest.mark.parametrize("name", ["a cap", "a shift", "none is ignored", "another index is ignored", "a module"])
+def test_the_lean_loss(name: str) -> None:
+    compare(READS[name], lean=True)
+
+
+def test_the_lean_loss_keeps_no_wide_copy() -> None:
+    kept = []
+    for method in ("none", "lean"):
+        model = tiny_model("llama", torch.bfloat16, vocab_size=1000, tie_word_embeddings=False)
+        given = {"input_ids": torch.arange(96).view(2, 48) + 3}
+        if method != "none":
+            apply(model, plan_for(model, _recipe("loss.method=lean")))
+        kept.append(account(model, lambda model=model, given=given: model(**given, labels=given["input_ids"]).loss))
+    logits = 96 * 1000
+    assert kept[0].total - kept[1].total == pytest.approx(2 * logits, rel=0.02)
 
 
 def test_a_mean_over_nothing_is_nan_without_a_gradient() -> None:

@@ -71,6 +71,8 @@ class Head:
     tensors: tuple[Tensor, ...]
     """Its parameters and buffers."""
     versions: tuple[int, ...]
+    lean: bool = False
+    """Whether a cross-entropy keeps the logits whole, in their own dtype."""
 
     def __call__(self, x: Tensor) -> Tensor:
         with autocast_as(self.autocast, x):

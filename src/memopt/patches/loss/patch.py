@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, Rules
 from memopt.walk.sites import LossHead, Sites
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LossRules(Rules):
     """How the loss over the vocabulary is computed."""
 
-    method: Literal["none", "chunked"] = "none"
-    """``chunked``: a part of the logits at a time, computed once more in backward."""
+    method: Literal["none", "chunked", "lean"] = "none"
+    """``chunked``: a part of the logits at a time. ``lean``: all logits in their own dtype, without an fp32 copy."""
 
 
 class LossPatch(Patch):
@@ -27,7 +27,7 @@ class LossPatch(Patch):
     name = kind = noun = plural = "loss"
     after = ("dropout",)
     requires = ("linear",)
-    actions: ClassVar[dict[str, str]] = {"chunked": "chunked"}
+    actions: ClassVar[dict[str, str]] = {"chunked": "chunked", "lean": "lean"}
     key, rules = "loss", LossRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, LossHead]]:
@@ -35,20 +35,24 @@ class LossPatch(Patch):
             yield sites.loss_head.parameter, sites.loss_head
 
     def decide(self, site: LossHead, plan: PlanView) -> tuple[str, str]:
-        if plan.recipe.rules(LossRules).is_off:
+        method = plan.recipe.rules(LossRules).method
+        if method == OFF:
             return LEFT, "stock loss over all logits; not rewritten by this recipe"
         if not plan.recipe.selects(site.module):
             return LEFT, EXCLUDED
-        return "chunked", "logits are never whole where the loss is a cross-entropy"
+        if method == "lean":
+            return method, "a cross-entropy keeps the logits in their own dtype, without an fp32 copy"
+        return method, "logits are never whole where the loss is a cross-entropy"
 
     def apply(self, live: Live) -> None:
         from memopt.patches.loss.module import head_of, patch_head
 
+        lean = live.plan.recipe.rules(LossRules).method == "lean"
         linears = {linear.parameter: linear for linear in live.plan.sites.linears}
-        for head in live.plan.chosen("loss", "chunked"):
+        for head in live.plan.chosen("loss"):
             linear = linears[head.parameter]
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
-            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size)
+            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, lean=lean)
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.loss.function import lean_cross_entropy
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.at_once import loss_at_once
 from memopt.patches.loss.blocks import losses_by_blocks
@@ -59,6 +60,11 @@ def cross_entropy(
     arguments = LossArguments(weight, label_smoothing, ignore_index)
     dtype = _dtype_of_loss(logits.dtype, autocast_dtype(logits), logits.device)
     source = logits.source
+    if source.head.lean and not soft:
+        with torch.set_grad_enabled(source.tracked and torch.is_grad_enabled()):
+            whole = _before_the_loss(source).values(source.x)
+            options: Any = {**vars(arguments), "reduction": reduction}
+            return lean_cross_entropy(whole, target, **options).to(dtype)
     if soft:
         losses = _by_rows(source, target, arguments)
         divisor: Tensor | float = float(len(target))
