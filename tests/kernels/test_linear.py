@@ -189,3 +189,18 @@ def test_under_autocast_everything_is_as_in_the_stock_linear(parameters):
     for a, b in zip(gradients_of_squares(ours, inputs)[1:], gradients_of_squares(stock, inputs)[1:], strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_under_autocast_the_weight_itself_is_saved_and_not_a_copy_for_each_use(fuses):
+    z, weight, bias = draw(5, 6, dtype=torch.bfloat16), draw(4, 6, dtype=torch.float32), draw(4, dtype=torch.float32)
+    saved: list[Tensor] = []
+    hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        x = offered(z, [])
+        saved.clear()  # what the sine saves
+        y = linear(x, weight, bias, fuses=fuses)
+    assert {tensor.data_ptr() for tensor in saved} == {z.data_ptr(), weight.data_ptr()}
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32

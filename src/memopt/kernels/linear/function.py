@@ -67,11 +67,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
 def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, *, fuses: bool) -> Tensor:
     """:func:`linear` of an `x` with this spec."""
     dtype = autocast_dtype(x)
-    is_cast = False
-    if dtype is not None and x.dtype != torch.float64:  # autocast leaves fp64 as it is
-        # Ordinary casts, as autocast makes them, so that the gradients reach their tensors in their own dtype.
-        is_cast = x.dtype != dtype
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    is_cast = dtype is not None and x.dtype not in (dtype, torch.float64)  # autocast leaves fp64 as it is
+    if is_cast:
+        x = x.to(dtype)
     y: Tensor
     if fuses and spec.differentiate is not None and not is_cast and _may_be_detached(x):
         differentiate, spec.differentiate = spec.differentiate, None
@@ -86,6 +84,15 @@ def _may_be_detached(x: Tensor) -> bool:
     return not tensor_hooks(x) and not x.retains_grad
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in the dtype of `x`, which is autocast's where that is on.
+
+    The copies are not autocast's own, which it would cache without the graph that other readers need. They are not
+    saved: backward casts the weight again, and autograd casts each gradient to the dtype of its tensor.
+    """
+    return not_a_view(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
+
+
 class RecomputedInputFunction(DirectFunction):
     """Saves the weight and what its input is recomputed from."""
 
@@ -93,7 +100,7 @@ class RecomputedInputFunction(DirectFunction):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
         ctx.recompute, ctx.recomputed, ctx.shape = spec.function, spec.recomputed, x.shape
         ctx.save_for_backward(weight, *spec.take())
-        return not_a_view(F.linear(x, weight, bias))
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,9 +111,9 @@ class RecomputedInputFunction(DirectFunction):
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
             # First what reads x: its last reader frees it.
-            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, weight.dtype), weight)
+            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, dy.dtype), weight)
             if needs[0]:
-                dx = rows.mm(weight).view(ctx.shape)
+                dx = rows.mm(weight.to(dy.dtype)).view(ctx.shape)
             if needs[2]:
                 dbias = rows.sum(0)
         return dx, dweight, dbias, None
@@ -128,7 +135,7 @@ class FusedLinearFunction(DirectFunction):
         h = value(*inputs)
         ctx.differentiate, ctx.shape = differentiate, h.shape
         ctx.save_for_backward(weight, *inputs)
-        return not_a_view(F.linear(h, weight, bias))  # all in the dtype that autocast would cast to
+        return _linear(h, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -143,7 +150,7 @@ class FusedLinearFunction(DirectFunction):
                 of_weight.append(weight_gradient(rows, h.reshape(-1, h.size(-1)), weight))
 
             def of_input() -> Tensor:
-                return rows.mm(weight).view(ctx.shape)
+                return rows.mm(weight.to(dy.dtype)).view(ctx.shape)
 
             gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None)
             dweight = of_weight[0] if of_weight else None
