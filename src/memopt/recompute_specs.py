@@ -155,13 +155,13 @@ def attach_spec(
         if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
             return
     versions = None if are_private else _versions(saved)
-    is_recomputed = top is not None and any(tensor is not None and _is_linear_output(tensor) for tensor in saved)
+    is_recomputed = top is not None and not are_private and any(map(_is_linear_output, saved))
     spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed)
     setattr(output, _ATTRIBUTE, spec)
 
 
-def _is_linear_output(tensor: Tensor) -> bool:
-    node = tensor.grad_fn
+def _is_linear_output(tensor: Tensor | None) -> bool:
+    node = None if tensor is None else tensor.grad_fn
     rule = None if node is None else rule_of(node)
     return rule is not None and rule.family == LINEAR
 

@@ -19,7 +19,7 @@ def may_be_a_function(frame: FrameType | None) -> bool:
 
 def may_write_into_saved(frame: FrameType | None) -> bool:
     """Whether it may have been given what a function of somebody else's saves, which may write into its own clone."""
-    return may_be_a_function(frame) and not (frame is not None and frame.f_code is DIRECT_APPLY)
+    return APPLY is None or frame is None or frame.f_code is APPLY
 
 
 def is_function(frame: FrameType | None) -> bool:
