@@ -213,7 +213,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Unusable(f"{path} is not what this command writes ({type(error).__name__}: {error}).") from None
     fields = {field.name for field in dataclasses.fields(Row)}
-    if not isinstance(rows, list) or any(not isinstance(row, dict) or set(row) != fields for row in rows):
+    if not isinstance(rows, list) or any(
+        not isinstance(row, dict) or not {"model_type", "status"} <= set(row) <= fields for row in rows
+    ):
         raise _Unusable(f"{path} was written by another version of this command; make it again.")
     return dict(document)
 

@@ -29,8 +29,11 @@ import memopt
 from memopt.errors import MemoptError, NegativeVerdict
 from memopt.patches.apply import apply, undo
 from memopt.plan.plan import Plan, make_plan
-from memopt.plan.recipe import load_recipe
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
 from memopt.reporting.account import account
+from memopt.reporting.build import reads_tokens
+from memopt.reporting.estimate import max_positions, trace_account
+from memopt.reporting.training import Training
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.inputs import Call, Calls, runnable_calls
 from memopt.walk.calls.outputs import output_tensors
@@ -38,11 +41,12 @@ from memopt.walk.calls.parts import every_call
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.folds.proof import folded
+from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config, one_line
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
-from memopt.walk.observe import walk_config
+from memopt.walk.observe import find_sites, walk_config
 from memopt.walk.sites import NormSite
 from tests.zoo.config import complete, complete_for_runs, default_config
 
@@ -54,6 +58,8 @@ SMALL = 1e-4
 UNCERTAIN = 1e-7
 #: Empty fields of a default config that are filled before its type counts as one that cannot be built.
 MAX_FILLED = 10
+#: What a traced step is: rows in the batch, tokens in a row (where there are positions for them), layers.
+STEP_ROWS, STEP_TOKENS, STEP_LAYERS = 4, 512, 3
 #: Small forms of each depth whose bytes are tried to be counted.
 MAX_WEIGHED = 4
 
@@ -87,6 +93,10 @@ class Row:
     """Kept for backward by one more layer: stock, patched."""
     model_bytes: tuple[int, int] | None = None
     """Kept for backward by a model of three layers: stock, patched."""
+    step_peak: tuple[int, int] | None = None
+    """Of a step at the config's own widths, three layers, bf16, traced without weights: stock, patched."""
+    has_loss_head: bool = False
+    """Whether the model that was traced computes its loss from logits over a vocabulary."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -134,6 +144,7 @@ def _examine(row: Row, memory: bool) -> None:
     _compare(row, twin, plan, calls)
     if memory:
         _weigh(row, config)
+        _trace_steps(row, config)
 
 
 # --- building ---------------------------------------------------------------------------------------------------
@@ -377,6 +388,27 @@ def _weigh(row: Row, config: PreTrainedConfig) -> None:
     stock, patched = (more - less for less, more in zip(of_shallow, of_deep, strict=True))
     if stock > 0:
         row.block_bytes = (stock, patched)
+
+
+def _trace_steps(row: Row, config: PreTrainedConfig) -> None:
+    """The peak of a step, stock and patched; the model is as wide as its config says."""
+    form = with_depth(config, STEP_LAYERS)
+    form.architectures = [row.model_class]
+    try:
+        sites = find_sites(build_meta(form))
+        seq = min(STEP_TOKENS, max_positions(form) or STEP_TOKENS) if reads_tokens(form) else None
+        training = Training(batch=STEP_ROWS, seq=seq, dropout=False)
+        recipes = (None, load_recipe(DEFAULT_MEMORY_RECIPE))
+        steps = [trace_account(form, training, sites=sites, recipe=each, peak=True).step for each in recipes]
+    except Exception as error:
+        row.notes.append(f"peak of a step not traced: {type(error).__name__}: {one_line(error)}")
+        return
+    stock, patched = steps
+    if stock is None or patched is None:
+        row.notes.append("peak of a step not traced: its backward does not run on shapes alone")
+        return
+    row.step_peak = (stock.peak, patched.peak)
+    row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
 
 
 def _two_depths(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:
