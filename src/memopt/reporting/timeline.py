@@ -188,11 +188,14 @@ def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
     logits = getattr(output, "logits", None)
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() > 2 else None
     shapes = {tuple(each.shape) for each in model.parameters() if each.requires_grad}
+    head, hidden = _head(model)
 
     def kind(life: Lifetime, forward_ends: int) -> Kind:
         shape = life.birth.shape
         if len(shape) > 1 and shape[-1] == width and shape not in shapes and shape[::-1] not in shapes:
             return "logits"
+        if len(shape) > 1 and life.module in head and shape[-1] != hidden and shape not in shapes:
+            return "logits"  # a part of them, or statistics
         if life.born < forward_ends:
             return "temporaries" if 0 <= life.died < forward_ends else "saved"
         if life.recomputed:
@@ -200,6 +203,17 @@ def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
         return "temporaries" if life.node == life.died_in >= 0 else "gradients"
 
     return kind
+
+
+def _head(model: nn.Module) -> tuple[Collection[str], int]:
+    """The module that computes logits and those around it, which compute the loss; the width of what it reads."""
+    find: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if name is None:
+        return (), 0
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(len(parts) + 1)}, int(getattr(head, "in_features", 0))
 
 
 def _recomputes() -> bool:
