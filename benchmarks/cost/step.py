@@ -123,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(_line(rows[-1]), file=sys.stderr, flush=True)
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
     if arguments.json:
-        command = ["--check"] if arguments.check else []
-        write_json(arguments.json, document(command, "benchmarks.step", dry_run=True, rows=[asdict(r) for r in rows]))
+        given = list(sys.argv[1:] if argv is None else argv)
+        content = document(given, "benchmarks.step", dry_run=True, rows=[asdict(row) for row in rows])
+        write_json(arguments.json, {**content, "dry_run": False})
     missed = misses(rows)
     for line in missed:
         print(f"falls short: {line}", file=sys.stderr)
