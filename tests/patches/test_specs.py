@@ -15,9 +15,13 @@ import memopt
 from memopt.kernels.linear.function import RecomputedInputFunction
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_swapped, swap_state
+from memopt.plan.recipe import load_recipe
 from memopt.recompute_specs import spec_of
 from memopt.reporting.account import account
 from tests.factories import tiny_inputs, tiny_model
+
+#: The last norm's reader is the head's linear, which a chunked loss does not run.
+WHOLE_LOGITS = load_recipe("exact-unfolded", ["loss.method=none"])
 
 
 def scopes_that_open(model: nn.Module, run) -> int:
@@ -48,7 +52,7 @@ def step(model, inputs):
 
 
 def test_a_block_whose_outputs_only_linears_read_needs_its_scope_once():
-    model, inputs = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
+    model, inputs = memopt.patch(tiny_model("llama"), WHOLE_LOGITS).train(), tiny_inputs("llama", 2, 16)
     first, once = step(model, inputs), []
     step(model, inputs)
     # The head's scope, around the linear behind the last norm, stays: it has replaced its input.
@@ -127,7 +131,7 @@ def test_what_outlives_the_graph_does_not_hold_the_tensors_of_its_spec():
 def test_all_readers_of_a_norm_recompute_it_once(monkeypatch):
     from memopt.kernels.norm import ops
 
-    model, inputs = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
+    model, inputs = memopt.patch(tiny_model("llama"), WHOLE_LOGITS).train(), tiny_inputs("llama", 2, 16)
     step(model, inputs)
     calls, readers = [], []
     affine, forward = ops.recompute_output, RecomputedInputFunction.forward
