@@ -43,8 +43,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "norm forward: a layer norm is not centred",
-        "wide = wide - wide.mean(-1, keepdim=True)",
-        "wide = wide - 0",
+        "mean = wide.mean(-1, keepdim=True)",
+        "mean = 0 * wide.mean(-1, keepdim=True)",
         _NORMS,
     ),
     Fault("norm forward: the bias is lost", "y = y + bias.to(y.dtype)", "y = y + 0 * bias.to(y.dtype)", _NORMS),
@@ -94,8 +94,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "gated product: gradients of the halves are exchanged",
-        "torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)",
-        "torch.cat((dup, dgate) if gate_first else (dgate, dup), -1)",
+        "halves = None if both is None else _halves(both, None, gate_first)",
+        "halves = None if both is None else _halves(both, None, not gate_first)",
         _GATED,
     ),
     # Handles, versions, pinned views and copies.
