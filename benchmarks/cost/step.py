@@ -143,7 +143,7 @@ def measure(case: Case, trained: Trained, variant: str, *, recipe: memopt.Recipe
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if fake:
         make_fake(model, mode)
-    with _faked(mode) if fake else contextlib.nullcontext():
+    with faked(mode) if fake else contextlib.nullcontext():
         ids = torch.zeros(case.batch, case.seq, dtype=torch.long)
         if not fake:
             ids = torch.randint(3, 500, ids.shape)
@@ -172,7 +172,7 @@ def _loss(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
 
 
 @contextlib.contextmanager
-def _faked(mode: FakeTensorMode) -> Iterator[None]:
+def faked(mode: FakeTensorMode) -> Iterator[None]:
     """Inside, a step on fake tensors takes the kernels of a CUDA device."""
     with mode, FiniteValues(), unpadded_masks(), CudaChoices():
         yield

@@ -659,3 +659,19 @@ def test_memory_that_was_never_written_beside_a_view_says_nothing(gap: int) -> N
     assert live_bytes(run) < ELEMENTS * 4  # it was compressed
     for gradient in torch.autograd.grad(run(), [x, weight]):
         assert gradient.isfinite().all()
+
+
+def test_a_tensor_is_quantised_as_soon_as_only_autograd_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memopt.patches.compression import compressor
+
+    quantised: list[int] = []
+    right = compressor.quantize
+    monkeypatch.setattr(compressor, "quantize", lambda x, *rest: quantised.append(x.numel()) or right(x, *rest))
+    x = leaf()
+    with RecomputeScope(FAMILIES, NEAREST, x):
+        y = (x * 1).sin()
+        assert quantised == []
+        z = y.cos()
+        assert len(quantised) == 1, "what sin saved waits for the end of the scope"
+    assert len(quantised) == 1, "somebody still refers to y"
+    z.sum().backward()

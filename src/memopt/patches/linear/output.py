@@ -22,7 +22,7 @@ from memopt.kernels.linear.output import recomputed_output
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
-from memopt.torch_compat import FakeTensor, no_dispatch
+from memopt.torch_compat import FakeTensor, is_checkpointed_region, no_dispatch
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # The partitioner takes a checkpointed region for an order: it saves no result of it.
         return checkpoint(functools.partial(stock, module), *args, use_reentrant=False, **kwargs)
-    if steps_aside() or not in_a_scope():
+    if steps_aside() or not in_a_scope() or is_checkpointed_region():  # that would compute it three times
         return stock(module, *args, **kwargs)
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
     if not is_saved or _is_wrapped(module) or (_is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):

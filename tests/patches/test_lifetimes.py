@@ -1,0 +1,52 @@
+"""How long tensors live inside the backward of a block: its transient follows what it saves."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.kernels.base import parts
+from memopt.reporting.timeline import Step, step
+from tests.factories import tiny_model
+
+BATCH, LENGTH = 4, 64
+
+
+def bodies(name: str, recipe: str = "exact-unfolded", *, checkpointed: bool) -> tuple[nn.Module, nn.Module]:
+    """A stock model of three blocks in bf16 and the same patched; both checkpointed, or none."""
+    # MLPs of four times the hidden size, as models have them.
+    sizes = {"n_layer": 3} if name == "gpt2" else {"num_hidden_layers": 3, "intermediate_size": 256}
+    stock = tiny_model(name, torch.bfloat16, **sizes).base_model
+    patched = memopt.patch(copy.deepcopy(stock), recipe)
+    for model in (stock, patched):
+        model.config.use_cache = False
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return stock, patched
+
+
+def measured(model: nn.Module) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    if "pixel" in model.main_input_name:
+        inputs = {"pixel_values": torch.randn(16, 3, 32, 32, generator=generator).bfloat16()}
+    else:
+        inputs = {"input_ids": torch.randint(3, 60, (BATCH, LENGTH), generator=generator)}
+
+    def run() -> SimpleNamespace:
+        return SimpleNamespace(loss=model(**inputs).last_hidden_state.square().mean())
+
+    run().loss.backward()  # scopes find out whether they are needed
+    model.zero_grad()
+    return step(model, run)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "gpt2"])
+def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch, name):
+    monkeypatch.setattr(parts, "LEAST", 2**8)  # as it is with large tensors
+    stock, patched = bodies(name, checkpointed=True)
+    assert measured(patched).peak <= measured(stock).peak
