@@ -234,6 +234,7 @@ def launches_stubbed() -> Iterator[None]:
     """
     from memopt.kernels.activation import function_triton as activation
     from memopt.kernels.gated_mlp import function_triton as gated
+    from memopt.kernels.loss import function_triton as loss
     from memopt.kernels.norm import forward_triton as norm
 
     with contextlib.ExitStack() as stack:
@@ -243,6 +244,7 @@ def launches_stubbed() -> Iterator[None]:
             (norm, {"launch_forward": _norm, "launch_backward": _norm_backward, "launch_affine": _affine}),
             (gated, {"launch_forward": lambda gate, up, kind: torch.empty_like(gate), "launch_backward": _gated}),
             (activation, {"launch_forward": lambda z, kind: torch.empty_like(z), "launch_backward": _activation}),
+            (loss, {"launch_statistics": lambda *_: None, "launch_gradient": lambda *_: None}),
         ):
             stack.enter_context(mock.patch.multiple(module, **stubs))
         yield
@@ -267,13 +269,13 @@ def _affine(x_hat: Tensor, weight: Any, bias: Any, arguments: Any) -> Tensor:
     return torch.empty_like(x_hat, dtype=arguments.dtype)
 
 
-def _gated(dh: Any, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: Any = None) -> Any:
+def _gated(dh: Any, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: Any = None, reuses: bool = False) -> Any:
     dgate, dup = out or (torch.empty_like(gate), torch.empty_like(up))
-    return dgate, dup, torch.empty_like(gate) if recompute else None
+    return dgate, dup, (dh if reuses else torch.empty_like(gate)) if recompute else None
 
 
-def _activation(dh: Any, z: Tensor, kind: str, recompute: bool = False) -> Any:
-    return torch.empty_like(z), torch.empty_like(z) if recompute else None
+def _activation(dh: Any, z: Tensor, kind: str, recompute: bool = False, reuses: bool = False) -> Any:
+    return torch.empty_like(z), (dh if reuses else torch.empty_like(z)) if recompute else None
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -346,7 +346,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "linear inputs: a linear counts as another operation that saves its input",
-        "if key is not None and not by_a_linear:",
+        "if not save.function or (save.functions_called, key) not in linears:",
         "if key is not None:",
         ("tests/walk/flow/test_linear_inputs.py",),
     ),
