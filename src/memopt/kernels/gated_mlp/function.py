@@ -28,6 +28,7 @@ from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import FusedLinearFunction, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
 from memopt.recompute_specs import Recomputed, attach_spec
+from memopt.torch_compat import is_legacy_batched
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -168,7 +169,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dgate, dup (None where dgate holds both) and, with `recompute`, h; `owns_dh` if nobody else has that."""
     z, factor = _halves(gate, up, gate_first)
-    both = torch.empty_like(gate, memory_format=torch.contiguous_format) if up is None else None
+    # A batch of gradients has a dimension that gate and up lack: nothing of their shape can hold it.
+    is_batched = is_legacy_batched(dh)
+    both = None if up is not None or is_batched else torch.empty_like(gate, memory_format=torch.contiguous_format)
     halves = None if both is None else _halves(both, None, gate_first)
     if z.dtype == factor.dtype and runs_triton(dh, z, factor):
         import memopt.kernels.gated_mlp.function_triton as kernels
@@ -178,7 +181,7 @@ def _gradients(
         with autocast_as(None, z):
             activated = ACTIVATIONS[kind].value(z)
             h = activated * factor if recompute else None
-            in_place = owns_dh and dh.dtype == z.dtype == factor.dtype
+            in_place = owns_dh and not is_batched and dh.dtype == z.dtype == factor.dtype
             dup = activated.mul_(dh) if in_place else (dh * activated).to(factor.dtype)
             del activated
             if halves is not None:
@@ -186,6 +189,8 @@ def _gradients(
             dgate = ACTIVATIONS[kind].gradient(dh.mul_(factor) if in_place else (dh * factor).to(z.dtype), z)
             if halves is not None:
                 dgate = halves[0].copy_(dgate)
+            if up is None and is_batched:
+                both = torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)
     return (dgate, dup, h) if both is None else (both, None, h)
 
 
