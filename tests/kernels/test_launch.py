@@ -24,6 +24,8 @@ KERNELS = [
     "activation_backward",
     "gated_forward",
     "gated_backward",
+    "loss_forward",
+    "loss_backward",
 ]
 SIZES = [*range(1, 70), *(2**n + d for n in range(7, 21) for d in (-1, 0, 1))]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -62,6 +62,7 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is contiguous, as the stock norms are.
     """
     wide = x.to(accumulation_dtype(x.dtype))
+    is_own = wide.dtype != x.dtype and not wide.requires_grad
     if spec.kind == "layer":
         if x.dtype == wide.dtype and x.size(-1):
             # The stock kernel: to the last bit what nn.LayerNorm computes, without temporaries of the input's size.
@@ -70,10 +71,10 @@ def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
         # For 16-bit inputs that kernel is less exact than this: it does not subtract the mean before it multiplies.
         wide = wide.contiguous()
         mean = wide.mean(-1, keepdim=True)
-        wide = wide - mean if wide.dtype == x.dtype else wide.sub_(mean)
+        wide = wide.sub_(mean) if is_own else wide - mean
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps_in(x.dtype))
     # A tensor that was changed in place is not recomputed: an alias that nothing was written to.
-    return (wide * rstd if wide.dtype == x.dtype else wide.mul_(rstd).data), rstd
+    return (wide.mul_(rstd).data if is_own else wide * rstd), rstd
 
 
 def affine(
