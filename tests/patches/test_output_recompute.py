@@ -386,3 +386,55 @@ def test_verify_knows_what_should_be_saved(tmp_path, monkeypatch):
     assert failed() == []  # what the report predicts too
     monkeypatch.setattr(output, "recomputed_output", lambda y, x, run: y)
     assert failed() == ["memory.recomputed"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_it_runs_again_in_the_mode_of_the_forward(trains):
+    inputs, config = tiny_inputs("llama", 2, 16), LoraConfig(target_modules=["up_proj"], lora_dropout=0.5, r=2)
+    config.init_lora_weights = False
+    model = get_peft_model(model_of("llama"), config)
+
+    def gradients():
+        model.zero_grad()
+        model.train(trains)
+        torch.manual_seed(0)
+        loss = model(**inputs).loss
+        model.train(not trains)
+        loss.backward()
+        assert all(module.training is not trains for module in model.modules())
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    memopt.patch(model, recipe())
+    assert "up_proj" in chosen(model)
+    torch.testing.assert_close(gradients(), expected)
+
+
+def test_it_runs_again_with_the_parameters_that_it_was_called_with():
+    inputs, stock = tiny_inputs("llama", 2, 16), model_of("llama")
+    others = {name: (p.detach() * 1.5).requires_grad_() for name, p in stock.named_parameters()}
+
+    def gradients(model):
+        loss = torch.func.functional_call(model, others, (), inputs).loss
+        return dict(zip(others, torch.autograd.grad(loss, list(others.values())), strict=True))
+
+    expected = gradients(stock)
+    torch.testing.assert_close(gradients(memopt.patch(copy.deepcopy(stock), recipe())), expected)
+
+
+@pytest.mark.parametrize("name", ["up_proj", "lora_A.default"])
+def test_hooks_that_watch_the_graph_or_draw_run_again(name):
+    inputs, config = tiny_inputs("llama", 2, 16), LoraConfig(target_modules=["up_proj"], r=2, init_lora_weights=False)
+    stock = get_peft_model(model_of("llama"), config)
+
+    def watch(module, args, output):
+        output.retain_grad()
+        torch.rand(1)
+
+    for each, module in stock.named_modules():
+        if each.endswith(name):
+            module.register_forward_hook(watch)
+    patched = memopt.patch(copy.deepcopy(stock), recipe())
+    expected, random = step(stock, inputs), torch.get_rng_state()
+    torch.testing.assert_close(step(patched, inputs), expected)
+    assert torch.equal(torch.get_rng_state(), random)

@@ -75,7 +75,8 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
     if not is_saved or _is_wrapped(module) or (_is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, *args, **kwargs)
-    versions, autocast = _versions(module), autocast_dtype(x)
+    held, autocast = _tensors(module), autocast_dtype(x)
+    versions = _versions(held)
     may_draw = module.training and bool(module._modules)
     random = _random_states(x) if may_draw else ()
     y = stock(module, *args, **kwargs)
@@ -84,12 +85,14 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         or not y.requires_grad
         or y is x
         or y._version
-        or versions != _versions(module)
+        or versions != _versions(_tensors(module))
     ):
         return y
     if may_draw and not _have_moved(random, x):
         random = ()
-    return with_witness(recomputed_output(y, x, _Again(stock, module, versions, autocast, random)))
+    return with_witness(
+        recomputed_output(y, x, _Again(stock, module, held, versions, _modes(module), autocast, random))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +101,19 @@ class _Again:
 
     stock: Callable[..., Tensor]
     module: nn.Module
+    held: dict[str, Tensor]
+    """Parameters and buffers by name: `torch.func.functional_call` puts others in for the time of a forward."""
     versions: list[int]
+    modes: list[dict[str, Any]]
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
     """States of the generators that it drew from; empty where it drew nothing."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        versions = _versions(self.module)
+        now = _tensors(self.module)
+        # Sharding frees the weights of the forward: then those that were gathered since are the same.
+        exchanged = {name: t for name, t in self.held.items() if now.get(name) is not t and _has_memory(t)}
+        versions = _versions({**now, **exchanged})
         if versions != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -112,21 +121,57 @@ class _Again:
                 f"{self.versions} instead, since its output is recomputed. Change weights after backward."
             )
         x = x.detach().requires_grad_(x.is_floating_point())  # kernels for inference ask for that
-        with autocast_as(self.autocast, x), _drawing_from(self.random, x):
-            return self._run(x)
+        is_hooked = any(map(is_watched, self.module.modules()))
+        random = self.random or (_random_states(x) if is_hooked else ())  # hooks may draw too
+        with (
+            autocast_as(self.autocast, x),
+            _drawing_from(random, x),
+            _in_modes(self.module, self.modes),
+            torch.set_grad_enabled(is_hooked),  # hooks may ask for the place of an output in a graph
+        ):
+            return self._run(x, exchanged).detach()
 
-    def _run(self, x: Tensor) -> Tensor:
-        if not is_watched(self.module):
+    def _run(self, x: Tensor, exchanged: dict[str, Tensor]) -> Tensor:
+        if not exchanged and not is_watched(self.module):
             return self.stock(self.module, x)
         # Hooks run again too, as under activation checkpointing: they may be those that gather sharded weights. Their
         # changes of input and output are not made twice.
         _running.module, _running.x = self.module, x
         try:
-            self.module(x)
+            torch.func.functional_call(self.module, exchanged, (x,)) if exchanged else self.module(x)
             return _running.y
         finally:
             _running.module = None
-            del _running.x, _running.y
+            _running.__dict__.pop("y", None)
+            del _running.x
+
+
+#: What a module's forward goes by beside its tensors: whether it trains, and which of its adapters (PEFT) are on.
+_MODES = ("training", "_active_adapter", "_disable_adapters")
+
+
+def _modes(module: nn.Module) -> list[dict[str, Any]]:
+    """Of `module` and those inside it."""
+    return [{name: own[name] for name in _MODES if name in own} for own in map(vars, module.modules())]
+
+
+@contextmanager
+def _in_modes(module: nn.Module, modes: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, `module` is as it was when :func:`_modes` gave `modes`; afterwards as it is now."""
+    now = _modes(module)
+    if now == modes:
+        yield
+        return
+    try:
+        _set_modes(module, modes)
+        yield
+    finally:
+        _set_modes(module, now)
+
+
+def _set_modes(module: nn.Module, modes: list[dict[str, Any]]) -> None:
+    for each, mode in zip(module.modules(), modes, strict=False):
+        vars(each).update(mode)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -138,11 +183,20 @@ def _saves_its_input(module: nn.Module) -> bool:
     return weight is not None and weight.requires_grad
 
 
-def _versions(module: nn.Module) -> list[int]:
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers."""
     if module._modules:
-        return [tensor._version for tensor in (*module.parameters(), *module.buffers())]
-    own = (*module._parameters.values(), *module._buffers.values())
-    return [tensor._version for tensor in own if tensor is not None]
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _versions(tensors: dict[str, Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors.values()]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and bool(tensor.untyped_storage().nbytes())
 
 
 def _is_on_gpu(x: Tensor) -> bool:
