@@ -250,3 +250,33 @@ def test_a_pattern_that_matches_no_block_is_noted():
 
 def test_recipes_that_do_not_use_it_show_no_rows():
     assert "checkpointing" not in memopt.plan_for(model_of()).counts()
+
+
+def test_generation_in_training_mode_has_its_cache():
+    stock, tokens = model_of(), tiny_inputs("llama")["input_ids"]
+    patched = memopt.patch(copy.deepcopy(stock), recipe("method=every-n"))
+    for model in (stock, patched):
+        model.train()
+    found, expected = (m.generate(tokens, max_new_tokens=8, do_sample=False) for m in (patched, stock))
+    assert torch.equal(found, expected)
+
+
+def test_what_waits_may_not_be_changed_before_backward():
+    x, scale = torch.randn(4, requires_grad=True), torch.ones(4)
+    with OffloadedInputs().of_a_block():
+        y = checkpoint(torch.mul, x, scale, use_reentrant=False)
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_block_that_changes_its_input_does_not_run_again_from_the_changed_one():
+    def block(x):
+        return x.mul_(2).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    with OffloadedInputs().of_a_block():
+        y = checkpoint(block, x * 1, use_reentrant=False).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

@@ -89,7 +89,12 @@ def _patched(model: nn.Module) -> Iterator[tuple[nn.Module, BlockRewrite]]:
 
 def _flag(module: nn.Module) -> bool:
     state = vars(module).get("_memopt")
-    return state.is_checkpointed if isinstance(state, BlockRewrite) else bool(vars(module).get(_FLAG, False))
+    # Without gradients there is nothing to run again, and generation in training mode (TRL) needs its cache.
+    return (
+        state.is_checkpointed and torch.is_grad_enabled()
+        if isinstance(state, BlockRewrite)
+        else bool(vars(module).get(_FLAG, False))
+    )
 
 
 def _function(module: nn.Module) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.saved.kept import Kept, check_version
 from memopt.torch_compat import FakeTensor
 
 #: Subclasses (sharded, nested, quantised tensors) stay where they are.
@@ -34,10 +35,10 @@ class OffloadedInputs:
         """Context manager around the checkpointing of one block: its first floating-point input goes to the CPU."""
         is_there = False
 
-        def pack(tensor: Tensor) -> Tensor | _Waiting:
+        def pack(tensor: Tensor) -> Kept | _Waiting:
             nonlocal is_there
             if is_there or not tensor.is_floating_point() or type(tensor) not in _PLAIN_TYPES:
-                return tensor.detach() if not tensor.is_leaf else tensor
+                return Kept(tensor)
             is_there = True
             waiting = _Waiting(tensor, self._stream(tensor.device), self._last)
             self._last = weakref.ref(waiting)
@@ -64,7 +65,7 @@ class _Waiting:
         with torch.no_grad():
             self._stored = torch.empty_like(tensor.detach(), device="cpu", pin_memory=stream is not None)
             if stream is None:
-                self._stored.copy_(tensor)
+                self._stored = self._stored.copy_(tensor).data  # an alias at version 0
                 return
             stream.wait_stream(torch.accelerator.current_stream(self._device))
             with stream:
@@ -80,6 +81,7 @@ class _Waiting:
     def take(self) -> Tensor:
         """The input on its device, for work on the current stream."""
         if self._stream is None:
+            check_version(self._stored, 0)  # a block that changes its input runs again once only
             return self._stored
         self.fetch()
         tensor, self._fetched = self._fetched, None
@@ -93,5 +95,5 @@ class _Waiting:
         return tensor
 
 
-def _unpack(packed: Tensor | _Waiting) -> Tensor:
-    return packed.take() if isinstance(packed, _Waiting) else packed
+def _unpack(packed: Kept | _Waiting) -> Tensor:
+    return packed.take() if isinstance(packed, _Waiting) else packed.unpack()
