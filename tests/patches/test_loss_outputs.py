@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.api import plan_for
+from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply
 from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
@@ -269,3 +273,104 @@ def test_a_head_with_adapters_runs_by_chunks() -> None:
         assert not patched or output.logits.value is None
         found.append(gradients(model, output.loss))
     assert_close(found[1], found[0], 1e-5)  # transformers computes the loss in fp32
+
+
+# -- what a stock model's logits allow, and a careless stand-in gets wrong ------------------------------------------
+
+
+def fitted(logits: Tensor, model: Any) -> Any:
+    z = logits / model.scale
+    return -(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
+
+
+AS_STOCK = {
+    "other rows of the same logits": lambda y, m: (y[:, 1:] - y[:, :-1]).logsumexp(-1),
+    "one half against the other": lambda y, m: (y[:2].softmax(-1) * y[2:].log_softmax(-1)).sum(-1),
+    "a tensor that is read twice": fitted,
+    "a temperature for detached logits": lambda y, m: F.cross_entropy((y.detach() / m.scale)[:, 0], torch.arange(4)),
+    "logits by name": lambda y, m: torch.gather(input=y, dim=2, index=torch.ones(4, 6, 1, dtype=torch.long)),
+    "a change after a whole read": lambda y, m: _masked(y, y.view(-1, CLASSES)),
+    "an output argument": lambda y, m: torch.max(y.detach(), -1, out=(y.new_empty(0), torch.empty(0).long()))[0],
+    "a hook": lambda y, m: _hooked(y, y.view(-1, CLASSES)),
+}  # fmt: skip
+
+
+def _masked(logits: Tensor, view: Tensor) -> Tensor:
+    logits.masked_fill_(logits > 0, -5.0)
+    return F.cross_entropy(view, torch.arange(len(view)))
+
+
+def _hooked(logits: Tensor, view: Tensor) -> Tensor:
+    logits.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(view, torch.arange(len(view)))
+
+
+@pytest.mark.parametrize("name", AS_STOCK)
+def test_values_and_gradients_are_the_stock_ones(name: str) -> None:
+    found = []
+    for patched in (False, True):
+        model = Model()
+        model.scale = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        result = AS_STOCK[name](model(), model)
+        found.append((result.detach().clone(), gradients(model, result.sum()) if result.requires_grad else {}))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-10)
+    assert found[1][1].keys() == found[0][1].keys()
+    for key, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][key], gradient, rtol=1e-10, atol=1e-10)
+
+
+def test_weights_that_are_lent_for_a_call() -> None:
+    found = []
+    for patched in (False, True):
+        model = Model(bias=True)
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        lent = {name: (value * 2).detach().requires_grad_() for name, value in model.named_parameters()}
+        loss = F.cross_entropy(torch.func.functional_call(model, lent, ())[:, 0], torch.arange(4))
+        found.append((loss, *torch.autograd.grad(loss, tuple(lent.values()))))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_weight_that_was_replaced() -> None:
+    model = Model()
+    patch_head(model.head, WIDTH, CLASSES)
+    logits = model()
+    model.head.weight = nn.Parameter(model.head.weight[:150].detach() * 2)
+    with pytest.raises(RuntimeError, match="replaced since"):
+        F.cross_entropy(logits[:, 0], torch.arange(4))
+    assert model().shape == (4, 6, 150)
+
+
+def test_detached_logits_keep_no_graph_alive() -> None:
+    class Token:
+        pass
+
+    model, token = Model(), Token()
+    patch_head(model.head, WIDTH, CLASSES)
+    hidden, alive = torch.tanh(model.body(model.x)), weakref.ref(token)
+    hidden.grad_fn.metadata["token"] = token
+    logits = model.head(hidden)
+    detached, stock = logits.view(-1, CLASSES).detach(), Model()().detach()
+    del logits, hidden, token
+    gc.collect()
+    assert alive() is None
+    torch.testing.assert_close(detached.as_subclass(Tensor), stock.view(-1, CLASSES))
+
+
+def test_a_gradient_of_logits_that_are_never_whole_is_an_error() -> None:
+    _, logits, _ = pair()
+    F.cross_entropy(logits[:, 0], torch.arange(4))
+    with pytest.raises(RuntimeError, match=r"no gradient of their own.*loss\.method=none"):
+        logits.retain_grad()
+
+
+def test_fp16_gradients_are_made_where_the_loss_scale_is_known() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = Model(dtype=torch.float32)
+        patch_head(model.head, WIDTH, CLASSES)
+        with torch.autocast("cpu", dtype):
+            logits: Any = model().view(-1, CLASSES)
+        small = dataclasses.replace(logits.source, width=1)
+        assert plain.Plain(small, LossArguments()).is_at_once is (dtype == torch.bfloat16)

@@ -9,11 +9,14 @@ Everything else gets the true logits, computed once by the ordinary graph, and o
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,6 +62,11 @@ class Operation:
         object.__setattr__(self, "versions", versions_of(self.tensors))
 
 
+def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
+    """Its parameters and buffers."""
+    return tuple(chain(module.parameters(), module.buffers()))
+
+
 @dataclass(frozen=True, eq=False)
 class Head:
     """One call of a head."""
@@ -73,6 +81,12 @@ class Head:
     versions: tuple[int, ...]
     lean: bool = False
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the module still has the tensors it was called with."""
+        now = tensors_of(self.module)
+        return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
 
     def __call__(self, x: Tensor) -> Tensor:
         with autocast_as(self.autocast, x):
@@ -97,6 +111,8 @@ class Source:
     """The same for logits of the same rows."""
     family: list[weakref.ref[LazyLogits]] = field(default_factory=list)
     """All logits of one call of the head, as far as they are alive."""
+    losses: list[str] = field(default_factory=list)
+    """Functions whose gradients come past the logits of that call."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +122,7 @@ class Source:
     def tensors(self) -> tuple[Tensor, ...]:
         """Those in the graph, beside `x`."""
         found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
-        return tuple(tensor for tensor in found if tensor.requires_grad)
+        return distinct(tensor for tensor in found if tensor.requires_grad)
 
     @property
     def without_rows(self) -> Source:
@@ -126,13 +142,19 @@ class Source:
             RuntimeError: what the logits are computed from was changed in place.
         """
         read: tuple[Head | Operation, ...] = (self.head, *self.operations)
-        if all(versions_of(each.tensors) == each.versions for each in read) and self.x._version == self.version:
+        same = all(versions_of(each.tensors) == each.versions for each in read) and self.x._version == self.version
+        if same and self.head.is_unchanged:
             return
         raise RuntimeError(
             "These logits were never computed, and the weights of their head, or its input, were changed in place "
-            "since its forward (by an optimizer's step, for example). Read outputs.logits before that, as in "
-            "logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
+            "or replaced since its forward (by an optimizer's step, for example). Read outputs.logits before that, as "
+            "in logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
         )
+
+
+def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Each once: the gradient of a tensor that is read twice is already that of both."""
+    return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -149,6 +171,8 @@ class LazyLogits(Tensor):
     parent: LazyLogits | None
     step: Callable[[Tensor], Tensor] | None
     """From the parent's value to this one's; None for the head's own output."""
+    root: weakref.ref[LazyLogits] | None
+    """In place of a parent that is in a graph, for logits that are not: they do not keep that graph alive."""
     node: Any
     """The autograd node that :func:`stand_for` gave it."""
 
@@ -161,17 +185,33 @@ class LazyLogits(Tensor):
             if func in _METADATA:
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             handler = HANDLERS.get(func)
-            if handler is not None and len(pending) == len(lazy) and not any(each.is_foreign for each in pending):
+            foreign = any(each.is_foreign for each in pending)
+            if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
+                if not args and "input" in kwargs:
+                    named = dict(kwargs)
+                    args, kwargs = (named.pop("input"),), named
                 for each in pending:
                     each.source.check()
                 answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
+                    if isinstance(answer, Tensor) and type(answer) is not LazyLogits and answer.requires_grad:
+                        for each in pending:
+                            each.source.losses.append(func.__name__)
                     return answer
             if func is not Tensor.as_subclass:
                 _note(func)
-            if _writes(func, kwargs):  # views share memory, copies were taken before: bring all to that state
-                for each in pending:
-                    each.compute_family()
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            for each in lazy:
+                # Sharded training registers hooks on outputs for their moment alone.
+                if each.source.losses and func is Tensor.retain_grad:
+                    raise RuntimeError(
+                        f"'{each.source.losses[0]}' has read these logits a part at a time, so they have no gradient "
+                        "of their own. Call retain_grad before, or patch with loss.method=none."
+                    )
+                each.compute_family()
+        if _writes(func, kwargs):  # views share memory, copies were taken before: bring all to that state
+            for each in lazy:
+                each.compute_family()
         result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
         # A change in place returns what it changed.
         return next((each for each in lazy if result is each.value), result)
@@ -199,11 +239,12 @@ class LazyLogits(Tensor):
                 self.value = _RevealFunction.apply(self)
             else:
                 with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
-                    if self.parent is None or self.step is None:
+                    parent = self.parent if self.root is None else self.root()
+                    if parent is None or self.step is None:
                         self.value = self.source.values(self.source.x)
                     else:
-                        self.value = self.step(self.parent.compute())
-            self.parent = self.step = None
+                        self.value = self.step(parent.compute())
+            self.parent = self.root = self.step = None
         assert self.value is not None
         return self.value
 
@@ -221,10 +262,21 @@ def stand_for(source: Source, parent: LazyLogits | None = None, step: Callable[[
         logits = _StandingFunction.apply(source, source.x, *source.tensors)
     else:
         logits = wrapper(LazyLogits, source.shape, source.dtype, source.x.device)
-    logits.source, logits.value, logits.parent, logits.step = source, None, parent, step
+    root = None
+    if parent is not None and step is not None and parent.source.tracked and not source.tracked:
+        steps = [step]
+        while parent.parent is not None and parent.step is not None:
+            steps.append(parent.step)
+            parent = parent.parent
+        root, parent, step = weakref.ref(parent), None, lambda value: functools.reduce(_applied, reversed(steps), value)
+    logits.source, logits.value, logits.parent, logits.root, logits.step = source, None, parent, root, step
     logits.node = logits.grad_fn
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
+
+
+def _applied(value: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+    return step(value)
 
 
 class _StandingFunction(DirectFunction):

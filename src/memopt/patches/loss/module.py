@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
-from memopt.patches.loss.lazy import Head, Source, stand_for, versions_of
+from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
 from memopt.patches.swap import steps_aside, swap_forward
 from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers, module_hooks
 
@@ -96,14 +95,14 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     if type(x) not in _PLAIN_TYPES or steps_aside(off=_WHOLE) or _is_out_of_reach(module):
         return stock(module, *args, **kwargs)
     assert isinstance(x, Tensor)
-    tensors = tuple(chain(module.parameters(), module.buffers()))
+    tensors = tensors_of(module)
     tracked = x.requires_grad or any(tensor.requires_grad for tensor in tensors)
     if not tracked or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
         return stock(module, *args, **kwargs)
     own = [tensor for tensor in module._parameters.values() if tensor is not None]
     transposed = rewrite.transposed if len(own) == len(tensors) else None
-    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors):
-        return stock(module, *args, **kwargs)  # sharded, or of another library
+    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors) or not _has_its_own(module):
+        return stock(module, *args, **kwargs)  # sharded, of another library, or lent for this call alone
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         return stock(module, *args, **kwargs)  # which says what is wrong
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
@@ -111,8 +110,15 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
-    width = rewrite.classes if one is None else one.shape[-1]
+    width = tensors[0].shape[1 if transposed else 0] if one is None else one.shape[-1]  # its rows may have been resized
     return stand_for(Source(head, x, width, dtype, True, version=x._version))
+
+
+def _has_its_own(module: nn.Module) -> bool:
+    """Whether its parameters are its own: `torch.func.functional_call` lends it others, and takes them back."""
+    if is_linear(module) and not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return False
+    return all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
 
 
 def _is_out_of_reach(module: nn.Module) -> bool:

@@ -61,7 +61,14 @@ def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor]) -> An
     """The rows `x` of `logits`; `step` moves the rows of their values likewise."""
     source = _untracked(logits.source)
     return stand_for(
-        dataclasses.replace(source, x=x if source.tracked else x.detach(), version=x._version), logits, step
+        dataclasses.replace(
+            source,
+            x=x if source.tracked else x.detach(),
+            version=x._version,
+            rows=source.rows if x is logits.source.x else object(),
+        ),
+        logits,
+        step,
     )
 
 
@@ -102,6 +109,8 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
             return result
 
         tensors = tuple(value for value in others.values() if isinstance(value, Tensor))
+        if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
         if len(at) > 1:
             return _of_two([args[position] for position in at], name, call, tensors)
         dtype = _dtype_of(lambda y: call([y], slice(0, 1)), first)

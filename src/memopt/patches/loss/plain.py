@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
-from memopt.patches.loss.lazy import Source
+from memopt.patches.loss.lazy import Source, distinct
 from memopt.patches.loss.rows import chunk_bytes, itself
 
 #: Rows of a chunk with which a product is not bound by reading W.
@@ -39,7 +39,7 @@ class Plain:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """x, weight and bias, and what operations read: in the graph as far as the logits are."""
         parameters = self.source.head.module._parameters
-        others = (tensor for operation in self.source.operations for tensor in operation.tensors)
+        others = distinct(tensor for operation in self.source.operations for tensor in operation.tensors)
         tensors = (self.source.x, parameters["weight"], parameters.get("bias"), *others)
         if self.source.tracked and torch.is_grad_enabled():
             return tensors
@@ -57,6 +57,8 @@ class Plain:
         assert weight is not None
         rows, limit = min(len(x), ROWS), chunk_bytes(x)
         dtype = source.head.autocast or x.dtype
+        if dtype == torch.float16:
+            return False  # gradients made in the forward would be too small for it: the loss is not scaled yet
         in_sum = weight.requires_grad and weight.dtype != accumulation_dtype(weight.dtype)
         return rows * source.width * dtype.itemsize <= limit and (not in_sum or 4 * weight.numel() <= limit)
 
