@@ -160,3 +160,12 @@ def test_it_compiles_into_one_graph(kind, dynamic):
         stock, ours = gelu_new(2 * z), compiled(z)
         torch.testing.assert_close(ours, stock)
         torch.testing.assert_close(*(torch.autograd.grad(h.sum(), z)[0] for h in (ours, stock)))
+
+
+def test_batched_gradients_of_a_tensor_that_is_computed_in_parts():
+    z = torch.randn(16, 2**15, requires_grad=True)
+    directions = torch.randn(2, *z.shape)
+    h = recomputed_activation(z, torch.nn.functional.mish)
+    (found,) = torch.autograd.grad(h, z, directions, is_grads_batched=True)
+    (expected,) = torch.autograd.grad(torch.nn.functional.mish(z), z, directions, is_grads_batched=True)
+    torch.testing.assert_close(found, expected)

@@ -205,9 +205,10 @@ def test_a_checkpoint_around_a_part_of_a_block_works():
     assert_close(results[1], results[0])
 
 
-def test_batched_gradients_are_the_stock_ones():
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_batched_gradients_are_the_stock_ones(name):
     results = []
-    for model in (tiny_model("phi3"), memopt.patch(tiny_model("phi3"))):
+    for model in (tiny_model(name), memopt.patch(tiny_model(name))):
         mlp = model.model.layers[0].mlp
         torch.manual_seed(0)
         x = torch.randn(1, 3, model.config.hidden_size, requires_grad=True)

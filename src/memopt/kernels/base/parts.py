@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from memopt.torch_compat import FakeTensor
+from memopt.torch_compat import FakeTensor, is_legacy_batched
 
 #: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
 COUNT, LEAST = 8, 2**15
@@ -20,7 +20,9 @@ def parts_of(*tensors: Tensor | None) -> int | None:
     first = given[0]
     if first.numel() < COUNT * LEAST or first.dim() < 2:
         return None
-    if any(each.shape != first.shape or not each.is_contiguous() or each.is_meta for each in given):
+    if any(each.shape != first.shape or is_legacy_batched(each) for each in given):
+        return None
+    if any(not each.is_contiguous() or each.is_meta for each in given):
         return None
     return -(-first.numel() // first.size(-1) // COUNT)
 
