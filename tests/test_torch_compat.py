@@ -80,6 +80,31 @@ def test_backward_runs_under_the_function_modes_that_are_active() -> None:
     assert torch.equal(x.grad, x.detach().cos())
 
 
+def test_the_node_whose_backward_runs_is_known() -> None:
+    assert torch_compat.current_node() is None
+    y, seen = leaf().sin(), []
+    y.register_hook(lambda _: seen.append(torch_compat.current_node()))
+    node = y.grad_fn
+    y.sum().backward()
+    assert [torch_compat.sequence_number(each) for each in seen] == [torch_compat.sequence_number(node)]
+    assert torch_compat.current_node() is None
+
+
+def test_the_frame_of_a_module_call_is_told_from_others() -> None:
+    frames = []
+
+    class Module(nn.Module):
+        def forward(self) -> None:
+            frame: Any = sys._getframe()
+            while frame is not None:
+                frames.append((torch_compat.is_module_call(frame), frame.f_locals.get("self")))
+                frame = frame.f_back
+
+    module = Module()
+    module()
+    assert [held for is_call, held in frames if is_call] == [module]
+
+
 def test_functions_of_autograd_are_numbered_and_show_their_tensors_too() -> None:
     first = torch_compat.next_sequence_number()
     x = leaf()

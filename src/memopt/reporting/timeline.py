@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt.reporting.storages import Birth, StorageTracker, storages
 from memopt.torch_compat import (
     current_node,
+    is_module_call,
     next_sequence_number,
     run_backward,
     sequence_number,
@@ -35,7 +36,6 @@ KINDS: dict[Kind, str] = {
 #: Modules whose functions, where backward calls them, compute saved tensors again.
 _RECOMPUTING = frozenset({"memopt.recompute_specs", "memopt.saved.handles", "torch.utils.checkpoint"})
 _ENGINE_CALLER = run_backward.__module__
-_CALL = nn.Module.__call__.__code__
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Timeline(StorageTracker):
         """Name of the innermost module that is running; empty where none is, as in backward."""
         frame: Any = sys._getframe(3)
         while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
-            if frame.f_code is _CALL:
+            if is_module_call(frame):
                 name: str | None = self._names.get(id(frame.f_locals["self"]))
                 if name is not None:
                     return name

@@ -60,6 +60,7 @@ from memopt.torch_compat.modules import (
     has_any_global_hook,
     is_checkpointed_region,
     is_dropout,
+    is_module_call,
     module_forward_hooks,
     module_hooks,
     no_forward_hooks,

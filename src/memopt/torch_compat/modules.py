@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,14 @@ from torch.utils import checkpoint
 
 from memopt.torch_compat.autograd import current_graph_task_id, top_saved_tensors_hooks
 from memopt.torch_compat.lookup import find, is_found
+
+_CALL = nn.Module.__call__.__code__
+
+
+def is_module_call(frame: FrameType) -> bool:
+    """Whether `frame` is a call of a module, which is its local variable ``self``."""
+    return frame.f_code is _CALL
+
 
 _WATCHED = "modules whose children may have hooks run their stock forward"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
