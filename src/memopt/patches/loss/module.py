@@ -116,8 +116,6 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
 
 def _has_its_own(module: nn.Module) -> bool:
     """Whether its parameters are its own: `torch.func.functional_call` lends it others, and takes them back."""
-    if is_linear(module) and not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return False
     return all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
 
 
