@@ -333,6 +333,21 @@ def test_weights_that_are_lent_for_a_call() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+def test_a_weight_that_is_a_view_of_another_parameter() -> None:
+    """... as FSDP1 keeps it: the head has no parameter of its own."""
+    found = []
+    for patched in (False, True):
+        model = Model()
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        flat = nn.Parameter(model.head.weight.detach().flatten())
+        del model.head.weight
+        model.head.weight = flat.view(CLASSES, WIDTH)
+        loss = F.cross_entropy(model()[:, 0], torch.arange(4))
+        found.append((loss, *torch.autograd.grad(loss, flat)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_weight_that_was_replaced() -> None:
     model = Model()
     patch_head(model.head, WIDTH, CLASSES)

@@ -101,7 +101,7 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
         return stock(module, *args, **kwargs)
     own = [tensor for tensor in module._parameters.values() if tensor is not None]
     transposed = rewrite.transposed if len(own) == len(tensors) else None
-    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors) or not _has_its_own(module):
+    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors) or not _has_its_own(rewrite, module):
         return stock(module, *args, **kwargs)  # sharded, of another library, or lent for this call alone
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         return stock(module, *args, **kwargs)  # which says what is wrong
@@ -114,8 +114,13 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     return stand_for(Source(head, x, width, dtype, True, version=x._version))
 
 
-def _has_its_own(module: nn.Module) -> bool:
-    """Whether its parameters are its own: `torch.func.functional_call` lends it others, and takes them back."""
+def _has_its_own(rewrite: LossRewrite, module: nn.Module) -> bool:
+    """Whether its parameters are its own.
+
+    `torch.func.functional_call` lends it others, and takes them back; FSDP1 makes the weight a view of its own tensor.
+    """
+    if rewrite.transposed is not None and module._parameters.get("weight") is None:
+        return False
     return all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
 
 
