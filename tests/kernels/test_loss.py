@@ -135,12 +135,17 @@ def test_blocks_of_columns_give_what_whole_rows_give(
         torch.testing.assert_close(result, other, rtol=bound + rounding, atol=bound)
 
 
-@every_option
-def test_infinities_and_nan_give_what_stock_gives(smoothing: float, weighted: bool) -> None:
-    logits, target, dloss, weight = draw(8, 11, weighted=weighted)
+def make_special(logits: Tensor, target: Tensor) -> None:
+    """Infinities and NaN at the target, beside it, and in all of a row; `logits` are (8, 11)."""
     target[:] = torch.arange(8)
     logits[0, 5], logits[1, 1], logits[2, 5], logits[3, 3] = -math.inf, -math.inf, math.inf, math.inf
     logits[4, 0], logits[5], logits[6, :6] = math.nan, -math.inf, -math.inf
+
+
+@every_option
+def test_infinities_and_nan_give_what_stock_gives(smoothing: float, weighted: bool) -> None:
+    logits, target, dloss, weight = draw(8, 11, weighted=weighted)
+    make_special(logits, target)
     loss, gradient = ours(logits, target, dloss, weight, smoothing)
     stock_loss, stock_gradient = stock(logits, target, dloss, weight, smoothing, torch.float32)
     assert_same_special_values(loss, stock_loss)

@@ -18,7 +18,7 @@ from memopt.kernels.loss.function import (
 )
 from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
 from memopt.kernels.loss.reference import LossArguments, block_gradient, update_statistics
-from tests.kernels.test_loss import by_blocks, draw, every_option, ours, stock
+from tests.kernels.test_loss import by_blocks, draw, every_option, make_special, ours, stock
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
@@ -62,9 +62,7 @@ def test_the_operators_run_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_option
 def test_infinities_and_nan_give_what_stock_gives(smoothing: float, weighted: bool) -> None:
     logits, target, dloss, weight = drawn(8, 11, torch.float32, weighted=weighted)
-    target[:] = torch.arange(8)
-    logits[0, 5], logits[1, 1], logits[2, 5], logits[3, 3] = -math.inf, -math.inf, math.inf, math.inf
-    logits[4, 0], logits[5], logits[6, :6] = math.nan, -math.inf, -math.inf
+    make_special(logits, target)
     loss, gradient = ours(logits, target, dloss, weight, smoothing)
     stock_loss, stock_gradient = stock(logits, target, dloss, weight, smoothing, torch.float32)
     assert_same_special_values(loss, stock_loss)
