@@ -127,10 +127,23 @@ class Step:
     """Bytes that live between forward and backward."""
     peak: int
     """The most bytes that live at one time."""
-    at_peak: tuple[tuple[Lifetime, Kind], ...]
-    """The storages that live then, in order of their allocation."""
+    top: int
+    """The event that makes the peak."""
+    forward_ends: int
+    """The first event of backward."""
+    events: int
+    """How many there are."""
+    lives: tuple[tuple[Lifetime, Kind], ...]
+    """Every storage, in order of its allocation."""
     most: dict[Kind, int]
     """The most bytes of each kind that live at one time, whenever that is."""
+
+    @property
+    def at_peak(self) -> tuple[tuple[Lifetime, Kind], ...]:
+        """The storages that live at the peak, in order of their allocation."""
+        return tuple(
+            (life, kind) for life, kind in self.lives if life.born <= self.top and not 0 <= life.died <= self.top
+        )
 
     @property
     def last(self) -> Lifetime | None:
@@ -180,8 +193,7 @@ def _counted(
         kept = now if moment < forward_ends else kept
         if now > peak:
             peak, top = now, moment
-    alive = ((life, kind) for life, kind in kinds.items() if life.born <= top and not 0 <= life.died <= top)
-    return Step(kept, peak, tuple(alive), most)
+    return Step(kept, peak, top, forward_ends, len(events), tuple(kinds.items()), most)
 
 
 def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
