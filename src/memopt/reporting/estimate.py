@@ -10,8 +10,8 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +48,7 @@ _DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Neither warnings of libraries nor the tracebacks that PyTorch logs where an operation fails on fake tensors."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
@@ -60,7 +60,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-@_quiet()
+@quiet()
 def trace_account(
     config: PreTrainedConfig,
     training: Training,
@@ -84,6 +84,47 @@ def trace_account(
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
+        saved = account(model.trained, model.run, blocks=sites.blocks, sites=sites, notes=model.notes)
+        if not peak:
+            return saved
+        try:
+            return replace(saved, step=step(model.trained, model.run, during_backward=model.choices()))
+        except Exception as error:  # the saved bytes are known all the same
+            why = f"{type(error).__name__}: {one_line(error)}"
+            return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model on fake tensors that is ready for a step."""
+
+    trained: nn.Module
+    """With adapters, where it has some."""
+    run: Callable[[], Any]
+    """One forward, which returns the model's output."""
+    choices: Callable[[], contextlib.AbstractContextManager[Any]]
+    """A context for backward: the kernels that the device chooses."""
+    arguments: dict[str, Any]
+    """Of the forward."""
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def traced(
+    config: PreTrainedConfig,
+    training: Training,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+    inputs: Batch | None = None,
+) -> Iterator[TracedModel]:
+    """The model of `config` on fake tensors; inside, forward and backward can run. Arguments as `trace_account`'s.
+
+    Raises:
+        ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
     """
     weights, autocast = _DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
@@ -116,14 +157,7 @@ def trace_account(
             arguments = _arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
-            saved = account(model, run, blocks=sites.blocks, sites=sites, notes=notes)
-            if not peak:
-                return saved
-            try:
-                return replace(saved, step=step(model, run, during_backward=choices()))
-            except Exception as error:  # the saved bytes are known all the same
-                why = f"{type(error).__name__}: {one_line(error)}"
-                return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
+            yield TracedModel(trained, run, choices, arguments, tuple(notes))
     except ModelError as error:
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:

@@ -162,13 +162,36 @@ def step(
             output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
         during_backward: a context to run backward in.
     """
+    return _counted(record(model, run, during_backward=during_backward))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a step allocated and freed."""
+
+    events: Sequence[Lifetime]
+    """The storage that was allocated or freed, in order."""
+    forward_ends: int
+    """Number of events before backward."""
+    gradients: Collection[Lifetime]
+    """Storages of gradients of parameters, and those that these were summed up in."""
+    kind_of: Callable[[Lifetime, int], Kind]
+    """What a storage that is no gradient of a parameter is for, given `forward_ends`."""
+
+
+def record(
+    model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
+) -> Record:
+    """Every storage of forward, loss and backward; arguments as those of `step`."""
     timeline = Timeline(model)
     with timeline, _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)
+        kind_of = _kinds(model, output)
         with during_backward or nullcontext():
             run_backward(*_losses(output))
-        return _counted(timeline.events, forward_ends, _with_sums(gradients), _kinds(model, output))
+        del output
+        return Record(tuple(timeline.events), forward_ends, _with_sums(gradients), kind_of)
 
 
 def _losses(output: Any) -> list[Tensor]:
@@ -178,9 +201,8 @@ def _losses(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _counted(
-    events: Sequence[Lifetime], forward_ends: int, left_out: Collection[Lifetime], kind_of: Callable[..., Kind]
-) -> Step:
+def _counted(found: Record) -> Step:
+    events, forward_ends, left_out, kind_of = found.events, found.forward_ends, found.gradients, found.kind_of
     kinds: dict[Lifetime, Kind] = {}
     live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     most, kept, peak, top = dict(live), 0, 0, -1

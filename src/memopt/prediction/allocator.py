@@ -1,0 +1,162 @@
+"""What PyTorch's CUDA caching allocator reserves for a sequence of allocations and frees.
+
+The rules and constants of c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; small ones (up to
+1 MiB) come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from segments of their own,
+rounded to 2 MiB. A request takes the smallest free block that holds it; what is left of the block is split off, and
+free neighbours are joined. With ``expandable_segments`` each of the two pools is one segment that grows at its end.
+There is one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memopt.prediction.events import Event, Storage
+
+_ROUND = 512
+_SMALL = 1 << 20
+_SMALL_SEGMENT = 2 << 20
+_LARGE_SEGMENT = 20 << 20
+_LEAST_OWN = 10 << 20
+_ROUND_OWN = 2 << 20
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes of the block that holds a tensor of `nbytes`."""
+    return max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
+
+
+def reserved(resident: Iterable[Storage], events: Sequence[Event], *, expandable: bool = False, steps: int = 2) -> int:
+    """Bytes of the segments that the allocator holds after `steps` equal steps.
+
+    Segments are never given back, as on a device with room; where there is none, PyTorch frees the unused ones and
+    tries again.
+
+    Args:
+        resident: what is allocated before the first step and stays.
+        events: one step; what it allocates it frees.
+        expandable: with ``expandable_segments:True``.
+        steps: the first fits its requests into an empty pool, later ones into what earlier ones left.
+    """
+    pools = (_Pool(_SMALL_SEGMENT, expandable), _Pool(_LARGE_SEGMENT, expandable))
+    blocks: dict[Storage, _Block] = {}
+
+    def pool_of(storage: Storage) -> _Pool:
+        return pools[rounded(storage.nbytes) > _SMALL]
+
+    for storage in resident:
+        pool_of(storage).allocate(storage.nbytes)
+    for event in list(events) * steps:
+        if not event.storage.nbytes:
+            continue
+        if event.allocated:
+            blocks[event.storage] = pool_of(event.storage).allocate(event.storage.nbytes)
+        else:
+            pool_of(event.storage).free(blocks.pop(event.storage))
+    return sum(pool.reserved for pool in pools)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A stretch of a segment; a list of neighbours."""
+
+    address: int
+    size: int
+    is_free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.size, self.address
+
+
+@dataclass
+class _Pool:
+    segment: int
+    expandable: bool
+    reserved: int = 0
+    _free: list[tuple[int, int]] = field(default_factory=list)
+    """(size, address) of the free blocks, sorted: the best fit is the first that is large enough."""
+    _at: dict[int, _Block] = field(default_factory=dict)
+    _last: _Block | None = None
+    """The block at the end of an expandable segment."""
+
+    def allocate(self, nbytes: int) -> _Block:
+        size = rounded(nbytes)
+        place = bisect_left(self._free, (size, -1))
+        if place < len(self._free):
+            block = self._at[self._free.pop(place)[1]]
+        else:
+            block = self._grown(size) if self.expandable else self._new_segment(size)
+        rest = block.size - size
+        # Of a large block that is split, more than 1 MiB must be left (should_split).
+        if rest >= _ROUND if self.segment == _SMALL_SEGMENT or self.expandable else rest > _SMALL:
+            self._split(block, size)
+        block.is_free = False
+        return block
+
+    def free(self, block: _Block) -> None:
+        block.is_free = True
+        if block.after is not None and block.after.is_free:
+            self._forget(block.after)
+            self._join(block, block.after)
+        if block.before is not None and block.before.is_free:
+            self._forget(block.before)
+            block = block.before
+            assert block.after is not None
+            self._join(block, block.after)
+        insort(self._free, block.key)
+
+    def _join(self, block: _Block, after: _Block) -> None:
+        del self._at[after.address]
+        block.size += after.size
+        block.after = after.after
+        if block.after is not None:
+            block.after.before = block
+        if self._last is after:
+            self._last = block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.size - size, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        if self._last is block:
+            self._last = rest
+        block.size, block.after = size, rest
+        self._at[rest.address] = rest
+        insort(self._free, rest.key)
+
+    def _new_segment(self, size: int) -> _Block:
+        if self.segment == _SMALL_SEGMENT or size < _LEAST_OWN:
+            nbytes = self.segment
+        else:
+            nbytes = -(-size // _ROUND_OWN) * _ROUND_OWN
+        return self._added(nbytes)
+
+    def _grown(self, size: int) -> _Block:
+        last = self._last
+        usable = last if last is not None and last.is_free else None
+        missing = size - (usable.size if usable else 0)
+        nbytes = -(-missing // self.segment) * self.segment
+        if usable is None:
+            added = self._added(nbytes)
+            added.before = last
+            if last is not None:
+                last.after = added
+            return added
+        self._forget(usable)
+        usable.size += nbytes
+        self.reserved += nbytes
+        return usable
+
+    def _added(self, nbytes: int) -> _Block:
+        block = _Block(self.reserved, nbytes)
+        self.reserved += nbytes
+        self._at[block.address] = self._last = block
+        return block
+
+    def _forget(self, block: _Block) -> None:
+        del self._free[bisect_left(self._free, block.key)]

@@ -1,0 +1,99 @@
+"""A step as a sequence of allocations and frees: what charts, the allocator and the peak are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Part = Literal[
+    "weights",
+    "gradients",
+    "optimizer states",
+    "optimizer transients",
+    "saved tensors",
+    "loss",
+    "recomputed",
+    "activation gradients",
+    "temporaries",
+    "weight copies",
+    "batch",
+    "communication",
+    "workspaces",
+]
+#: What a storage is for, in the order in which tables list it.
+PARTS: tuple[Part, ...] = get_args(Part)
+Moment = Literal["forward", "loss", "backward", "optimizer step"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Storage:
+    """One block of memory; equal to itself only, so an allocation and its free hold the same."""
+
+    nbytes: int
+    part: Part
+    module: str = ""
+    """The module whose forward or backward allocated it; of a weight, its own name."""
+    operation: str = ""
+    """The operator that allocated it."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An allocation or a free."""
+
+    storage: Storage
+    allocated: bool
+    """False: freed."""
+    moment: Moment
+
+    @property
+    def change(self) -> int:
+        """Bytes that it adds to the live ones."""
+        return self.storage.nbytes if self.allocated else -self.storage.nbytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which most bytes live."""
+
+    nbytes: int
+    moment: Moment
+    where: str
+    """The module whose forward or backward allocated then; empty outside of modules."""
+    operation: str
+    """The operator that did."""
+    parts: dict[Part, int]
+    """Bytes of each part that live then, in the order of `PARTS`; all parts are in it."""
+    index: int
+    """Of the event that made the peak; -1 where what lives throughout is the peak."""
+    alive: tuple[Storage, ...]
+    """What was allocated during the step and lives then, in order of allocation."""
+
+
+def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
+    """The peak of the step `events`, beside what is `resident` throughout."""
+    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    for storage in resident:
+        parts[storage.part] += storage.nbytes
+    live = most = sum(parts.values())
+    top = -1
+    for index, event in enumerate(events):
+        live += event.change
+        if live > most:
+            most, top = live, index
+    alive: dict[Storage, None] = {}
+    for event in events[: top + 1]:
+        if event.allocated:
+            alive[event.storage] = None
+        else:
+            del alive[event.storage]
+    for storage in alive:
+        parts[storage.part] += storage.nbytes
+    last = events[top] if top >= 0 else None
+    if last is None:
+        return Peak(most, "forward", "", "", parts, top, ())
+    moment = "loss" if last.storage.part == "loss" else last.moment
+    return Peak(most, moment, last.storage.module, last.storage.operation, parts, top, tuple(alive))

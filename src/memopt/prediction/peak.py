@@ -1,0 +1,154 @@
+"""The peak of a whole training step: what a trace, an optimizer, sharding and the allocator add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transformers import PreTrainedConfig
+
+from memopt.plan.recipe import Recipe
+from memopt.prediction.allocator import reserved
+from memopt.prediction.events import Event, Moment, Part, Peak, Storage, peak_of
+from memopt.prediction.optimizers import follow
+from memopt.prediction.setup import Setup
+from memopt.prediction.sharding import shard
+from memopt.prediction.trace import Trace, trace
+from memopt.reporting.training import Training
+from memopt.walk.calls.batch import Batch
+from memopt.walk.sites import Sites
+
+#: Of what is reserved: how far a prediction may be off on a CUDA device.
+MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The second step of a run, when the optimizer has its states. Bytes of one device."""
+
+    training: Training
+    setup: Setup
+    resident: tuple[Storage, ...]
+    """What lives throughout the step."""
+    events: tuple[Event, ...]
+    """All allocations and frees of the step, in order; what it allocates it frees."""
+    peak: Peak
+    assumptions: tuple[str, ...]
+    trace: Trace = field(repr=False)
+
+    @property
+    def moment(self) -> Moment:
+        """When in the step the peak falls."""
+        return self.peak.moment
+
+    @property
+    def where(self) -> str:
+        """The module that allocates then."""
+        return self.peak.where
+
+    @property
+    def parts(self) -> dict[Part, int]:
+        """Bytes of each part at the peak."""
+        return self.peak.parts
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes that the CUDA caching allocator holds; the peak on the CPU."""
+        if not self.training.cuda_kernels:
+            return self.peak.nbytes
+        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments)
+
+    @property
+    def context(self) -> int:
+        """Bytes of the CUDA context."""
+        return self.setup.context if self.training.cuda_kernels else 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that the process takes of the device."""
+        return self.reserved + self.context
+
+    @property
+    def margin(self) -> int:
+        """Bytes by which `total` may be off."""
+        return round(MARGIN * self.reserved)
+
+
+def predict(
+    config: PreTrainedConfig,
+    training: Training,
+    setup: Setup | None = None,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+    inputs: Batch | None = None,
+) -> Prediction:
+    """Predict the peak of a training step of the model of `config`, stock or patched.
+
+    Args:
+        config: the model's config; nothing else of the model is read.
+        training: how it is trained; ``cuda_kernels=False`` predicts for the CPU.
+        setup: optimizer, devices and allocator.
+        sites: what the walk found in this model.
+        recipe: patch with it first; None for the stock model.
+        folded: norms whose affine is folded in the checkpoint.
+        inputs: a batch of the size in `training`; by default one is made.
+
+    Raises:
+        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    return combine(trace(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs), setup or Setup())
+
+
+def combine(traced: Trace, setup: Setup) -> Prediction:
+    """The prediction for a step that has been traced; one trace serves any `setup`."""
+    cuda = traced.training.cuda_kernels
+    share = shard(traced, setup)
+    optimizer = follow(share.forms, setup, cuda)
+    resident = [*share.resident, *optimizer.states]
+    if cuda:
+        resident += [Storage(setup.workspace, "workspaces", thread) for thread in ("forward", "backward")]
+    events = [*share.events, *optimizer.events]
+    if setup.accumulation > 1:
+        # Later micro-batches add to the gradients of the first, and theirs live as long as it takes to do so.
+        resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
+        events = [*share.accumulating(), *optimizer.events]
+    else:
+        events += [Event(each, False, "optimizer step") for each in share.gradients]
+    return Prediction(
+        traced.training,
+        setup,
+        tuple(resident),
+        tuple(events),
+        peak_of(resident, events),
+        (*traced.notes, *_assumptions(traced, setup), *share.notes),
+        traced,
+    )
+
+
+def _assumptions(traced: Trace, setup: Setup) -> list[str]:
+    way = ""
+    if setup.optimizer in ("adamw", "sgd"):
+        way = ", fused" if setup.fused else ", foreach, PyTorch's default" if traced.training.cuda_kernels else ""
+    found = [
+        "Step: the second one, when the optimizer has its states; gradients are freed after it "
+        "(zero_grad(set_to_none=True)), and the model's output is held until backward has ended.",
+        f"Optimizer: {_OPTIMIZERS[setup.optimizer]}{way}.",
+    ]
+    if traced.training.cuda_kernels:
+        found.append(
+            f"Device: CUDA context {setup.context / 2**20:.0f} MiB; two cuBLAS workspaces of "
+            f"{setup.workspace / 2**20:.1f} MiB; one stream; "
+            + ("expandable segments." if setup.expandable_segments else "the allocator's default segments.")
+        )
+    return found
+
+
+_OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW, states in the dtype of the weights",
+    "adamw8bit": "bitsandbytes' AdamW8bit, blocks of 256",
+    "sgd": "torch.optim.SGD",
+    "adafactor": "transformers' Adafactor as Trainer makes it, no first moment",
+}

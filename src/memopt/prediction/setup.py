@@ -1,0 +1,47 @@
+"""What surrounds the training step that a prediction is about: optimizer, devices, allocator. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Optimizer = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
+
+MIB = 1 << 20
+#: Bytes of the workspace that PyTorch gives a cuBLAS handle: ``:4096:2:16:8`` KiB, and 32 MiB from Hopper on
+#: (aten/src/ATen/cuda/CublasHandlePool.cpp).
+CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
+CUBLAS_WORKSPACE_HOPPER = 32 * MIB
+#: Bytes that a process takes of a device before it allocates anything, with lazily loaded kernels (CUDA 12).
+CUDA_CONTEXT = 512 * MIB
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained beside what `memopt.reporting.training.Training` says."""
+
+    optimizer: Optimizer = "adamw"
+    """``adamw``, ``sgd``: those of PyTorch; ``adamw8bit``: bitsandbytes; ``adafactor``: transformers."""
+    fused: bool = False
+    """PyTorch's fused kernel; its default is foreach, which needs memory for intermediate results."""
+    momentum: float = 0.0
+    """Of ``sgd``."""
+    accumulation: int = 1
+    """Micro-batches in a step. With more than one, gradients live in forward too."""
+    sharding: Sharding = "none"
+    devices: int = 1
+    expandable_segments: bool = False
+    """``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+    workspace: int = CUBLAS_WORKSPACE
+    """Bytes of one cuBLAS workspace; the forward's thread has one, and the backward's has another."""
+    context: int = CUDA_CONTEXT
+    """Bytes of the CUDA context."""
+
+    def __str__(self) -> str:
+        words = [self.optimizer + (" (fused)" if self.fused else "")]
+        if self.accumulation > 1:
+            words.append(f"{self.accumulation} micro-batches")
+        if self.sharding != "none":
+            words.append(f"{self.sharding} over {self.devices} devices")
+        return ", ".join(words)

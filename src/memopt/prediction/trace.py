@@ -1,0 +1,174 @@
+"""Forward and backward of one step, traced from the config alone: every storage with what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from memopt.plan.recipe import Recipe
+from memopt.prediction.events import Event, Moment, Part, Storage
+from memopt.reporting.estimate import quiet, traced
+from memopt.reporting.storages import storages
+from memopt.reporting.timeline import Kind, Lifetime, Record, record
+from memopt.reporting.training import Training
+from memopt.torch_compat import storage_id, tree_leaves
+from memopt.walk.calls.batch import Batch
+from memopt.walk.sites import Sites
+
+_PARTS: dict[Kind, Part] = {
+    "saved": "saved tensors",
+    "logits": "loss",
+    "recomputed": "recomputed",
+    "gradients": "activation gradients",
+    "temporaries": "temporaries",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight, adapter or buffer; tied ones are one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward and backward, with nothing of the optimizer. Independent of it, so one trace serves several."""
+
+    training: Training
+    parameters: tuple[Parameter, ...]
+    batch: int
+    """Bytes of the inputs."""
+    events: tuple[Event, ...]
+    """Gradients of parameters live on at their end."""
+    gradients: tuple[Storage, ...]
+    """Those that live at the end."""
+    notes: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = field(default=(), repr=False)
+
+    def resident(self) -> Iterator[Storage]:
+        """What lives throughout: weights, buffers and the batch."""
+        for each in self.parameters:
+            dtype = str(each.dtype).removeprefix("torch.")
+            yield Storage(each.nbytes, "weights", each.name, "", dtype, each.shape)
+        yield Storage(self.batch, "batch")
+
+
+@quiet()
+def trace(
+    config: PreTrainedConfig,
+    training: Training,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+    inputs: Batch | None = None,
+) -> Trace:
+    """Follow one step of the model of `config`; arguments and errors as `memopt.reporting.estimate.traced`'s."""
+    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
+        batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
+        found = record(model.trained, model.run, during_backward=model.choices())
+        events = step_events(found)
+        return Trace(
+            training,
+            tuple(parameters_of(model.trained)),
+            batch,
+            events,
+            _living(events),
+            model.notes,
+            sites.blocks,
+        )
+
+
+def parameters_of(model: nn.Module) -> Iterator[Parameter]:
+    """Every parameter and buffer of `model`, each storage once."""
+    seen: set[int] = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        nbytes = 0
+        for storage in storages([tensor]):
+            if storage_id(storage) not in seen:
+                seen.add(storage_id(storage))
+                nbytes += storage.nbytes()
+        if nbytes:
+            yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad)
+
+
+def step_events(found: Record) -> tuple[Event, ...]:
+    """The events of a recorded forward and backward."""
+    merged = _summed_in_place(found)
+    made: dict[Lifetime, Storage] = {}
+    events = []
+    for index, life in enumerate(found.events):
+        sum_of = merged.get(life)
+        if life in merged and life.born == index:
+            continue  # it was added into the storage that holds the first term
+        if sum_of is None and life in merged.values() and life.died == index:
+            continue
+        root = life
+        while root in merged:
+            root = merged[root]
+        allocated = root.born == index
+        if allocated:
+            made[root] = _storage(root, found)
+        events.append(Event(made[root], allocated, _moment(made[root], index < found.forward_ends)))
+    return tuple(events)
+
+
+def _moment(storage: Storage, forward: bool) -> Moment:
+    return "loss" if storage.part == "loss" else "forward" if forward else "backward"
+
+
+def _storage(life: Lifetime, found: Record) -> Storage:
+    birth = life.birth
+    part: Part
+    if life in found.gradients:
+        part = "gradients"
+    elif birth.of_parameter:
+        part = "weight copies"
+    else:
+        part = _PARTS[found.kind_of(life, found.forward_ends)]
+    return Storage(life.nbytes, part, life.module, birth.operation, birth.dtype, birth.shape)
+
+
+def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
+    """Sum -> the first term, where autograd adds to that in place.
+
+    Its engine sums up gradients of one tensor in the storage of the first, unless something else refers to it; under a
+    dispatch mode, as in a trace, it makes a new one (InputBuffer::add in torch/csrc/autograd/input_buffer.cpp).
+    """
+    events = found.events
+    merged: dict[Lifetime, Lifetime] = {}
+    for index, life in enumerate(events[found.forward_ends :], found.forward_ends):
+        first = life.before
+        if life.born != index or first is None or life.node != -1 or first.nbytes != life.nbytes:
+            continue
+        if index < first.died <= index + 2:
+            merged[life] = first
+    return merged
+
+
+def _living(events: Sequence[Event]) -> tuple[Storage, ...]:
+    living: dict[Storage, None] = {}
+    for event in events:
+        if event.allocated:
+            living[event.storage] = None
+        else:
+            del living[event.storage]
+    return tuple(living)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> Iterator[torch.UntypedStorage]:
+    yield from {storage_id(storage): storage for storage in storages(tensors)}.values()

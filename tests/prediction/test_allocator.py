@@ -1,0 +1,63 @@
+"""The simulated CUDA caching allocator: its rounding, its segments, and what fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from memopt.prediction.allocator import reserved
+from memopt.prediction.events import Event, Storage
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def storage(nbytes: int) -> Storage:
+    return Storage(nbytes, "temporaries")
+
+
+def events(*sequence: tuple[Storage, bool]) -> Sequence[Event]:
+    return [Event(each, allocated, "forward") for each, allocated in sequence]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB),
+     (11 * MIB + 1, 12 * MIB)],
+)  # fmt: skip
+def test_a_request_gets_a_segment_of_its_size_class(nbytes: int, expected: int) -> None:
+    assert reserved([storage(nbytes)], []) == expected
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4096, 2 * MIB), (4097, 4 * MIB)])
+def test_small_requests_are_rounded_to_512_bytes_and_share_segments(count: int, expected: int) -> None:
+    assert reserved([storage(1) for _ in range(count)], []) == expected
+
+
+def test_what_was_freed_is_used_again_and_free_neighbours_are_joined() -> None:
+    parts = [storage(5 * MIB) for _ in range(4)]  # one segment
+    whole = storage(20 * MIB)
+    order = [(each, True) for each in parts] + [(parts[index], False) for index in (0, 2, 1, 3)]
+    assert reserved([], events(*order, (whole, True), (whole, False))) == 20 * MIB
+
+
+def test_the_smallest_free_block_that_fits_is_taken() -> None:
+    small, large, next_small, next_large = storage(12 * MIB), storage(40 * MIB), storage(12 * MIB), storage(40 * MIB)
+    order = [(large, True), (small, True), (large, False), (small, False)]
+    order += [(next_small, True), (next_large, True), (next_small, False), (next_large, False)]
+    assert reserved([], events(*order)) == 52 * MIB
+
+
+@pytest.mark.parametrize(("expandable", "expected"), [(False, 62 * MIB), (True, 40 * MIB)])
+def test_a_hole_that_is_too_small_fragments_unless_segments_expand(expandable: bool, expected: int) -> None:
+    """What grows by a little never fits the segment of what was freed."""
+    first, second = storage(30 * MIB), storage(32 * MIB)
+    order = [(first, True), (first, False), (second, True), (second, False)]
+    assert reserved([], events(*order), expandable=expandable) == expected
+
+
+def test_a_large_block_keeps_a_rest_of_up_to_one_mebibyte() -> None:
+    """Such a rest is not split off, so the next request of its size takes another segment."""
+    first, second, rest = storage(40 * MIB), storage(39 * MIB), storage(MIB + 512)
+    order = [(first, True), (first, False), (second, True), (rest, True), (second, False), (rest, False)]
+    assert reserved([], events(*order)) == 60 * MIB

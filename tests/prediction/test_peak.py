@@ -1,0 +1,57 @@
+"""The predicted peak of a whole step is the one that real tensors have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.prediction.optimizers import follow
+from memopt.prediction.peak import Prediction, predict
+from memopt.prediction.setup import Setup
+from memopt.reporting.training import Training
+from tests.reporting.builders import named_config, sites_of
+
+
+def predicted(name: str, setup: Setup | None = None, **training: Any) -> Prediction:
+    config = named_config(name)
+    sizes = {"batch": 2, "seq": 24, "precision": "fp32", "cuda_kernels": False, **training}
+    return predict(config, Training(**sizes), setup, sites=sites_of(config))
+
+
+def test_a_step_frees_what_it_allocates_and_its_parts_add_up_to_the_peak() -> None:
+    found = predicted("llama")
+    assert sum(event.change for event in found.events) == 0
+    assert sum(found.parts.values()) == found.peak.nbytes
+    at_peak = sum(each.nbytes for each in (*found.resident, *found.peak.alive))
+    assert at_peak == found.peak.nbytes
+
+
+def test_adamw_keeps_two_states_an_element_and_foreach_a_copy_of_the_weights_in_its_step() -> None:
+    forms = (((32, 16), torch.bfloat16), ((16,), torch.bfloat16))
+    count = 32 * 16 + 16
+    foreach, fused = (follow(forms, Setup(fused=fused)) for fused in (False, True))
+    assert sum(each.nbytes for each in foreach.states) == 2 * 2 * count
+    assert sum(each.nbytes for each in fused.states) == 2 * 2 * count + 2 * 4  # the number of steps is on the device
+    assert max(_live(foreach.events)) == 2 * count
+    assert not fused.events
+
+
+def test_eight_bit_states_have_a_statistic_for_256_codes_and_small_tensors_stay_in_fp32() -> None:
+    forms = (((64, 64), torch.bfloat16), ((4095,), torch.bfloat16))
+    found = follow(forms, Setup("adamw8bit"))
+    assert sum(each.nbytes for each in found.states) == 2 * (4096 + 4 * 16) + 2 * 4 * 4095 + 2 * 4 * 256
+
+
+def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
+    once, twice = predicted("llama"), predicted("llama", Setup(accumulation=2))
+    assert not any(each.part == "gradients" for each in once.resident)
+    trained = sum(each.nbytes for each in once.trace.parameters if each.trained)
+    assert sum(each.nbytes for each in twice.resident if each.part == "gradients") == trained
+
+
+def _live(events: Any) -> list[int]:
+    live = [0]
+    for event in events:
+        live.append(live[-1] + event.change)
+    return live
