@@ -24,6 +24,7 @@ from memopt.kernels.loss.function import (
     row_losses,
 )
 from memopt.kernels.loss.reference import LossArguments
+from memopt.torch_compat import FakeTensorMode
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -297,3 +298,23 @@ def test_lean_has_no_second_derivative_and_says_so() -> None:
     logits.requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(lean_cross_entropy(logits, target), logits, create_graph=True)
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_trace_on_fake_tensors_has_as_many_operations_for_many_rows_as_for_few() -> None:
+    counts = []
+    for rows in (2, 600):
+        with FakeTensorMode(), _Operations() as operations:
+            logits, target = torch.empty(rows, 50000, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+            losses, lse = cross_entropy_rows(logits, target, label_smoothing=0.1)
+            dlogits = cross_entropy_backward_(logits, target, lse, losses, label_smoothing=0.1)
+        assert dlogits is logits
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
