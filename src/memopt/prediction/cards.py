@@ -1,0 +1,137 @@
+"""Cards: how much of their memory a process can use, and how fast they compute and move. Plain data, no torch.
+
+Memory is what PyTorch says of a device ("GPU 0 has a total capacity of 23.64 GiB" in its out-of-memory errors); it
+differs by a few dozen MiB between drivers, and the least that was seen is taken. With ECC on a card of the A10, A40,
+A6000, L4 or L40 family it is what is left beside the check bits. Rates are those of the vendors' data sheets: dense
+products with fp32 sums, without sparsity; fp32 without TF32, which PyTorch leaves off.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from memopt.errors import UsageError
+
+GIB = 1 << 30
+#: PCI Express of 16 lanes, bytes per second in one direction, by generation.
+_PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
+_SIZES = {"GiB": GIB, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "TiB": 1 << 40, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_SIZES) + r")", re.IGNORECASE)
+#: Words of a device's name that do not tell one card from another.
+_NOISE = {"nvidia", "geforce", "tesla", "amd", "instinct", "generation", "sxm", "sxm2", "sxm4", "sxm5", "hbm3", "hbm3e"}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One device."""
+
+    name: str
+    memory: int
+    """Bytes that a process can use, its CUDA context included."""
+    flops: float
+    """Of 16-bit products with fp32 sums, per second."""
+    flops_fp32: float
+    """Of fp32 products, per second."""
+    bandwidth: float
+    """Bytes per second, of its own memory."""
+    link: float
+    """Bytes per second, to the memory of the host."""
+    source: str
+    """Of the rates."""
+    is_named: bool = True
+    """False where a size was given, with the rates of a common card."""
+
+
+def _card(name: str, gib: float, tera: float, tera_fp32: float, giga: float, pcie: int, sheet: str) -> Card:
+    return Card(name, round(gib * GIB), tera * 1e12, tera_fp32 * 1e12, giga * 1e9, _PCIE[pcie], f"{sheet} data sheet")
+
+
+#: Every card that is known by name.
+CARDS: tuple[Card, ...] = (
+    _card("RTX 2080 Ti", 10.74, 53.8, 13.4, 616, 3, "NVIDIA Turing architecture"),
+    _card("RTX 3060", 11.63, 25.5, 12.7, 360, 4, "NVIDIA GA10x architecture"),
+    _card("RTX 3080", 9.63, 59.5, 29.8, 760, 4, "NVIDIA GA10x architecture"),
+    _card("RTX 3090", 23.56, 71.0, 35.6, 936, 4, "NVIDIA GA10x architecture"),
+    _card("RTX 4080", 15.57, 97.5, 48.7, 716.8, 4, "NVIDIA Ada architecture"),
+    _card("RTX 4090", 23.50, 165.2, 82.6, 1008, 4, "NVIDIA Ada architecture"),
+    _card("RTX 5090", 31.35, 209.5, 104.8, 1792, 5, "NVIDIA RTX Blackwell architecture"),
+    _card("T4", 14.56, 65.0, 8.1, 320, 3, "NVIDIA T4"),
+    _card("V100 16GB", 15.76, 125.0, 15.7, 900, 3, "NVIDIA V100"),
+    _card("V100 32GB", 31.73, 125.0, 15.7, 900, 3, "NVIDIA V100"),
+    _card("A10", 21.98, 125.0, 31.2, 600, 4, "NVIDIA A10"),
+    _card("A10G", 21.98, 70.0, 35.0, 600, 4, "NVIDIA A10G"),
+    _card("A40", 44.34, 149.7, 37.4, 696, 4, "NVIDIA A40"),
+    _card("RTX A5000", 23.56, 111.1, 27.8, 768, 4, "NVIDIA RTX A5000"),
+    _card("RTX A6000", 47.40, 154.8, 38.7, 768, 4, "NVIDIA RTX A6000"),
+    _card("RTX 6000 Ada", 47.37, 364.2, 91.1, 960, 4, "NVIDIA RTX 6000 Ada"),
+    _card("L4", 21.96, 121.0, 30.3, 300, 4, "NVIDIA L4"),
+    _card("L40S", 44.39, 362.0, 91.6, 864, 4, "NVIDIA L40S"),
+    _card("A100 40GB", 39.38, 312.0, 19.5, 1555, 4, "NVIDIA A100"),
+    _card("A100 80GB", 79.14, 312.0, 19.5, 2039, 4, "NVIDIA A100"),
+    _card("H100", 79.10, 989.4, 66.9, 3350, 5, "NVIDIA H100 SXM"),
+    _card("H100 PCIe", 79.10, 756.0, 51.2, 2039, 5, "NVIDIA H100 PCIe"),
+    _card("H200", 139.71, 989.4, 66.9, 4800, 5, "NVIDIA H200"),
+    _card("B200", 178.35, 2250.0, 75.0, 7700, 5, "NVIDIA HGX B200"),
+    _card("MI300X", 191.69, 1307.4, 163.4, 5300, 5, "AMD Instinct MI300X"),
+)
+_RATES_OF_A_SIZE = "A100 80GB"
+
+
+def find_card(text: str) -> Card:
+    """The card that `text` names (``rtx4090``, ``a100-80gb``, what `torch.cuda.get_device_name` returns) or its size.
+
+    A size has a unit: ``24GiB`` is 24 x 2**30 bytes, ``24GB`` is 24 x 10**9.
+
+    Raises:
+        UsageError: no card has this name, several have, or the size is not positive.
+    """
+    size = _SIZE.fullmatch(text.strip())
+    if size is not None:
+        return _sized(text, size)
+    wanted, cards = _key(text), {_key(card.name): card for card in CARDS}
+    found = [card for key, card in cards.items() if wanted in (key, key.removeprefix("rtx"))]
+    found = found or [card for key, card in cards.items() if wanted and key.startswith(wanted)]
+    if not found:  # a device's name may say more: NVIDIA H100 80GB HBM3
+        inside = [key for key in cards if wanted.startswith(key)]
+        found = [cards[key] for key in inside if len(key) == max(map(len, inside))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"'{text}' names several cards.", f"Say which: {', '.join(_said(card) for card in found)}.")
+    if re.fullmatch(r"[\d.]+\s*g?", text.strip(), re.IGNORECASE):
+        number = text.strip().lower().rstrip("g ")
+        raise UsageError(f"'{text}' has no unit.", f"Write {number}GiB (x 2^30 bytes) or {number}GB (x 10^9).")
+    near = [_said(cards[key]) for key in difflib.get_close_matches(wanted, cards, n=3, cutoff=0.5)]
+    known = ", ".join(near or map(_said, CARDS))
+    raise UsageError(
+        f"No card is named '{text}'.",
+        f"{'Did you mean' if near else 'Known'}: {known}; or give its memory, e.g. 24GiB.",
+    )
+
+
+def _sized(text: str, size: re.Match[str]) -> Card:
+    unit = next(unit for unit in _SIZES if unit.lower() == size[2].lower())
+    memory = round(float(size[1]) * _SIZES[unit])
+    if not memory:
+        raise UsageError(f"A card of '{text}' has no memory.", "Give its size, e.g. 24GiB.")
+    like = find_card(_RATES_OF_A_SIZE)
+    return Card(
+        f"{size[1]} {unit}",
+        memory,
+        like.flops,
+        like.flops_fp32,
+        like.bandwidth,
+        like.link,
+        f"a size was given; rates of an {like.name}",
+        is_named=False,
+    )
+
+
+def _key(text: str) -> str:
+    return "".join(word for word in re.split(r"[\s_\-,()]+", text.lower()) if word not in _NOISE)
+
+
+def _said(card: Card) -> str:
+    return card.name.lower().replace("rtx ", "rtx").replace(" ", "-")

@@ -1,0 +1,61 @@
+"""Cards by name and by size."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt.errors import UsageError
+from memopt.prediction.cards import CARDS, GIB, find_card
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("a100-40gb", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("h100-pcie", "H100 PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB"),
+        ("NVIDIA A10G", "A10G"),
+        ("a10", "A10"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_card_is_found_by_what_people_and_devices_call_it(text: str, name: str) -> None:
+    assert find_card(text).name == name
+
+
+def test_a_size_is_taken_by_its_unit() -> None:
+    assert find_card("24GiB").memory == 24 * GIB
+    assert find_card("24 gb").memory == 24 * 10**9
+    assert find_card("1.5TiB").memory == 1536 * GIB
+    assert not find_card("24GiB").is_named
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("a100", "a100-40gb, a100-80gb"),
+        ("24", "24GiB"),
+        ("24G", "24GiB"),
+        ("rtx4091", "rtx4090"),
+        ("0GiB", "no memory"),
+        ("", "Known"),
+    ],
+)
+def test_what_names_no_single_card_is_said_with_what_would(text: str, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        find_card(text)
+
+
+def test_every_card_is_found_by_its_own_name_and_less_of_it_is_usable_than_it_is_sold_with() -> None:
+    sold = {16, 24, 32, 40, 48, 80, 10, 11, 12, 141, 180, 192}
+    for card in CARDS:
+        assert find_card(card.name) == card
+        assert any(0 < gib - card.memory / GIB < 0.1 * gib for gib in sold)
+        assert card.flops > card.flops_fp32 > 0
+        assert card.bandwidth > card.link
