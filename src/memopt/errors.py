@@ -58,7 +58,7 @@ class LaunchTableError(MemoptError):
 
 
 class OutputError(MemoptError):
-    """The output folder cannot be written."""
+    """An output folder or file cannot be written."""
 
 
 class StreamError(MemoptError):

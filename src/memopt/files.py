@@ -1,15 +1,16 @@
-"""Reading the small files of a model's folder, which may come from a stranger: plain files of sane size, sane JSON."""
+"""Small files: those of a stranger's model folder, read if plain, of sane size and sane JSON; and results, written."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import ModelError
+from memopt.errors import ModelError, OutputError
 
 #: Most bytes of a header, index or manifest. 92,000 tensors have an index of 9 MB.
 MAX_JSON_BYTES = 16 << 20
@@ -42,6 +43,45 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
     if len(content) > limit:
         raise ModelError(f"'{path}' grew while it was read.")
     return content
+
+
+def check_output(path: Path, option: str) -> Path:
+    """The resolved `path`, if a result can be written there; `option` is the name of the option that gave it.
+
+    Raises:
+        OutputError: it is a folder or a device, or its folder is missing or not writable.
+    """
+    path = Path(os.path.realpath(path.expanduser()))
+    what = f"{option} '{path}'"
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no plain file"
+        raise OutputError(f"{what} is {kind}, so the result cannot be written there.", "Name a file.")
+    if not path.parent.is_dir():
+        raise OutputError(f"{what} lies in a folder that does not exist.", f"Create '{path.parent}', or name another.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{what} cannot be written: its folder allows it to nobody like you.", "Name another folder.")
+    return path
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file as a whole or not at all: next to its target, then renamed.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    new = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    try:
+        with open(new, "xb") as file:
+            if path.exists():
+                os.chmod(new, stat.S_IMODE(path.stat().st_mode))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        raise OutputError(f"'{path}' could not be written: {error.strerror}.", "It is as it was before.") from error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def parse_json(

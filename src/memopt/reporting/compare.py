@@ -24,6 +24,7 @@ PARTS: dict[Part, str] = {
     "head": "after the blocks (head and loss)",
 }
 UNSEEN = "held outside of saved tensors"
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Row:
     count_before: int
     count_after: int
 
+    @property
+    def what(self) -> str:
+        """``30 x bf16 1x512x576``."""
+        count = self.count_before or self.count_after
+        text = f"{_SHORT_DTYPES.get(self.dtype, self.dtype)} {'x'.join(map(str, self.shape))}".rstrip()
+        return text if count == 1 else f"{count} x {text}"
+
 
 @dataclass(frozen=True)
 class BlockKind:
@@ -46,6 +54,12 @@ class BlockKind:
     blocks: tuple[str, ...]
     rows: tuple[Row, ...]
     """Of one such block."""
+
+    @property
+    def title(self) -> str:
+        """``30 blocks alike, layers.0 to layers.29: each of them``."""
+        first, last = self.blocks[0], self.blocks[-1]
+        return first if first == last else f"{len(self.blocks)} blocks alike, {first} to {last}: each of them"
 
     @property
     def before(self) -> int:

@@ -88,5 +88,5 @@ def step_curve(step: Step, limit: int = MOMENTS) -> Curve:
     ended = ((life, kind) for life, kind in step.lives if 0 <= life.died < step.events)
     changes += [Change(life.died, -life.nbytes, kind, life.module) for life, kind in ended]
     changes.sort(key=lambda change: change.moment)
-    phases = (("forward and loss", 0), ("backward", step.forward_ends))
+    phases = (("forward", 0), ("backward", step.forward_ends))
     return curve(changes, {str(kind): name for kind, name in KINDS.items()}, phases, step.events, limit)

@@ -11,13 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from memopt.reporting.compare import BlockKind, Comparison, Row
+    from memopt.reporting.compare import Comparison, Row
 
 SCOPE = (
     "Counted: activations that one forward saves for backward, each storage once; for the peak, every storage that "
     "lives then. Not counted: weights, their gradients, optimizer states, inputs, and what kernels use inside."
 )
-_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 #: Rows below this share of a unit are summed in one line.
 _SMALL = 0.02
 #: And those below this share of the peak.
@@ -30,7 +29,7 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
     yield Text(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", style="bold")
     yield Text(f"{comparison.training}")
     for kind in comparison.kinds():
-        yield Text(f"\n{_kind_title(kind)}", style="bold")
+        yield Text(f"\n{kind.title}", style="bold")
         yield _row_table(kind.rows, unit, total="one block")
     if rest := comparison.rest():
         yield Text("\nOutside of single blocks", style="bold")
@@ -65,17 +64,12 @@ def _change(what: str, before: int, after: int) -> str:
     return f"{what}: {_size(before)} -> {_size(after)} ({_percent(after / before - 1 if before else 0.0)})"
 
 
-def _kind_title(kind: BlockKind) -> str:
-    first, last = kind.blocks[0], kind.blocks[-1]
-    return first if first == last else f"{len(kind.blocks)} blocks alike, {first} to {last}: each of them"
-
-
 def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
     table = _table("saved as", "what", numbers=("before u", "MiB", "after u", "MiB"))
     small = [row for row in rows if max(row.before, row.after) < _SMALL * unit]
     for row in rows:
         if row not in small:
-            table.add_row(row.cause, _what(row), *_cells(row.before, row.after, unit))
+            table.add_row(row.cause, row.what, *_cells(row.before, row.after, unit))
     if small:
         sums = (sum(row.before for row in small), sum(row.after for row in small))
         table.add_row("small tensors", "statistics and the like", *_cells(*sums, unit))
@@ -122,13 +116,6 @@ def _table(*words: str, numbers: Sequence[str]) -> Table:
     for header in numbers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
-
-
-def _what(row: Row) -> str:
-    count = row.count_before or row.count_after
-    shape = "x".join(str(size) for size in row.shape)
-    text = f"{_SHORT_DTYPES.get(row.dtype, row.dtype)} {shape}".rstrip()
-    return text if count == 1 else f"{count} x {text}"
 
 
 def _cells(before: int, after: int, unit: int) -> tuple[str, str, str, str]:
