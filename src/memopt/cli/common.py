@@ -177,6 +177,19 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
+def output_file(path: Path | None, option: str) -> Path | None:
+    """Where the option's result goes, checked before any work is done.
+
+    Raises:
+        OutputError: it cannot be written there.
+    """
+    if path is None:
+        return None
+    from memopt.files import check_output
+
+    return check_output(path, option)
+
+
 def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:
     """Print an error as one line on stderr (and as the JSON document); returns the exit code."""
     kind, message, hint, code = _describe(error)

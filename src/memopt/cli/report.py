@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +47,10 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one HTML page with charts as well.", show_default=False),
+    ] = None,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     json_output: common.JsonOption = False,
@@ -62,6 +67,7 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
+    page_file = common.output_file(html, "--html")
     with common.only_results_on_stdout():
         from memopt.pipeline import report as run_report
 
@@ -80,6 +86,12 @@ def report(
             trust_remote_code=trust_remote_code,
             note=common.note,
         )
+    if page_file is not None:
+        from memopt.files import write_output
+        from memopt.reporting.html.page import page
+
+        write_output(page_file, page(comparison).encode())
+        common.note(f"Wrote {page_file}")
     if json_output:
         from memopt.reporting.json import comparison_dict
 

@@ -208,9 +208,12 @@ def _drawn(chart: Chart, top: float, colours: Mapping[str, int]) -> SimpleNamesp
         if kind in colours and any(found.live[kind])
     ]
     ends = [*(first for _, first in found.phases[1:]), found.events]
-    causes = sorted(
-        ((nbytes, f"{kind}{f', {where}' if where else ''}") for (kind, where), nbytes in chart.at_peak.items())
-    )
+    largest = sorted(chart.at_peak.items(), key=lambda item: -item[1])[:_CAUSES]
+    causes = [
+        SimpleNamespace(nbytes=nbytes, name=f"{kind}, {where}" if where else kind)
+        for (kind, where), nbytes in largest
+        if nbytes >= _SMALL_OF_PEAK * found.peak
+    ]
     parts: dict[str, int] = {}
     for (kind, _), nbytes in chart.at_peak.items():
         parts[kind] = parts.get(kind, 0) + nbytes
@@ -228,7 +231,7 @@ def _drawn(chart: Chart, top: float, colours: Mapping[str, int]) -> SimpleNamesp
         y=_share(found.peak, top),
         top=found.top,
         moments=len(found.moments),
-        causes=[SimpleNamespace(nbytes=nbytes, name=name) for nbytes, name in causes[: -_CAUSES - 1 : -1]],
+        causes=causes,
         parts=[SimpleNamespace(nbytes=nbytes, name=name) for name, nbytes in parts.items() if nbytes],
     )
 

@@ -1,0 +1,215 @@
+"""The report as one HTML page: whole, self-contained, escaped, readable."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.main import main
+from memopt.plan.recipe import load_recipe
+from memopt.reporting.compare import Comparison
+from memopt.reporting.estimate import trace_account
+from memopt.reporting.html.page import Frontier, PageTable, Plan, page, size
+from memopt.reporting.training import Training
+from tests.reporting.builders import named_config, sites_of
+
+HOSTILE = "</script><script>alert(1)</script>&\"'<!--"
+VOID = {"meta", "input", "br", "link", "img"}
+
+
+class Parsed(HTMLParser):
+    """The elements of a page; fails where a tag is not closed as it was opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
+
+    def all(self, *tags: str) -> list[dict[str, str]]:
+        return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    config, training = named_config("llama"), Training(batch=2, seq=32)
+    sites, recipe = sites_of(config), load_recipe("exact-unfolded")
+    return Comparison(
+        model="acme/tiny",
+        model_class="LlamaForCausalLM",
+        recipe="exact-unfolded",
+        training=training,
+        before=trace_account(config, training, sites=sites, peak=True),
+        after=trace_account(config, training, sites=sites, recipe=recipe, peak=True),
+        notes=("A note.",),
+    )
+
+
+@pytest.fixture(scope="module")
+def full_page(comparison: Comparison) -> str:
+    plans = [Plan("stock", 2**30, 0.0, "+0 %"), Plan("checkpointed", 2**28, 0.3, "+30 %", chosen=True)]
+    table = PageTable("Ways", ["Way", "Peak"], [[("memopt", None), ("1.0 GiB", 2.0**30)]])
+    frontier = Frontier("None is better in both.", "Extra time", plans)
+    return page(comparison, lines=["It fits."], tables=[table], frontier=frontier)
+
+
+def data_of(parsed: Parsed) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(parsed.texts["script"][0])
+    return found
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_script(full_page: str) -> None:
+    parsed = Parsed(full_page)
+    assert not [
+        value for _, attributes in parsed.elements for name, value in attributes.items() if name in ("src", "href")
+    ]
+    assert not re.search(r"url\(|@import|https?:", full_page)
+    policy = next(each["content"] for each in parsed.all("meta") if "http-equiv" in each)
+    digest = base64.b64encode(hashlib.sha256(parsed.texts["script"][1].encode()).digest()).decode()
+    assert policy.startswith("default-src 'none';")
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_text_of_a_stranger_stays_text(comparison: Comparison) -> None:
+    hostile = replace(comparison, model=HOSTILE, model_class=HOSTILE, notes=(HOSTILE,))
+    curve_names = Frontier(HOSTILE, HOSTILE, [Plan(HOSTILE, 1, 1.0, HOSTILE)])
+    table = PageTable(HOSTILE, [HOSTILE], [[(HOSTILE, None)]])
+    parsed = Parsed(page(hostile, lines=[HOSTILE], tables=[table], frontier=curve_names))
+    assert len(parsed.all("script")) == 2
+    assert HOSTILE in parsed.texts["title"][0] + "".join(parsed.texts["span"])
+
+
+def test_a_module_named_like_markup_is_data(comparison: Comparison) -> None:
+    assert comparison.before.step is not None
+    for life, _ in comparison.before.step.lives[:1]:
+        name, life.module = life.module, HOSTILE
+        text = page(comparison)
+        life.module = name
+    assert len(Parsed(text).all("script")) == 2
+    assert HOSTILE in data_of(Parsed(text))["charts"][0]["modules"]
+
+
+def test_every_name_that_a_screen_reader_follows_is_there(full_page: str) -> None:
+    parsed = Parsed(full_page)
+    names = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+    followed = [
+        name
+        for _, attributes in parsed.elements
+        for key in ("aria-labelledby", "aria-describedby", "for")
+        for name in attributes.get(key, "").split()
+    ]
+    assert set(followed) <= set(names)
+    for picture in parsed.all("svg"):
+        assert picture.get("aria-hidden") == "true" or {"role", "aria-labelledby"} <= picture.keys()
+    for head in parsed.all("th"):
+        assert head.get("scope") in ("col", "row")
+    assert [each for each in parsed.all("th") if each.get("aria-sort") == "descending"]
+
+
+def test_the_page_shows_the_peaks_and_what_they_are_made_of(comparison: Comparison, full_page: str) -> None:
+    charts = data_of(Parsed(full_page))["charts"]
+    for chart, account in zip(charts, (comparison.before, comparison.after), strict=True):
+        assert account.step is not None
+        assert f"peak {size(account.step.peak)}" in full_page
+        at_top = sum(values[chart["top"]] for values in chart["live"])
+        assert abs(at_top * 1024 - account.step.peak) <= 512 * len(chart["live"])  # each kind is rounded to KiB
+        assert at_top == max(map(sum, zip(*chart["live"], strict=True)))
+
+
+def test_the_saved_tensors_add_up(full_page: str, comparison: Comparison) -> None:
+    body = full_page.split('id="h-saved"')[1].split("<tfoot>")[0]
+    sizes = [
+        [int(value) for value in re.findall(r'<td class="n" data-sort="(-?\d+)">', row)]
+        for row in body.split("<tr>")[2:]
+    ]
+    assert sum(row[1] for row in sizes) == comparison.before.total
+    assert sum(row[2] for row in sizes) == comparison.after.total
+    assert [row[1] for row in sizes] == sorted((row[1] for row in sizes), reverse=True)
+
+
+def test_a_model_without_a_step_has_a_page_without_charts(comparison: Comparison) -> None:
+    text = page(replace(comparison, before=replace(comparison.before, step=None)))
+    assert "Memory over the step" not in text
+    assert "Saved tensors" in text
+    Parsed(text)
+
+
+def colours() -> dict[str, tuple[str, str]]:
+    style = files("memopt.reporting.html").joinpath("page.css").read_text()
+    return {name: (light, dark) for name, light, dark in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", style)}
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_colour_has_the_contrast_of_aa(dark: bool) -> None:
+    """WCAG 2.2, 1.4.3 and 1.4.11: 4.5 for text, 3 for graphics."""
+    found = {name: luminance(pair[dark]) for name, pair in colours().items()}
+    for name, value in found.items():
+        if name in ("bg", "panel", "line"):
+            continue
+        for ground in ("bg", "panel"):
+            lighter, darker = max(value, found[ground]), min(value, found[ground])
+            assert (lighter + 0.05) / (darker + 0.05) >= (4.5 if name in ("text", "quiet", "accent") else 3.0), name
+
+
+def test_the_command_writes_the_page_beside_its_result(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: comparison)
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    target.chmod(0o640)
+    assert main(["report", "acme/tiny", "--html", str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "pass"
+    Parsed(target.read_text())
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [(".", "is a folder"), ("no/such/page.html", "does not exist"), ("/dev/full", "no plain file")],
+)
+def test_a_page_that_cannot_be_written_is_one_sentence_before_any_work(
+    target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: pytest.fail("it was traced"))
+    assert main(["report", "acme/tiny", "--html", target]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --html")
+    assert words in error
+    assert len(error.splitlines()) == 1
