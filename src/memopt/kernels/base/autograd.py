@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionMeta
 
-from memopt.torch_compat import any_autocast_enabled, call_its_backward
+from memopt.torch_compat import any_autocast_enabled, call_its_backward, is_legacy_batched, is_transformed
 
 
 class _Direct(FunctionMeta):
@@ -50,6 +51,24 @@ def refuse_double_backward() -> None:
             "memopt's operators have no second derivative, so backward cannot run with create_graph=True. "
             "Call memopt.unpatch(model) first."
         )
+
+
+def is_batched(gradients: Sequence[Tensor]) -> bool:
+    """Whether they stand for several gradients each (``is_grads_batched``, `torch.vmap`): no memory of ours can hold
+    their products."""
+    return any(is_legacy_batched(each) or is_transformed(each) for each in gradients)
+
+
+def batched_gradients(
+    results: Sequence[Tensor], inputs: Sequence[Tensor | None], gradients: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What autograd makes of such `gradients` of `results`: one for each of `inputs` that requires one."""
+    outputs, incoming = zip(
+        *((y, dy) for y, dy in zip(results, gradients, strict=True) if y.requires_grad), strict=True
+    )
+    wanted = [each for each in inputs if each is not None and each.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in inputs]
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -16,10 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    autocast_as,
+    batched_gradients,
+    is_batched,
+    refuse_double_backward,
+)
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradient, update_statistics
+from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradient, losses_of, update_statistics
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -236,6 +242,10 @@ class LeanCrossEntropyFunction(DirectFunction):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         logits, target, lse, weight = ctx.saved_tensors
+        if is_batched((dloss,)):
+            with torch.enable_grad():
+                losses = losses_of(logits, target, LossArguments(weight, **ctx.options))
+            return *batched_gradients((losses,), (logits,), (dloss,)), None, None, None, None
         out = torch.empty_like(logits)
         cross_entropy_backward_(logits, target, lse, dloss, weight=weight, out=out, **ctx.options)
         return out, None, None, None, None

@@ -17,8 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.kernels.base.autograd import autocast_as
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.torch_compat import FakeTensor
 
 #: Logits of which a wide copy exists at a time, or those of one row.
@@ -85,3 +88,17 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
     step = max(1, _PIECE // max(1, logits.size(1)))
     for start in range(0, len(logits), step):
         yield slice(start, start + step)
+
+
+def losses_of(y: Tensor, target: Tensor, arguments: LossArguments) -> Tensor:
+    """The losses (rows,) of logits (rows, V), 0 where the target is ignored: in fp32, or fp64 for fp64."""
+    dtype = accumulation_dtype(y.dtype)
+    with autocast_as(None, y):
+        return F.cross_entropy(
+            y.to(dtype),
+            target.to(dtype) if target.is_floating_point() else target,
+            None if arguments.weight is None else arguments.weight.to(dtype),
+            ignore_index=arguments.ignore_index,
+            reduction="none",
+            label_smoothing=arguments.label_smoothing,
+        )

@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    autocast_as,
+    batched_gradients,
+    is_batched,
+    refuse_double_backward,
+)
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import block_gradient_, block_statistics_, fresh_statistics, row_factors, row_losses
+from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, product, sums_of
+from memopt.patches.loss.rows import itself
 
 
 def losses_by_blocks(plain: Plain, target: Tensor, kept: Tensor | None) -> Tensor:
@@ -62,6 +71,10 @@ class _BlocksFunction(DirectFunction):
         plain: Plain = ctx.plain
         plain.source.check()
         target, kept, class_weight, lse, x, weight, bias, *others = ctx.saved_tensors
+        if is_batched((dlosses,)):
+            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+                losses, inputs = losses_of(plain.source.values(x), target, plain.arguments), (x, *plain.tensors[1:])
+            return None, None, None, None, *batched_gradients((losses,), inputs, (dlosses,))
         rows, t = plain.rows(x, kept), _of(target, kept)
         factors = row_factors(t, _of(dlosses, kept), plain.arguments, plain.source.width)
         needs_x, needs_weight, needs_bias, *needs_others = ctx.needs_input_grad[4:]

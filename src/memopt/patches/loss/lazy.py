@@ -14,6 +14,7 @@ import operator
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,20 +22,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
-from memopt.torch_compat import tree_leaves, tree_map, wrapper
+from memopt.torch_compat import storage_id, tree_leaves, tree_map, wrapper
 
+#: Of each tensor: how often it was changed in place, and its storage.
+Versions = tuple[tuple[int, int], ...]
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 _READ = """
     shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_mps is_xpu is_meta is_sparse
-    is_quantized is_nested is_mkldnn itemsize nbytes names retains_grad output_nr
+    is_quantized is_nested is_mkldnn itemsize nbytes names retains_grad output_nr _base
 """
 _CALLED = """
     size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_contiguous stride
-    get_device is_inference __len__ __hash__ storage_offset has_names is_same_size
+    get_device is_inference __len__ __hash__ storage_offset has_names is_same_size _is_view
 """
 #: What reads no value.
 _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)} | {
@@ -56,7 +60,7 @@ class Operation:
     """Whether columns do not mix either."""
     casts_up: bool = False
     """Whether it does nothing but to widen the dtype."""
-    versions: tuple[int, ...] = field(init=False)
+    versions: Versions = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", versions_of(self.tensors))
@@ -78,7 +82,7 @@ class Head:
     autocast: torch.dtype | None
     tensors: tuple[Tensor, ...]
     """Its parameters and buffers."""
-    versions: tuple[int, ...]
+    versions: Versions
     lean: bool = False
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
 
@@ -105,7 +109,7 @@ class Source:
     tracked: bool
     """Whether the logits require gradients."""
     operations: tuple[Operation, ...] = ()
-    version: int = 0
+    versions: Versions = ()
     """Of `x`."""
     rows: object = field(default_factory=object)
     """The same for logits of the same rows."""
@@ -113,6 +117,8 @@ class Source:
     """All logits of one call of the head, as far as they are alive."""
     losses: list[str] = field(default_factory=list)
     """Functions whose gradients come past the logits of that call."""
+    moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
+    """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,7 +133,7 @@ class Source:
     @property
     def without_rows(self) -> Source:
         """What a backward may hold beside its saved tensors."""
-        return dataclasses.replace(self, x=torch.empty(0), version=0, family=[])
+        return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
 
     def values(self, x: Tensor) -> Tensor:
         """The logits of the rows `x`, (..., in)."""
@@ -136,13 +142,19 @@ class Source:
             y = operation.run(y)
         return y
 
+    def pass_moments_to(self, tensor: Tensor) -> None:
+        """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""
+        for hook in self.moments.values() if tensor.requires_grad else ():
+            tensor.register_hook(hook)
+
     def check(self) -> None:
         """
         Raises:
             RuntimeError: what the logits are computed from was changed in place.
         """
         read: tuple[Head | Operation, ...] = (self.head, *self.operations)
-        same = all(versions_of(each.tensors) == each.versions for each in read) and self.x._version == self.version
+        same = all(versions_of(each.tensors) == each.versions for each in read)
+        same = same and versions_of((self.x,)) == self.versions
         if same and self.head.is_unchanged:
             return
         raise RuntimeError(
@@ -157,9 +169,11 @@ def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple({id(tensor): tensor for tensor in tensors}.values())
 
 
-def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """How often each was changed in place."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+def versions_of(tensors: Iterable[Tensor]) -> Versions:
+    """How often each was changed in place, and its storage: no version counter counts an exchange of ``.data``."""
+    return tuple(
+        (0 if tensor.is_inference() else tensor._version, storage_id(tensor.untyped_storage())) for tensor in tensors
+    )
 
 
 class LazyLogits(Tensor):
@@ -181,6 +195,20 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
+        if func in _WANT_GRADIENTS:
+            hook: Any = (*args[1:], kwargs.get("hook"))[0] if func is Tensor.register_hook else None
+            if pending and _waits_for_a_moment(hook):
+                handle = RemovableHandle(lazy[0].source.moments)
+                lazy[0].source.moments[handle.id] = hook
+                return handle
+            inputs = (*args[1:], kwargs.get("inputs"))[0] if func is torch.autograd.grad else lazy
+            for each in tree_leaves(inputs):
+                if isinstance(each, LazyLogits) and each.source.losses:
+                    raise RuntimeError(
+                        f"'{each.source.losses[0]}' has read these logits a part at a time, so they have no gradient "
+                        f"of their own for '{func.__name__}'. Call logits.retain_grad() before that function reads "
+                        "them, or patch with loss.method=none."
+                    )
         if pending:
             if func in _METADATA:
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -194,20 +222,16 @@ class LazyLogits(Tensor):
                     each.source.check()
                 answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
-                    if isinstance(answer, Tensor) and type(answer) is not LazyLogits and answer.requires_grad:
-                        for each in pending:
-                            each.source.losses.append(func.__name__)
+                    for found in tree_leaves(answer):
+                        if isinstance(found, Tensor) and type(found) is not LazyLogits and found.requires_grad:
+                            for each in pending:
+                                each.source.losses.append(func.__name__)
+                                each.source.pass_moments_to(found)
                     return answer
             if func is not Tensor.as_subclass:
                 _note(func)
         if func in (Tensor.register_hook, Tensor.retain_grad):
             for each in lazy:
-                # Sharded training registers hooks on outputs for their moment alone.
-                if each.source.losses and func is Tensor.retain_grad:
-                    raise RuntimeError(
-                        f"'{each.source.losses[0]}' has read these logits a part at a time, so they have no gradient "
-                        "of their own. Call retain_grad before, or patch with loss.method=none."
-                    )
                 each.compute_family()
         if _writes(func, kwargs):  # views share memory, copies were taken before: bring all to that state
             for each in lazy:
@@ -242,6 +266,7 @@ class LazyLogits(Tensor):
                     parent = self.parent if self.root is None else self.root()
                     if parent is None or self.step is None:
                         self.value = self.source.values(self.source.x)
+                        self.source.pass_moments_to(self.value)
                     else:
                         self.value = self.step(parent.compute())
             self.parent = self.root = self.step = None
@@ -316,6 +341,14 @@ class _RevealFunction(DirectFunction):
 
 def _value(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, LazyLogits) else leaf
+
+
+_WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad)
+
+
+def _waits_for_a_moment(hook: Any) -> bool:
+    """Whether `hook` is one of those by which sharded training gathers weights when backward begins."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:

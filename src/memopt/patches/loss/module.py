@@ -111,7 +111,7 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
     width = tensors[0].shape[1 if transposed else 0] if one is None else one.shape[-1]  # its rows may have been resized
-    return stand_for(Source(head, x, width, dtype, True, version=x._version))
+    return stand_for(Source(head, x, width, dtype, True, versions=versions_of((x,))))
 
 
 def _has_its_own(rewrite: LossRewrite, module: nn.Module) -> bool:

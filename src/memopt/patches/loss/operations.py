@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.patches.loss.lazy import HANDLERS, LazyLogits, Operation, Source, stand_for
+from memopt.patches.loss.lazy import HANDLERS, LazyLogits, Operation, Source, stand_for, versions_of
 from memopt.torch_compat import FakeTensor
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
@@ -64,7 +64,7 @@ def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor]) -> An
         dataclasses.replace(
             source,
             x=x if source.tracked else x.detach(),
-            version=x._version,
+            versions=versions_of((x,)),
             rows=source.rows if x is logits.source.x else object(),
         ),
         logits,

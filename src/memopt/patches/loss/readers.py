@@ -17,10 +17,10 @@ from torch import Tensor
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import lean_cross_entropy
-from memopt.kernels.loss.reference import LossArguments
+from memopt.kernels.loss.reference import LossArguments, losses_of
 from memopt.patches.loss.at_once import loss_at_once
 from memopt.patches.loss.blocks import losses_by_blocks
-from memopt.patches.loss.lazy import LazyLogits, Source
+from memopt.patches.loss.lazy import LazyLogits, Source, versions_of
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import by_rows
@@ -107,21 +107,12 @@ def _by_rows(source: Source, target: Tensor, arguments: LossArguments, kept: Ten
     """
 
     def finish(y: Tensor, t: Tensor) -> tuple[Tensor]:
-        dtype = accumulation_dtype(y.dtype)
-        weight = None if arguments.weight is None else arguments.weight.to(dtype)
-        with autocast_as(None, y):
-            losses = F.cross_entropy(
-                y.to(dtype),
-                t.to(dtype) if t.is_floating_point() else t,
-                weight,
-                ignore_index=arguments.ignore_index,
-                reduction="none",
-                label_smoothing=arguments.label_smoothing,
-            )
-        return (losses,)
+        return (losses_of(y, t, arguments),)
 
     if kept is not None:
-        (losses,) = by_rows(dataclasses.replace(source, x=source.x[kept]), finish, (target[kept],))
+        chosen = source.x[kept]
+        of_kept = dataclasses.replace(source, x=chosen, versions=versions_of((chosen,)))
+        (losses,) = by_rows(of_kept, finish, (target[kept],))
         return losses.new_zeros(len(target)).index_copy(0, kept, losses)
     return by_rows(source, finish, (target,))[0]
 

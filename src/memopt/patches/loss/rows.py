@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, batched_gradients, is_batched, refuse_double_backward
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.lazy import Source
 
@@ -90,6 +90,11 @@ class _RowsFunction(DirectFunction):
         x, *tensors = ctx.saved_tensors
         arguments, tensors = tensors[: plan.count], tensors[plan.count :]
         wanted = ctx.needs_input_grad[1]
+        if is_batched(gradients):
+            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+                results = plan.finish(plan.source.values(x), *arguments)
+            found = batched_gradients(results, (x, *tensors), gradients)
+            return None, found[0], *(None for _ in arguments), *found[1:]
         dx = torch.empty_like(x) if wanted else None
         sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
         for part, rows, given in plan.chunks(x, arguments):

@@ -1,0 +1,172 @@
+"""Gradients that come past the logits of a patched head, or would have to be theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memopt.patches.loss import plain, rows
+from memopt.patches.loss.lazy import LazyLogits
+from memopt.patches.loss.module import patch_head
+from tests.patches.test_loss import CLASSES, READS, ROWS, WIDTH, Model, assert_close, flat, gradients, labels
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
+
+
+@pytest.fixture(autouse=True, params=["by blocks of columns", "at once"])
+def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    for module in (rows, plain):
+        monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
+    monkeypatch.setattr(plain, "ROWS", 8)
+    monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
+
+
+def both(run: Callable[[Model], Any], *, lean: bool = False) -> tuple[Any, Any]:
+    """What `run` returns for a stock model and for a patched one."""
+    stock, ours = Model(bias=True), Model(bias=True)
+    patch_head(ours.head, WIDTH, CLASSES, lean=lean)
+    return run(stock), run(ours)
+
+
+_WANTED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "register_hook": lambda logits, loss: logits.register_hook(print),
+    "retain_grad": lambda logits, loss: logits.retain_grad(),
+    "a hook for several": lambda logits, loss: torch.autograd.graph.register_multi_grad_hook((logits,), print),
+    "grad": lambda logits, loss: torch.autograd.grad(loss, logits),
+    "grad of several": lambda logits, loss: torch.autograd.grad(inputs=[logits], outputs=[loss], allow_unused=True),
+}
+
+
+@pytest.mark.parametrize("name", _WANTED)
+def test_a_gradient_of_logits_that_were_never_whole_is_an_error(name: str) -> None:
+    model = Model()
+    patch_head(model.head, WIDTH, CLASSES)
+    logits = model()
+    loss = F.cross_entropy(flat(logits), labels())
+    with pytest.raises(RuntimeError, match=r"no gradient of their own.*retain_grad\(\) before.*loss\.method=none"):
+        _WANTED[name](logits, loss)
+    assert isinstance(logits, LazyLogits)
+    assert logits.value is None
+
+
+def test_a_gradient_that_was_asked_for_in_time_is_stock() -> None:
+    def run(model: Model) -> list[Tensor]:
+        logits, seen = model(), []
+        logits.retain_grad()
+        logits.register_hook(seen.append)
+        loss = F.cross_entropy(flat(logits), labels())
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        loss.backward()
+        return [found, *seen, logits.grad]
+
+    stock, ours = both(run)
+    assert len(stock) == len(ours) == 4
+    torch.testing.assert_close(ours, stock)
+
+
+_PER_ROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross_entropy": lambda y: F.cross_entropy(flat(y), labels(), reduction="none"),
+    "a cap": lambda y: F.cross_entropy(flat(torch.tanh(y / 30) * 30), labels(), reduction="none"),
+    "class weights": lambda y: F.cross_entropy(
+        flat(y), labels(), torch.arange(CLASSES).double(), reduction="none", label_smoothing=0.1
+    ),
+    "soft targets": lambda y: F.cross_entropy(flat(y), torch.eye(ROWS, CLASSES).double(), reduction="none"),
+    "logsumexp": lambda y: flat(y).logsumexp(-1),
+    "a mean": lambda y: F.cross_entropy(flat(y), labels()).expand(ROWS),
+}
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+@pytest.mark.parametrize("name", _PER_ROW)
+def test_batched_gradients(name: str, how: str) -> None:
+    """... as of a Jacobian, or of each sample's loss."""
+
+    def run(model: Model) -> tuple[Tensor, ...]:
+        losses, weights = _PER_ROW[name](model()), (model.head.weight, model.head.bias, model.body.weight)
+        every = torch.eye(ROWS).double()
+        if how == "vmap":
+            return torch.vmap(lambda dy: torch.autograd.grad(losses, weights, dy, retain_graph=True))(every)
+        return torch.autograd.grad(losses, weights, every, is_grads_batched=True)
+
+    stock, ours = both(run)
+    torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+def test_batched_gradients_of_the_lean_loss(how: str) -> None:
+    def run(model: Model) -> tuple[Tensor, ...]:
+        losses = F.cross_entropy(flat(model()), labels(), reduction="none")
+        every = torch.eye(ROWS).double()
+        if how == "vmap":
+            return torch.vmap(lambda dy: torch.autograd.grad(losses, model.head.weight, dy, retain_graph=True))(every)
+        return torch.autograd.grad(losses, model.head.weight, every, is_grads_batched=True)
+
+    stock, ours = both(run, lean=True)
+    torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("when", ["before the loss", "before backward"])
+def test_a_weight_whose_data_was_exchanged_is_noticed(when: str) -> None:
+    """No version counter counts that. Gradients that were made in the forward need no weight any more."""
+    model = Model()
+    patch_head(model.head, WIDTH, CLASSES)
+    logits = model()
+    loss = F.cross_entropy(flat(logits), labels()) if when == "before backward" else None
+    model.head.weight.data = model.head.weight.data * 2
+    if loss is None:
+        with pytest.raises(RuntimeError, match=r"replaced since"):
+            F.cross_entropy(flat(logits), labels())
+    elif not plain.Plain.is_at_once:
+        with pytest.raises(RuntimeError, match=r"replaced since"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", ["a shift", "log_softmax and gather", "entropy", "a tensor of one element"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_second_loss_of_a_view_that_was_made_without_gradients(name: str, first: bool) -> None:
+    def run(model: Model) -> dict[str, Tensor]:
+        logits, total = model(), torch.zeros((), dtype=torch.float64)
+        for is_main in (first, not first):
+            if is_main:
+                total = total + F.cross_entropy(flat(logits), labels())
+            else:
+                with torch.no_grad():
+                    view = logits.view(logits.shape)
+                total = total + READS[name](view)
+        return {**gradients(model, total), "loss": total.detach()}
+
+    stock, ours = both(run)
+    assert_close(ours, stock)
+
+
+def test_hooks_of_sharded_training_leave_the_logits_in_parts() -> None:
+    """They gather weights when backward begins, whatever the gradient is."""
+    moments: list[Any] = []
+    hook = moments.append
+    model = Model()
+    patch_head(model.head, WIDTH, CLASSES)
+
+    class Sharded:
+        __module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+        def __call__(self, gradient: Tensor) -> Tensor:
+            hook(gradient)
+            return gradient
+
+    logits: Any = model()
+    logits.register_hook(Sharded())
+    logits.register_hook(Sharded()).remove()
+    loss = F.cross_entropy(flat(logits), labels())
+    logits.register_hook(Sharded())
+    assert logits.value is None
+    loss.backward()
+    assert [gradient.shape for gradient in moments] == [()]
+    whole = model()
+    whole.register_hook(Sharded())
+    whole.sin().sum().backward()
+    assert [gradient.shape for gradient in moments] == [(), (4, ROWS // 4, CLASSES)]
