@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from memopt.plan.recipe import Recipe
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
+from memopt.reporting.operations import Operation
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import Kind, Lifetime, Record, record
 from memopt.reporting.training import Training
@@ -54,6 +56,8 @@ class Trace:
     """Those that live at the end."""
     notes: tuple[str, ...] = ()
     blocks: tuple[str, ...] = field(default=(), repr=False)
+    operations: tuple[Operation, ...] = field(default=(), repr=False)
+    """What was computed and moved; their `moment` counts `events`."""
 
     def resident(self) -> Iterator[Storage]:
         """What lives throughout: weights, buffers and the batch."""
@@ -77,7 +81,7 @@ def trace(
     with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
         found = record(model.trained, model.run, during_backward=model.choices())
-        events = step_events(found)
+        events, numbers = step_events(found)
         return Trace(
             training,
             tuple(parameters_of(model.trained)),
@@ -86,6 +90,7 @@ def trace(
             _living(events),
             model.notes,
             sites.blocks,
+            tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations),
         )
 
 
@@ -102,11 +107,11 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
             yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad)
 
 
-def step_events(found: Record) -> tuple[Event, ...]:
-    """The events of a recorded forward and backward."""
+def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
+    """The events of a recorded forward and backward, and the number of each in the record."""
     merged = _summed_in_place(found)
     made: dict[Lifetime, Storage] = {}
-    events = []
+    events, numbers = [], []
     for index, life in enumerate(found.events):
         sum_of = merged.get(life)
         if life in merged and life.born == index:
@@ -120,7 +125,8 @@ def step_events(found: Record) -> tuple[Event, ...]:
         if allocated:
             made[root] = _storage(root, found)
         events.append(Event(made[root], allocated, _moment(made[root], index < found.forward_ends)))
-    return tuple(events)
+        numbers.append(index)
+    return tuple(events), numbers
 
 
 def _moment(storage: Storage, forward: bool) -> Moment:

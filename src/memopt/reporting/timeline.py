@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memopt.reporting.operations import Operation, operation
 from memopt.reporting.storages import Birth, StorageTracker, storages
 from memopt.torch_compat import (
     current_node,
@@ -66,12 +67,21 @@ class Timeline(StorageTracker):
         super().__init__(self._running_module, parameters=[*model.parameters(), *model.buffers()])
         self.events: list[Lifetime] = []
         """The storage that was allocated or freed, in order."""
+        self.operations: list[Operation] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._lives: dict[int, Lifetime] = {}
         self._watched: set[weakref.ref[torch.UntypedStorage]] = set()
         # Of every allocation in a forward: the number of the next node then, and the module.
         self._numbers: list[float] = []
         self._modules: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        moment = len(self.events)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        found = operation(func, args, kwargs or {}, result, moment)
+        if found is not None:
+            self.operations.append(found)
+        return result
 
     def lives(self, tensor: Tensor | None) -> set[Lifetime]:
         """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
@@ -177,6 +187,8 @@ class Record:
     """Storages of gradients of parameters, and those that these were summed up in."""
     kind_of: Callable[[Lifetime, int], Kind]
     """What a storage that is no gradient of a parameter is for, given `forward_ends`."""
+    operations: Sequence[Operation] = ()
+    """What was computed and moved, in order."""
 
 
 def record(
@@ -191,7 +203,8 @@ def record(
         with during_backward or nullcontext():
             run_backward(*_losses(output))
         del output
-        return Record(tuple(timeline.events), forward_ends, _with_sums(gradients), kind_of)
+        events, operations = tuple(timeline.events), tuple(timeline.operations)
+        return Record(events, forward_ends, _with_sums(gradients), kind_of, operations)
 
 
 def _losses(output: Any) -> list[Tensor]:

@@ -1,0 +1,75 @@
+"""What the operations of a step compute and move: FLOPs and bytes, counted where they run.
+
+A product that runs again in backward is counted twice. Bytes are what an operation reads and writes, each operand once.
+Fused kernels move less than the operations that they replace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from memopt.reporting.storages import storages
+from memopt.torch_compat import is_operator, operator_schema, storage_id, tree_leaves
+
+#: Operations that read of their operands as much as they write.
+_GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a step."""
+
+    moment: int
+    """How many storages had been allocated or freed before it."""
+    flops: int
+    """Of products and attention; 0 elsewhere."""
+    itemsize: int
+    """Bytes of an element of its first operand."""
+    nbytes: int
+    """Read and written."""
+    copied: int = 0
+    """Bytes that go to the memory of the host or come from it."""
+
+
+def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
+    """What one call of an operator costs; None for a view, and for what has no operands."""
+    inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+    if not inputs or not outputs or not is_operator(func):
+        return None
+    schema = operator_schema(func)
+    if not schema.is_mutable and _addresses(outputs) <= _addresses(inputs):
+        return None
+    name = schema.name.rpartition("::")[2]
+    written = sum(map(_nbytes, outputs))
+    read = written if name in _GATHERS else sum(map(_nbytes, inputs))
+    devices = {tensor.device.type for tensor in (*inputs, *outputs) if tensor.dim()}
+    copied = _nbytes(outputs[0]) if len(devices) > 1 else 0
+    return Operation(moment, _flops(func, name, args, kwargs, result), inputs[0].itemsize, read + written, copied)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    count = flop_registry.get(func.overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if "grouped_mm" in name and isinstance(args[1], Tensor):
+        # Each row of the first operand meets one matrix of the second; both may be the grouped one (dW).
+        rows, shared = args[0].shape[-2:]
+        return int(2 * rows * shared * args[1].shape[-1])
+    return 0
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _addresses(tensors: list[Tensor]) -> set[int]:
+    return {storage_id(storage) for storage in storages(tensors)}
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of its elements; an expanded tensor has those of its storage."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
