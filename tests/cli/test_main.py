@@ -7,13 +7,14 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from memopt.cli import common, recipes
 from memopt.cli import main as cli
-from memopt.cli import recipes
 from tests.cli.conftest import Run
 
 Memopt = Callable[..., Run]
@@ -56,6 +57,62 @@ def test_every_command_has_help_with_its_options(memopt: Memopt, command: str) -
     assert max(len(line) for line in run.out.splitlines()) <= 80
 
 
+def test_the_list_of_commands_is_not_cut(memopt: Memopt) -> None:
+    run = memopt("--help")
+    assert "..." not in run.out.partition("Commands:")[2]
+    assert max(len(line) for line in run.out.splitlines()) <= 80
+
+
+def test_no_command_is_answered_by_the_help(memopt: Memopt) -> None:
+    """On stderr and with 2, so that a script whose command is an empty variable sees that nothing was done."""
+    run = memopt()
+    assert (run.code, run.out) == (2, "")
+    assert run.err == memopt("--help").out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("memopt re", {"report", "recipes"}),
+        ("memopt report --chec", {"--checkpointing"}),
+        ("memopt report --precision bf", {"bf16", "bf16-mixed"}),
+        ("memopt report --recipe exact", {"exact", "exact-levels", "exact-unfolded"}),
+        ("memopt patch -r mes", {"mesa"}),
+        ("memopt recipes int", {"int8"}),
+        ("memopt report --recipe 'un", set()),
+    ],
+)
+def test_a_shell_gets_completions_and_nothing_else(
+    memopt: Memopt, monkeypatch: pytest.MonkeyPatch, line: str, words: set[str]
+) -> None:
+    monkeypatch.setenv("_MEMOPT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    run = memopt()
+    assert (set(run.out.split()), run.err) == (words, "")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_takes_long_tells_the_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    monkeypatch.setattr(common, "_PATIENCE", 0.01)
+    monkeypatch.setattr(common, "_PLAIN_INTERVAL", 60.0)
+    monkeypatch.setattr(common, "_draws", lambda: terminal)
+    with common.waiting("Tracing"):
+        deadline = time.monotonic() + 60
+        while not (err := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert err == ("\x1b[2KTracing: 0 s so far\r" if terminal else "Tracing: 0 s so far\n")
+    assert capsys.readouterr().err.replace("\x1b[2K", "") == ""
+
+
+def test_what_is_quick_tells_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with common.waiting("Tracing"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
 def test_version_is_the_packages(memopt: Memopt) -> None:
     import memopt as package
 
@@ -65,12 +122,12 @@ def test_version_is_the_packages(memopt: Memopt) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "Missing command"),
         (["ptach"], "Did you mean 'patch'"),
         (["patch"], "MODEL"),
         (["patch", "x", "--forse"], "Did you mean --force?"),
         (["patch", "x", "y"], "y"),
         (["--nope"], "--nope"),
+        (["report", ".", "--batch", "0"], "'--batch': Input should be greater than or equal to 1. See"),
         (["recipes", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--recipe", "exat"], "Did you mean 'exact'?"),
         (["patch", ".", "--set", "norms.fild=none"], "Did you mean 'fold'?"),
@@ -163,7 +220,7 @@ def test_the_module_runs_like_the_command() -> None:
 
 
 def test_recipes_lists_every_shipped_recipe(memopt: Memopt) -> None:
-    from memopt.plan.recipe import shipped
+    from memopt.plan.shipped import shipped
 
     text = memopt("recipes").out
     assert all(name in text for name in shipped())

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,7 +43,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
-_PLAIN_INTERVAL = 10.0
+_PATIENCE, _PLAIN_INTERVAL = 2.0, 10.0
+_ERASE_LINE = "\x1b[2K"
 
 
 def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
@@ -121,9 +124,21 @@ def result(outcome: str) -> Iterator[None]:
         raise StreamError(error.message, outcome) from error
 
 
+def recipe_names(incomplete: str) -> list[str]:
+    """Completions of the name of a recipe."""
+    from memopt.plan.shipped import shipped
+
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
 def note(text: str) -> None:
     """Print a line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(_ERASE_LINE * _draws() + text, file=sys.stderr, flush=True)
+
+
+def _draws() -> bool:
+    """Whether stderr is a terminal on which a line can be drawn again."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class _Notes(logging.Handler):
@@ -153,11 +168,52 @@ def only_results_on_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[], None]]:
+    """Inside, stderr tells after two seconds that `what` goes on, and for how long; ends earlier by its callback."""
+    done = threading.Event()
+    thread = threading.Thread(target=_tell_time, args=(what, done), daemon=True)
+
+    def end() -> None:
+        done.set()
+        thread.join()
+
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()
+
+
+def _tell_time(what: str, done: threading.Event) -> None:
+    started, draws, pause = time.monotonic(), _draws(), _PATIENCE
+    while not done.wait(pause):
+        pause = 1.0 if draws else _PLAIN_INTERVAL
+        text = f"{what}: {time.monotonic() - started:.0f} s so far"
+        # The cursor returns, so that what is printed next replaces the line.
+        print(f"{_ERASE_LINE}{text}\r" if draws else f"{text}\n", end="", file=sys.stderr, flush=True)
+        if done.is_set():
+            break
+    if draws:
+        print(_ERASE_LINE, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds.
 
-    Nothing is shown before its first call.
+    Before its first call the time is told, as by `waiting`.
     """
+    with waiting("Reading the model") as begin, _bar(label) as update:
+
+        def tell(done: int, total: int) -> None:
+            begin()
+            update(done, total)
+
+        yield tell
+
+
+@contextlib.contextmanager
+def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield _plain_progress(label)
         return

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from memopt.cli import common
 from memopt.errors import StreamError, UsageError
 
 _HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
+#: Set by a shell that asks for completions of the line that it passes in other variables.
+_COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -43,8 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     if stdout is None:
         error = StreamError("stdout is closed, so no result could be printed: nothing was done.", "Give it a stdout.")
         return common.report_error(error, command=command, as_json=False, debug=debug)
+    completing = contextlib.redirect_stderr(io.StringIO()) if _COMPLETION in os.environ else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))), common.notes_shown():
+        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))), common.notes_shown(), completing:
             code = _run(rest, command, as_json=as_json, debug=debug)
             sys.stdout.flush()
     except (BrokenPipeError, StreamError) as error:
@@ -66,7 +71,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_globals)
     for name in COMMANDS:
-        app.command(name)(getattr(importlib.import_module(f"memopt.cli.{name}"), name))
+        function = getattr(importlib.import_module(f"memopt.cli.{name}"), name)
+        # Of a short help typer cuts nothing off.
+        first = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        app.command(name, short_help=first)(function)
     return app
 
 
@@ -92,6 +100,10 @@ def _run(arguments: list[str], command: str | None, *, as_json: bool, debug: boo
     if arguments[:1] == ["--version"]:
         print(f"memopt {memopt.__version__}")
         return common.EXIT_OK
+    if not arguments and _COMPLETION not in os.environ:
+        with contextlib.redirect_stdout(sys.stderr):
+            build_app()(["--help"], prog_name="memopt", standalone_mode=False)
+        return common.EXIT_ERROR
     try:
         code = build_app()(arguments, prog_name="memopt", standalone_mode=False)
         if code == common.EXIT_INTERRUPTED:  # typer's translation of Ctrl-C
@@ -101,6 +113,8 @@ def _run(arguments: list[str], command: str | None, *, as_json: bool, debug: boo
     except (BrokenPipeError, StreamError):
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == 0:  # typer, when it has printed completions
+            return common.EXIT_OK
         if isinstance(error.__context__, BrokenPipeError):  # typer's translation of it
             raise BrokenPipeError from None
         cause = KeyboardInterrupt() if isinstance(error, typer.Abort) else error
@@ -115,7 +129,7 @@ def _explain(error: Exception, command: str | None) -> UsageError:
         end = "?" if "Did you mean" in message else "."
         return UsageError(f"{message}{end}", f"Did you mean {near[0]}?" if near else _try_help(command))
     full: str = error.format_message()
-    return UsageError(full.replace("Value error, ", ""), _try_help(command))
+    return UsageError(full.replace("Value error, ", "").rstrip(".") + ".", _try_help(command))
 
 
 def _try_help(command: str | None) -> str:

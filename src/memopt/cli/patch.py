@@ -26,7 +26,12 @@ def patch(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-memopt.", show_default=False)
     ] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="Name or YAML file; see `memopt recipes`.")] = "exact",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe", "-r", help="Name or YAML file; see `memopt recipes`.", autocompletion=common.recipe_names
+        ),
+    ] = "exact",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.", show_default=False),

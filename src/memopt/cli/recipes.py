@@ -11,14 +11,20 @@ from memopt.cli import common
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A recipe to print: a name of the list, or a YAML file.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A recipe to print: a name of the list, or a YAML file.",
+            autocompletion=common.recipe_names,
+        ),
     ] = None,
     json_output: common.JsonOption = False,
 ) -> int:
     """List the shipped recipes, or print one."""
     import yaml
 
-    from memopt.plan.recipe import load_recipe, shipped
+    from memopt.plan.recipe import load_recipe
+    from memopt.plan.shipped import shipped
 
     if name is not None:
         recipe = load_recipe(name).model_dump(mode="json")

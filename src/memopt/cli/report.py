@@ -28,6 +28,7 @@ def report(
             "-r",
             help="Name or YAML file, else the patched folder's own, else exact-unfolded.",
             show_default=False,
+            autocompletion=common.recipe_names,
         ),
     ] = None,
     inputs: common.InputsOption = None,
@@ -68,7 +69,7 @@ def report(
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
     page_file = common.output_file(html, "--html")
-    with common.only_results_on_stdout():
+    with common.only_results_on_stdout(), common.waiting("Tracing a training step"):
         from memopt.pipeline import report as run_report
 
         comparison = run_report(

@@ -32,10 +32,10 @@ def verify(
 
     Exits with 0 if every check passed, 1 if one failed, 3 if one was skipped.
     """
-    from memopt.verification.run import verify as run_levels
-
     common.note(f"Verifying {directory}")
-    with common.only_results_on_stdout():
+    with common.only_results_on_stdout(), common.waiting("Verifying"):
+        from memopt.verification.run import verify as run_levels
+
         verdict = run_levels(
             directory,
             against=against,

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from memopt.errors import RecipeError
 from memopt.patches.base import Effect, R, Rules, Strict, any_matches
 from memopt.patches.registry import patches, watch
+from memopt.plan.shipped import shipped
 
 DEFAULT_MEMORY_RECIPE = "exact-unfolded"
 DEFAULT_CHECKPOINT_RECIPE = "exact"
@@ -93,13 +94,6 @@ def _is_rules(annotation: Any) -> bool:
 
 
 watch(_add_rules)
-
-
-def shipped() -> dict[str, Path]:
-    """Name -> file of every shipped recipe, sorted by name."""
-    inside = Path(__file__).parents[1] / "_recipes"
-    folder = inside if inside.is_dir() else Path(__file__).parents[3] / "configs" / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> Recipe:
