@@ -7,6 +7,7 @@ import torch
 
 import memopt.kernels.norm.ops as norm_steps
 import memopt.patches.gated_mlp.module as gated_mlp
+import memopt.patches.loss.readers as readers
 import memopt.verification.streamed as streamed
 from memopt.pipeline import patch_checkpoint
 from memopt.verification.run import verify
@@ -37,6 +38,7 @@ def test_a_right_folder_passes_block_by_block(folders, no_memory, name):
     assert found["gradient.modules"].value < 1e-12
     assert "blocks from disk" in found["gradient.modules"].detail
     assert "MiB" in found["gradient.modules"].detail
+    assert found["gradient.losses"].subject == "lm_head"
 
 
 def test_a_fault_in_one_block_fails_by_the_name_of_its_module(folders, no_memory, monkeypatch):
@@ -58,3 +60,10 @@ def test_a_lost_gradient_fails_block_by_block(folders, no_memory, monkeypatch):
     found = {check.id: check for check in verify(folders / "bert-patched", level="gradient").checks}
     assert found["gradient.parameters"].status == "fail"
     assert found["gradient.parameters"].subject.startswith("bert.encoder.layer.")
+
+
+def test_a_fault_that_only_masked_labels_show_fails(folders, no_memory, monkeypatch):
+    monkeypatch.setattr(readers, "_weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
+    found = {check.id: check for check in verify(folders / "llama-patched", level="gradient").checks}
+    assert found["gradient.losses"].status == "fail"
+    assert {check.status for name, check in found.items() if name != "gradient.losses"} == {"pass"}

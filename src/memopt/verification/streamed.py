@@ -28,6 +28,7 @@ from memopt.api import load
 from memopt.checkpoint.sources.source import open_source
 from memopt.checks import Check
 from memopt.generators import seed_cpu
+from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.verification.gradient import check_parameters, compare_gradients
@@ -144,7 +145,11 @@ class _Sweep:
             loss = loss_of(self.model(**cast_inputs({**probes.batches[0], **probes.targets[0]}, _WIDE)))
         loss.backward()
         names = [name for name, m in self.model.named_modules() if is_swapped(m) and id(m) not in self._inside]
-        self._alone({name: self.model.get_submodule(name) for name in names})
+        outer = {name: self.model.get_submodule(name) for name in names}
+        self._alone(outer)
+        with precise(_WIDE):
+            for check in (check for patch in patches() for check in patch.module_checks(outer, LIMITS[_WIDE])):
+                self._add(check)
 
     def checks(self) -> Iterator[Check]:
         """Of each kind, the check of the block that is furthest over its limit, with the number of all of them."""
