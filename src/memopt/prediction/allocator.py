@@ -21,6 +21,8 @@ _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _LEAST_OWN = 10 << 20
 _ROUND_OWN = 2 << 20
+#: Where the addresses of the pools begin; they tell segments and blocks apart, as those of a device do.
+SMALL_POOL, LARGE_POOL = 1 << 46, 1 << 47
 
 
 def rounded(nbytes: int) -> int:
@@ -40,22 +42,54 @@ def reserved(resident: Iterable[Storage], events: Sequence[Event], *, expandable
         expandable: with ``expandable_segments:True``.
         steps: the first fits its requests into an empty pool, later ones into what earlier ones left.
     """
-    pools = (_Pool(_SMALL_SEGMENT, expandable), _Pool(_LARGE_SEGMENT, expandable))
-    blocks: dict[Storage, _Block] = {}
-
-    def pool_of(storage: Storage) -> _Pool:
-        return pools[rounded(storage.nbytes) > _SMALL]
-
+    allocator = Allocator(expandable=expandable)
     for storage in resident:
-        pool_of(storage).allocate(storage.nbytes)
+        allocator.allocate(storage)
     for event in list(events) * steps:
-        if not event.storage.nbytes:
-            continue
-        if event.allocated:
-            blocks[event.storage] = pool_of(event.storage).allocate(event.storage.nbytes)
-        else:
-            pool_of(event.storage).free(blocks.pop(event.storage))
-    return sum(pool.reserved for pool in pools)
+        (allocator.allocate if event.allocated else allocator.free)(event.storage)
+    return allocator.reserved
+
+
+class Allocator:
+    """The pools of one device; a storage without bytes takes none."""
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self._pools = (_Pool(_SMALL_SEGMENT, expandable, SMALL_POOL), _Pool(_LARGE_SEGMENT, expandable, LARGE_POOL))
+        self._blocks: dict[Storage, _Block] = {}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return sum(pool.reserved for pool in self._pools)
+
+    def allocate(self, storage: Storage) -> int:
+        """The address of a block for `storage`."""
+        if not storage.nbytes:
+            return 0
+        self._blocks[storage] = self._pool_of(storage).allocate(storage.nbytes)
+        return self._blocks[storage].address
+
+    def free(self, storage: Storage) -> int:
+        """Give the block of `storage` back; its address."""
+        if not storage.nbytes:
+            return 0
+        block = self._blocks.pop(storage)
+        address = block.address
+        self._pool_of(storage).free(block)
+        return address
+
+    def segments(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each segment, in order of the address."""
+        return [(address, size) for pool in self._pools for address, size in pool.segments.items()]
+
+    def blocks(self) -> list[tuple[int, int, Storage | None]]:
+        """(address, bytes, what it holds) of each block, in order of the address; None where it is free."""
+        held = {block.address: storage for storage, block in self._blocks.items()}
+        found = sorted((address, block.size) for pool in self._pools for address, block in pool.at.items())
+        return [(address, size, held.get(address)) for address, size in found]
+
+    def _pool_of(self, storage: Storage) -> _Pool:
+        return self._pools[rounded(storage.nbytes) > _SMALL]
 
 
 @dataclass(eq=False)
@@ -77,10 +111,14 @@ class _Block:
 class _Pool:
     segment: int
     expandable: bool
+    base: int
     reserved: int = 0
+    segments: dict[int, int] = field(default_factory=dict)
+    """Address -> bytes."""
     _free: list[tuple[int, int]] = field(default_factory=list)
     """(size, address) of the free blocks, sorted: the best fit is the first that is large enough."""
-    _at: dict[int, _Block] = field(default_factory=dict)
+    at: dict[int, _Block] = field(default_factory=dict)
+    """Address -> block."""
     _last: _Block | None = None
     """The block at the end of an expandable segment."""
 
@@ -88,7 +126,7 @@ class _Pool:
         size = rounded(nbytes)
         place = bisect_left(self._free, (size, -1))
         if place < len(self._free):
-            block = self._at[self._free.pop(place)[1]]
+            block = self.at[self._free.pop(place)[1]]
         else:
             block = self._grown(size) if self.expandable else self._new_segment(size)
         rest = block.size - size
@@ -111,7 +149,7 @@ class _Pool:
         insort(self._free, block.key)
 
     def _join(self, block: _Block, after: _Block) -> None:
-        del self._at[after.address]
+        del self.at[after.address]
         block.size += after.size
         block.after = after.after
         if block.after is not None:
@@ -126,7 +164,7 @@ class _Pool:
         if self._last is block:
             self._last = rest
         block.size, block.after = size, rest
-        self._at[rest.address] = rest
+        self.at[rest.address] = rest
         insort(self._free, rest.key)
 
     def _new_segment(self, size: int) -> _Block:
@@ -150,12 +188,15 @@ class _Pool:
         self._forget(usable)
         usable.size += nbytes
         self.reserved += nbytes
+        self.segments[self.base] += nbytes
         return usable
 
     def _added(self, nbytes: int) -> _Block:
-        block = _Block(self.reserved, nbytes)
+        block = _Block(self.base + self.reserved, nbytes)
+        segment = self.base if self.expandable else block.address
         self.reserved += nbytes
-        self._at[block.address] = self._last = block
+        self.segments[segment] = self.segments.get(segment, 0) + nbytes
+        self.at[block.address] = self._last = block
         return block
 
     def _forget(self, block: _Block) -> None:
