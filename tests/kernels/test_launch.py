@@ -14,7 +14,11 @@ import torch
 
 from memopt.errors import LaunchTableError
 from memopt.kernels.base import launch
+from memopt.kernels.base.device import launches_emulated, runs_triton
 from memopt.kernels.base.launch import LaunchConfig, launch_config, override, parse_table, read_table, warps_of
+from memopt.kernels.norm.ops import forward
+from memopt.kernels.norm.reference import NormArguments, NormSpec
+from memopt.torch_compat import FakeTensorMode, TorchDispatchMode
 
 KERNELS = [
     "norm_forward",
@@ -167,3 +171,30 @@ def test_looking_up_a_configuration_does_not_load_triton() -> None:
         "assert not [name for name in sys.modules if name.endswith('_triton')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _Results(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.append(result.dtype)
+        return result
+
+
+def test_an_emulated_launch_allocates_what_the_kernels_write_and_nothing_else() -> None:
+    pytest.importorskip("triton")
+    bf16 = torch.bfloat16
+    arguments = NormArguments(NormSpec("layer", 1e-5), bf16, bf16, bf16)
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 8, dtype=bf16), torch.empty(8, dtype=bf16)
+        with launches_emulated(), _Results() as seen:
+            assert runs_triton(x, weight)
+            assert not runs_triton(x, torch.empty(8, dtype=torch.float64))
+            seen.dtypes.clear()
+            forward(x, weight, None, arguments)
+        assert not runs_triton(x, weight)
+    assert sorted(map(str, seen.dtypes)) == ["torch.bfloat16"] * 2 + ["torch.float32"]  # y, x_hat, rstd

@@ -1,7 +1,8 @@
 """The choices of a CUDA device, for traces on fake CPU tensors: which attention kernel runs, what dropout saves.
 
-Only choices that change what is saved for backward are imitated. The rules are PyTorch's own: `sdp_utils.cpp` for the
-attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations that run in fp32.
+Only choices that change what is saved for backward, or what lives at a peak, are imitated. The rules are PyTorch's own:
+`sdp_utils.cpp` for the attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations
+that run in fp32. memopt's operators take the way of their Triton kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
+from memopt.kernels.base.device import launches_emulated
 from memopt.torch_compat import tree_map
 
 _MAX_FLASH_HEAD = 256
@@ -28,7 +30,18 @@ _FP32_ON_CUDA: frozenset[Any] = frozenset(
 
 
 class CudaChoices(TorchFunctionMode):
-    """While active, attention, dropout and autocast save what they save on a CUDA device."""
+    """While active, attention, dropout and autocast save what they save on a CUDA device, and memopt's operators
+    allocate what they allocate there."""
+
+    def __enter__(self) -> CudaChoices:
+        self._launches = launches_emulated()
+        self._launches.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._launches.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,23 +6,25 @@ The Triton kernels are in the ``*_triton.py`` file beside each operator, which i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memopt.torch_compat import is_legacy_batched, is_transformed
+from memopt.torch_compat import FakeTensor, is_legacy_batched, is_transformed
 
 #: Triton's interpreter runs the kernels on CPU tensors; it is a tool of the tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _is_there: Callable[[Tensor], bool] = attrgetter("is_cpu" if INTERPRETED else "is_cuda")
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Fake and sharded tensors have no memory that a kernel can read.
-_PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
+_PLAIN_TYPES: frozenset[type] = frozenset({Tensor, nn.Parameter})
 
 
 def runs_triton(*tensors: Tensor | None) -> bool:
@@ -47,3 +49,26 @@ def runs_triton(*tensors: Tensor | None) -> bool:
 @functools.cache
 def _triton_is_there() -> bool:
     return os.environ.get("MEMOPT_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
+
+
+@contextlib.contextmanager
+def launches_emulated() -> Iterator[None]:
+    """Inside, fake CPU tensors count as a CUDA device's: operators allocate what the launchers of their Triton kernels
+    allocate, and no kernel runs. Does nothing without Triton, or in its interpreter."""
+    global _is_there, _PLAIN_TYPES
+    if INTERPRETED or not _triton_is_there():
+        yield
+        return
+    from triton.runtime import JITFunction
+
+    before = _is_there, _PLAIN_TYPES, JITFunction.__getitem__
+    _is_there, _PLAIN_TYPES = attrgetter("is_cpu"), frozenset({FakeTensor})
+    JITFunction.__getitem__ = lambda kernel, grid: _launch_nothing
+    try:
+        yield
+    finally:
+        _is_there, _PLAIN_TYPES, JITFunction.__getitem__ = before
+
+
+def _launch_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
