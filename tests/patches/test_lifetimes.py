@@ -45,7 +45,7 @@ def measured(model: nn.Module) -> Step:
     return step(model, run)
 
 
-@pytest.mark.parametrize("name", ["llama", "vit", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "vit", "gpt2", "bert"])
 def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch, name):
     monkeypatch.setattr(parts, "LEAST", 2**8)  # as it is with large tensors
     stock, patched = bodies(name, checkpointed=True)

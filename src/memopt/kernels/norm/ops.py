@@ -46,7 +46,8 @@ def forward(
         import memopt.kernels.norm.forward_triton as kernels
 
         return kernels.launch_forward(x, weight, bias, arguments, residual)
-    rows = _parts(x, residual)
+    # A sum is not made as a whole, in any dtype.
+    rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
         return _forward_by_parts(x, weight, bias, arguments, residual, rows)
     if residual is not None:
@@ -56,11 +57,9 @@ def forward(
     return y, exact.to(arguments.kept_dtype), rstd
 
 
-def _parts(*given: Tensor | None) -> int | None:
+def _parts(*given: Tensor) -> int | None:
     """Rows at a time of large 16-bit tensors, so that no fp32 copy of them is whole; None for all at once."""
-    if any(tensor is not None and tensor.element_size() != 2 for tensor in given):
-        return None
-    return parts_of(*given)
+    return None if any(tensor.element_size() != 2 for tensor in given) else parts_of(*given)
 
 
 def _forward_by_parts(

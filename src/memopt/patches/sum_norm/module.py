@@ -1,8 +1,8 @@
 """Post-norm modules, norm(dense(hidden) + residual), whose norm reads both terms itself: the sum is never made.
 
 The children stay: dense and the dropout are called as the stock forward calls them, so adapters, quantised linears and
-hooks on them work. Only a norm that memopt has patched and that nobody watches is read instead of called. On devices
-without the kernel the stock forward runs.
+hooks on them work. Only a norm that memopt has patched and that nobody watches is read instead of called. Without the
+kernel, large sums are computed in parts, and for small ones the stock forward runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.parts import parts_of
 from memopt.patches.norm.module import norm_of_sum
 from memopt.patches.scope import ScopeRewrite, run_in_scope
 from memopt.patches.swap import steps_aside, swap_forward
@@ -49,7 +50,8 @@ def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Modu
 
 def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = _bound(site, args, kwargs)
-    if given is None or not runs_triton(*given):
+    # The sum has the shape of the residual.
+    if given is None or not (runs_triton(*given) or parts_of(given[1])):
         return stock(module, *args, **kwargs)
     hidden, residual = given
     children = module._modules
