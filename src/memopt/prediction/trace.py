@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memopt.plan.recipe import Recipe
+from memopt.prediction.depth import Run, take_out
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
@@ -58,6 +59,8 @@ class Trace:
     blocks: tuple[str, ...] = field(default=(), repr=False)
     operations: tuple[Operation, ...] = field(default=(), repr=False)
     """What was computed and moved; their `moment` counts `events`."""
+    runs: tuple[Run, ...] = ()
+    """Runs of alike blocks whose events are not in `events`; their parameters are in `parameters`."""
 
     def resident(self) -> Iterator[Storage]:
         """What lives throughout: weights, buffers and the batch."""
@@ -76,21 +79,35 @@ def trace(
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
     inputs: Batch | None = None,
+    groups: int | None = None,
 ) -> Trace:
-    """Follow one step of the model of `config`; arguments and errors as `memopt.reporting.estimate.traced`'s."""
-    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
+    """Follow one step of the model of `config`; arguments and errors as `memopt.reporting.estimate.traced`'s.
+
+    Args:
+        groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+    """
+    parameters: list[Parameter] = []
+    runs: list[Run] = []
+
+    def prepare(trained: nn.Module) -> None:
+        parameters.extend(parameters_of(trained))
+        if groups is not None:
+            runs.extend(take_out(trained, sites.blocks, groups))
+
+    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, prepare=prepare) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
         found = record(model.trained, model.run, during_backward=model.choices())
         events, numbers = step_events(found)
         return Trace(
             training,
-            tuple(parameters_of(model.trained)),
+            tuple(parameters),
             batch,
             events,
-            _living(events),
+            living(events),
             model.notes,
             sites.blocks,
             tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations),
+            tuple(runs),
         )
 
 
@@ -162,14 +179,15 @@ def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
     return merged
 
 
-def _living(events: Sequence[Event]) -> tuple[Storage, ...]:
-    living: dict[Storage, None] = {}
+def living(events: Sequence[Event]) -> tuple[Storage, ...]:
+    """What was allocated and not freed."""
+    found: dict[Storage, None] = {}
     for event in events:
         if event.allocated:
-            living[event.storage] = None
+            found[event.storage] = None
         else:
-            del living[event.storage]
-    return tuple(living)
+            del found[event.storage]
+    return tuple(found)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

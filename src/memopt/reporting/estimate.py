@@ -120,8 +120,12 @@ def traced(
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
     inputs: Batch | None = None,
+    prepare: Callable[[nn.Module], None] = lambda trained: None,
 ) -> Iterator[TracedModel]:
     """The model of `config` on fake tensors; inside, forward and backward can run. Arguments as `trace_account`'s.
+
+    Args:
+        prepare: called with the model on fake tensors, patched and with its adapters.
 
     Raises:
         ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
@@ -142,6 +146,7 @@ def traced(
         _checkpoint(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
+    prepare(trained)
 
     def choices() -> contextlib.AbstractContextManager[Any]:
         return CudaChoices() if training.cuda_kernels else contextlib.nullcontext()

@@ -1,0 +1,97 @@
+"""Steps of one model, patched in one way, at any size: of a deep model only as many blocks are traced as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.plan.recipe import Recipe
+from memopt.prediction.depth import LEAST_GROUPS, UnlikeError, put_back
+from memopt.prediction.trace import Trace, living, trace
+from memopt.reporting.training import Training
+from memopt.walk.calls.batch import Batch
+from memopt.walk.sites import Sites
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Traces steps of the model of `config`; arguments as those of `memopt.prediction.trace.trace`.
+
+    That blocks may be left out is shown once for each way to patch and train: what four groups of alike blocks extend
+    to with a fifth has to be, event by event, the trace of five.
+    """
+
+    config: PreTrainedConfig
+    sites: Sites
+    recipe: Recipe | None = None
+    folded: Collection[str] = ()
+    inputs: Batch | None = None
+    _extends: bool | None = field(default=None, init=False)
+    """Whether blocks may be left out; None where that is not known yet."""
+    _traces: dict[Training, Trace] = field(default_factory=dict, init=False)
+
+    def at(self, training: Training) -> Trace:
+        """The step of the whole model.
+
+        Raises:
+            ModelError: it cannot be traced.
+        """
+        if training not in self._traces:
+            self._traces[training] = self._extended(training) or self._trace(training)
+        return self._traces[training]
+
+    def _trace(self, training: Training, groups: int | None = None) -> Trace:
+        return trace(
+            self.config,
+            training,
+            sites=self.sites,
+            recipe=self.recipe,
+            folded=self.folded,
+            inputs=self.inputs,
+            groups=groups,
+        )
+
+    def _extended(self, training: Training) -> Trace | None:
+        if self._extends is False:
+            return None
+        try:
+            shallow = self._trace(training, LEAST_GROUPS)
+            if self._extends is None and shallow.runs:
+                wanted = _form(self._trace(training, LEAST_GROUPS + 1))
+                if _form(_deepened(shallow, 1)) != wanted:  # the first step of a process may prove a head beside
+                    shallow = self._trace(training, LEAST_GROUPS)
+                self._extends = _form(_deepened(shallow, 1)) == wanted
+            return _deepened(shallow) if self._extends or not shallow.runs else None
+        except (UnlikeError, ModelError):
+            self._extends = False
+            return None
+
+
+def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
+    """The trace with all blocks that were left out, or with `groups` groups of each run."""
+    events, operations = shallow.events, shallow.operations
+    for run in shallow.runs:
+        count = None if groups is None else min(groups * run.group, run.left_out)
+        events, operations = put_back(events, operations, run, count)
+    return replace(shallow, events=events, operations=operations, gradients=living(events), runs=())
+
+
+def _form(traced: Trace) -> list[Hashable]:
+    """The events and sums of the operations of a trace, to compare with those of another."""
+    totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
+    numbers = {event.storage: number for number, event in enumerate(traced.events) if event.allocated}
+    return [
+        totals,
+        *(
+            (
+                event.allocated,
+                numbers[event.storage],
+                event.moment,
+                *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
+            )
+            for event in traced.events
+        ),
+    ]
