@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +67,17 @@ class Rules(Strict):
     def in_memory(self) -> Mapping[str, str]:
         """The fields that differ for a model in memory, whose weights nobody changes."""
         return {}
+
+
+def one_or_more(*words: str) -> BeforeValidator:
+    """A pattern alone is a tuple of one, a list (from JSON) a tuple; `words` mean something of their own."""
+
+    def as_tuple(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(value)
+        return (value,) if isinstance(value, str) and value not in words else value
+
+    return BeforeValidator(as_tuple)
 
 
 @dataclass(frozen=True)
@@ -238,6 +249,21 @@ class Patch:
     def changed_outputs(self, plan: PlanView) -> Iterable[str]:
         """Fields of the model's output that its folds change."""
         return ()
+
+    # --- levels of single blocks: no torch ---------------------------------------------------------------------------
+
+    def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """Level, in words -> block that can have it -> the names that its settings take: ways in which a block saves
+        less than under `plan`, exactly and for more work. Each saves less than the one before."""
+        return {}
+
+    def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        """Settings (KEY=VALUE) under which what each level of `chosen` names has that level, and no other block any."""
+        return ()
+
+    def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
+        """What takes less work than `plan` and saves more, exactly, in words -> its settings (KEY=VALUE)."""
+        return {}
 
     # --- scopes: no torch --------------------------------------------------------------------------------------------
 

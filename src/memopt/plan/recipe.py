@@ -111,6 +111,12 @@ def load_recipe(source: str | Path | Recipe, overrides: Iterable[str] = ()) -> R
         raise RecipeError(_explain(error, str(getattr(source, "name", source)))) from None
 
 
+def dump_recipe(recipe: Recipe) -> str:
+    """`recipe` as a YAML file that :func:`load_recipe` reads; keys at their defaults are left out."""
+    text: str = yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=120)
+    return text
+
+
 def modernised(data: dict[str, Any]) -> dict[str, Any]:
     """A recipe as an older memopt wrote it, in today's spelling."""
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}

@@ -17,6 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.saved.kept import Kept, check_version
 from memopt.torch_compat import FakeTensor
 
+#: The memory of the host, as traces see it, whose fake tensors live on the CPU in the place of a device.
+_HOST = torch.device("meta")
 #: Subclasses (sharded, nested, quantised tensors) stay where they are.
 _PLAIN_TYPES = (Tensor, FakeTensor)
 
@@ -62,6 +64,9 @@ class _Waiting:
     def __init__(self, tensor: Tensor, stream: torch.Stream | None, before: weakref.ref[_Waiting] | None) -> None:
         self._device, self._stream, self._before = tensor.device, stream, before
         self._fetched: Tensor | None = None
+        if isinstance(tensor, FakeTensor):
+            self._stored = tensor.detach().to(_HOST)
+            return
         with torch.no_grad():
             self._stored = torch.empty_like(tensor.detach(), device="cpu", pin_memory=stream is not None)
             if stream is None:
@@ -77,18 +82,21 @@ class _Waiting:
         if self._fetched is None and self._stream is not None:
             with torch.no_grad(), self._stream:
                 self._fetched = self._stored.to(self._device, non_blocking=True)
+        elif self._fetched is None and isinstance(self._stored, FakeTensor):
+            self._fetched = torch.empty_like(self._stored, device=self._device)
 
     def take(self) -> Tensor:
         """The input on its device, for work on the current stream."""
-        if self._stream is None:
+        if self._stream is None and not isinstance(self._stored, FakeTensor):
             check_version(self._stored, 0)  # a block that changes its input runs again once only
             return self._stored
         self.fetch()
         tensor, self._fetched = self._fetched, None
         assert tensor is not None
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_stream(self._stream)
-        tensor.record_stream(current)
+        if self._stream is not None:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_stream(self._stream)
+            tensor.record_stream(current)
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()

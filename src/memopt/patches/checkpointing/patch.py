@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, Rules, any_matches, matches
+from memopt.patches.base import LEFT, OFF, Entry, Live, Patch, PlanView, Rules, any_matches, matches, one_or_more
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ class CheckpointingRules(Rules):
     count: int | None = Field(default=None, ge=0)
     blocks: Literal["auto"] | tuple[str, ...] = "auto"
     """Names (shell wildcards) of the blocks that are counted; ``auto``: all."""
-    offload: Literal["none", "input"] = "none"
-    """``input``: the input of a checkpointed block waits in CPU memory, pinned where that helps."""
+    offload: Annotated[Literal["none", "input"] | tuple[str, ...], one_or_more(OFF, "input")] = "none"
+    """``input``: the input of a checkpointed block waits in CPU memory, pinned where that helps; or names (shell
+    wildcards) of the checkpointed blocks of which that is so."""
 
     @model_validator(mode="after")
     def _has_a_count(self) -> CheckpointingRules:
@@ -61,7 +62,7 @@ class CheckpointingPatch(Patch):
             return LEFT, f"not checkpointed: one in {rules.n} is"
         if rules.method == "count" and place >= (rules.count or 0):
             return LEFT, f"not checkpointed: the first {rules.count} are"
-        if rules.offload == "input":
+        if rules.offload == "input" or (isinstance(rules.offload, tuple) and any_matches(site, rules.offload)):
             return OFFLOADED, "runs again in backward; its input waits in CPU memory"
         return RUN_AGAIN, "keeps its input and runs again in backward"
 
@@ -74,9 +75,22 @@ class CheckpointingPatch(Patch):
             return
         if not plan.sites.blocks:
             yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and none were found in this model."
-        for pattern in rules.blocks if isinstance(rules.blocks, tuple) else ():
-            if not any(matches(block, pattern) for block in plan.sites.blocks):
-                yield f"Recipe '{plan.recipe.name}': checkpointing.blocks '{pattern}' matches no block of this model."
+        for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload)):
+            for pattern in patterns if isinstance(patterns, tuple) else ():
+                if not any(matches(block, pattern) for block in plan.sites.blocks):
+                    yield f"Recipe '{plan.recipe.name}': {self.key}.{key} '{pattern}' matches no block of this model."
+
+    def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        blocks = {block: (block,) for block in plan.sites.blocks}
+        return dict.fromkeys(self.actions.values(), blocks)
+
+    def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        there, elsewhere = (chosen.get(level, ()) for level in self.actions.values())
+        if not there and not elsewhere:
+            return (f"{self.key}.method={OFF}",)
+        blocks, offloaded = ",".join((*there, *elsewhere)), ",".join(elsewhere)
+        offload = "input" if not there else f"[{offloaded}]" if offloaded else OFF
+        return (f"{self.key}.method=full", f"{self.key}.blocks=[{blocks}]", f"{self.key}.offload={offload}")
 
     def apply(self, live: Live) -> None:
         if live.plan.recipe.rules(CheckpointingRules).is_off:

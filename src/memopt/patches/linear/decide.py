@@ -22,7 +22,7 @@ def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
         return None
-    if recompute == "auto" and math.prod(site.shape) * _NARROW < plan.sites.hidden_size * site.width:
+    if recompute == "auto" and _is_narrow(site, plan):
         return None
     objection = _objection(site, plan)
     if objection is not None:
@@ -37,7 +37,7 @@ def input_is_saved(site: LinearSite, plan: PlanView) -> bool:
 
 
 def output_levels(plan: PlanView) -> dict[str, list[str]]:
-    """Block -> the modules whose output `plan` recomputes: up or fc1, then gate, then what attention saves.
+    """Block -> the modules whose output ``auto`` recomputes: up or fc1, then gate, then what attention saves.
 
     The first n names of a list, given to ``linears.recompute``, are a level of its block. Each saves the same bytes for
     a FLOP; the larger come first.
@@ -48,13 +48,18 @@ def output_levels(plan: PlanView) -> dict[str, list[str]]:
     def rank(site: LinearSite) -> tuple[bool, bool, int]:
         return site.parameter not in readers, site.parameter in gates, -math.prod(site.shape)
 
-    ordered = sorted(plan.chosen("linear", RECOMPUTE), key=rank)
+    able = (site for site in plan.sites.linears if not _is_narrow(site, plan) and _objection(site, plan) is None)
+    ordered = sorted(able, key=rank)
     levels: dict[str, list[str]] = {}
     for block in plan.sites.blocks:
         names = [site.output_module for site in ordered if site.module.startswith(f"{block}.")]
         if names:
             levels[block] = names
     return levels
+
+
+def _is_narrow(site: LinearSite, plan: PlanView) -> bool:
+    return math.prod(site.shape) * _NARROW < plan.sites.hidden_size * site.width
 
 
 def _objection(site: LinearSite, plan: PlanView) -> str | None:

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from memopt.patches.base import OFF, Rules
-
-
-def one_or_more(*words: str) -> BeforeValidator:
-    """A pattern alone is a tuple of one, a list (from JSON) a tuple; `words` mean something of their own."""
-
-    def as_tuple(value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(value)
-        return (value,) if isinstance(value, str) and value not in words else value
-
-    return BeforeValidator(as_tuple)
+from memopt.patches.base import OFF, Rules, one_or_more
 
 
 class OutputRules(Rules):

@@ -44,6 +44,9 @@ class LossPatch(Patch):
             return method, "a cross-entropy keeps the logits in their own dtype, without an fp32 copy"
         return method, "logits are never whole where the loss is a cross-entropy"
 
+    def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
+        return {"all logits in 16 bits": (f"{self.key}.method=lean",)} if plan.chosen(self.name, "chunked") else {}
+
     def apply(self, live: Live) -> None:
         from memopt.patches.loss.module import head_of, patch_head
 

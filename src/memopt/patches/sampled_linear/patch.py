@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from memopt.patches.base import (
     EXCLUDED,
     LEFT,
+    OFF,
     Entry,
     Live,
     Patch,
@@ -17,7 +18,7 @@ from memopt.patches.base import (
     any_matches,
     matches,
 )
-from memopt.patches.linear.decide import RECOMPUTE, decide_output
+from memopt.patches.linear.decide import RECOMPUTE, decide_output, output_levels
 from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.walk.sites import LinearSite, Sites
 
@@ -42,6 +43,23 @@ class SampledLinearPatch(Patch):
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, LinearSite]]:
         return ((site.parameter, site) for site in sites.linears)
+
+    def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        found: dict[str, dict[str, tuple[str, ...]]] = {}
+        for block, names in output_levels(plan).items():
+            first, second, *more = (*(name.rpartition(".")[2] for name in names), "", "")
+            for words, count in (
+                (first, 1),
+                (second and f"{first} and {second}", 2),
+                (any(more) and "all linears", None),
+            ):
+                if words:
+                    found.setdefault(f"{words} recomputed", {})[block] = tuple(names[:count])
+        return found
+
+    def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        names = [name for its in chosen.values() for name in its]
+        return (f"{self.key}.recompute={'[' + ','.join(names) + ']' if names else OFF}",)
 
     def decisions(self, plan: PlanView) -> Iterator[Entry]:
         """Linears that read one storage are sampled together or not at all."""

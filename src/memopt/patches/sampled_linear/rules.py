@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from memopt.patches.base import OFF, Effect
-from memopt.patches.linear.rules import OutputRules, one_or_more
+from memopt.patches.base import OFF, Effect, one_or_more
+from memopt.patches.linear.rules import OutputRules
 
 
 class LinearRules(OutputRules):

@@ -1,0 +1,115 @@
+"""What patches offer for single blocks, and the settings by which a recipe says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from memopt.errors import RecipeError
+from memopt.patches.base import Patch
+from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.registry import patches
+from memopt.plan.plan import Plan, make_plan
+from memopt.plan.recipe import dump_recipe, load_recipe
+from memopt.reporting.timeline import record
+from memopt.torch_compat import FakeTensorMode
+from memopt.walk.sites import LinearSite, LossHead, Sites
+
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+
+
+def linear(name: str, width: int = 64) -> LinearSite:
+    saved = ("mul in act",)
+    return LinearSite(f"{name}.weight", name, (width, 64), 64, output_module=name, output_saved_by=saved)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    linears = [linear(f"{block}.{name}") for block in BLOCKS for name in ("up", "gate", "value")]
+    sites = Sites("Model", "model", linears=tuple(linears), blocks=BLOCKS, hidden_size=64)
+    return make_plan(sites, load_recipe("exact-unfolded"))
+
+
+def offered(plan: Plan) -> dict[str, Mapping[str, tuple[str, ...]]]:
+    return {words: names for patch in patches() for words, names in patch.levels(plan).items()}
+
+
+def test_a_block_recomputes_one_output_two_or_all(plan: Plan) -> None:
+    block = {words: names["layers.1"] for words, names in offered(plan).items() if "checkpointed" not in words}
+    assert block == {
+        "up recomputed": ("layers.1.up",),
+        "up and gate recomputed": ("layers.1.up", "layers.1.gate"),
+        "all linears recomputed": ("layers.1.up", "layers.1.gate", "layers.1.value"),
+    }
+
+
+def test_each_block_can_be_checkpointed_with_its_input_offloaded_or_not(plan: Plan) -> None:
+    words = [words for words in offered(plan) if "checkpointed" in words]
+    assert words == ["checkpointed", "checkpointed with offloaded input"]
+    assert all(set(offered(plan)[each]) == set(BLOCKS) for each in words)
+
+
+def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
+    chosen = {"checkpointed": ["layers.1"], "checkpointed with offloaded input": ["layers.0"]}
+    patch = next(patch for patch in patches() if "checkpointed" in patch.levels(plan))
+    recipe = load_recipe("exact-unfolded", patch.at_levels(chosen))
+    rows = {entry.site: entry.action for entry in make_plan(plan.sites, recipe).entries if entry.kind == patch.kind}
+    assert rows == {
+        "layers.0": "recompute block, offload input",
+        "layers.1": "recompute block",
+        "layers.2": "keep",
+    }
+    assert load_recipe(recipe).model_dump() == recipe.model_dump()
+
+
+@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.name)
+def test_no_level_is_the_recipe_alone(patch: Patch, plan: Plan) -> None:
+    recipe = load_recipe("exact-unfolded", patch.at_levels({}))
+    assert recipe == load_recipe("exact-unfolded")
+
+
+def test_a_pattern_of_blocks_to_offload_that_matches_nothing_is_noted(plan: Plan) -> None:
+    settings = ("checkpointing.method=full", "checkpointing.offload=[layers.9]")
+    notes = make_plan(plan.sites, load_recipe("exact-unfolded", settings)).notes
+    assert any("checkpointing.offload 'layers.9' matches no block" in note for note in notes)
+
+
+def test_offload_takes_names_or_one_of_its_words() -> None:
+    with pytest.raises(RecipeError):
+        load_recipe("exact-unfolded", ("checkpointing.offload=3",))
+    one = load_recipe("exact-unfolded", ("checkpointing.offload=layers.0",))
+    assert one == load_recipe("exact-unfolded", ("checkpointing.offload=[layers.0]",))
+
+
+def test_a_faster_loss_is_offered_where_it_is_chunked(plan: Plan) -> None:
+    head = LossHead("head.weight", 100, "head")
+    sites = Sites("Model", "model", linears=(linear("head", 100),), loss_head=head, hidden_size=64)
+    faster = {w: s for patch in patches() for w, s in patch.faster(make_plan(sites, plan.recipe)).items()}
+    assert [load_recipe(plan.recipe, settings).loss.method for settings in faster.values()] == ["lean"]
+    stock = make_plan(sites, load_recipe("exact-unfolded", ("loss.method=none",)))
+    assert not any(patch.faster(stock) for patch in patches())
+
+
+def test_a_recipe_written_as_yaml_reads_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    recipe = load_recipe("exact-levels", ("linears.recompute=[a,b]", "checkpointing.blocks=[layers.0]"))
+    file.write_text(dump_recipe(recipe))
+    assert load_recipe(file) == recipe
+
+
+def test_a_trace_does_not_count_what_waits_in_cpu_memory() -> None:
+    inputs = OffloadedInputs()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with inputs.of_a_block():
+            return (x + 1).exp().sum()  # exp saves its output; its node is the first to save
+
+    with FakeTensorMode():
+        x = torch.ones(1000, requires_grad=True)
+        found = record(torch.nn.Identity(), lambda: forward(x))
+    waiting = [life for life in found.events[: found.forward_ends] if not 0 <= life.died < found.forward_ends]
+    assert {life.nbytes for life in waiting} == {4}  # the sum
+    assert 4000 in {life.nbytes for life in found.events[found.forward_ends :]}  # its copy on the device
