@@ -52,8 +52,9 @@ def curve(
     phases: Sequence[tuple[str, int]],
     events: int,
     limit: int = MOMENTS,
+    resident: Mapping[str, int] | None = None,
 ) -> Curve:
-    """The curve of `changes`, which are in order.
+    """The curve of `changes`, which are in order, beside the bytes of each kind that are `resident` throughout.
 
     Of each of limit/2 spans of events, the moments with the most and with the fewest live bytes are shown, so neither
     the peak nor a spike is lost.
@@ -65,7 +66,7 @@ def curve(
         places = range(start, min(start + span, len(changes)))
         shown |= {max(places, key=totals.__getitem__), min(places, key=totals.__getitem__)}
     top = max(range(len(totals)), key=totals.__getitem__, default=0)
-    chosen, now = sorted(shown), dict.fromkeys(kinds, 0)
+    chosen, now = sorted(shown), {**dict.fromkeys(kinds, 0), **(resident or {})}
     rows: list[tuple[int, ...]] = []
     for place, change in enumerate(changes):
         now[change.kind] += change.nbytes

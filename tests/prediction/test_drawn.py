@@ -1,4 +1,4 @@
-"""The snapshot for PyTorch's memory viewer: its readers take it, and it shows our peak."""
+"""A prediction drawn: the chart of the page, and the snapshot for PyTorch's memory viewer. Both show our peak."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from torch.cuda import _memory_viz as viewer
 
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.charts import chart
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.prediction.snapshot import snapshot
@@ -103,3 +104,13 @@ def test_a_block_says_what_it_is_for_and_where_it_was_allocated(predictions: lis
     data = pickle.loads(snapshot(*predictions))
     names = {frame["name"] for event in data["device_traces"][0] for frame in event["frames"]}
     assert {"saved tensors", "model.layers.0.mlp.act_fn", "gradients"} <= names
+
+
+def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Prediction]) -> None:
+    for prediction in predictions:
+        drawn = chart("stock", prediction)
+        assert drawn.curve.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
+        at_top = {part: values[drawn.curve.top] for part, values in drawn.curve.live.items()}
+        assert at_top == prediction.parts
+        assert [name for name, _ in drawn.curve.phases] == ["forward", "backward", "optimizer step"]
+        assert prediction.where in drawn.moment
