@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read when transformers and tokenizers are first imported, so they are set before any test module is.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,6 +64,23 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     """See `tests.support.uninitialized`."""
     with poisoned():
         yield
+
+
+@pytest.fixture(autouse=True)
+def every_document_fits_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test makes a command print as JSON is held to the published schema (tools/json_schema.py)."""
+    from memopt.cli import common
+
+    stock = common.as_json
+
+    def checked(value: dict[str, Any]) -> str:
+        from tools.json_schema import validate
+
+        text = stock(value)
+        validate(text)
+        return text
+
+    monkeypatch.setattr(common, "as_json", checked)
 
 
 #: Folders whose tests are about the walk, so that each of them walks for itself unless it is marked.

@@ -61,7 +61,13 @@ def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print the one JSON document of a run."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    print(as_json(value))
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """`value` as JSON, which has no NaN and no infinity: they become null."""
+    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2, ensure_ascii=False)
 
 
 def print_rich(*renderables: RenderableType) -> None:

@@ -9,6 +9,8 @@ from memopt.prediction.peak import Prediction
 from memopt.reporting.curve import Change, curve
 from memopt.reporting.html.page import Chart
 
+_MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
+
 
 def chart(name: str, prediction: Prediction) -> Chart:
     """Memory over the second step: all that the process allocates on the device, what lives throughout included."""
@@ -29,4 +31,4 @@ def chart(name: str, prediction: Prediction) -> Chart:
         place = "blocks" if f"{storage.module}.".startswith(blocks) else storage.module
         at_peak[storage.part, place] += storage.nbytes
     where = f" of {prediction.where}" if prediction.where else ""
-    return Chart(name, found, f"in {prediction.moment}{where}", at_peak)
+    return Chart(name, found, f"in {_MOMENTS.get(prediction.moment, prediction.moment)}{where}", at_peak)
