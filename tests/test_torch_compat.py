@@ -315,6 +315,24 @@ def test_a_dispatch_mode_sees_operators_with_their_schemas_and_none_under_no_dis
     assert x.sum() == 12
 
 
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_nothing_under_no_torch_function() -> None:
+    with _Functions() as mode:
+        x = torch.ones(2)
+        with torch_compat.no_torch_function():
+            assert x.shape == torch.add(x, x).shape
+    assert mode.seen == [torch.ones]
+
+
 def test_fake_tensors_have_no_memory_and_can_be_left() -> None:
     with torch_compat.FakeTensorMode():
         fake = torch.empty(2**40)

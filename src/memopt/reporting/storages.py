@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.torch_compat import (
+    FakeTensor,
     TorchDispatchMode,
     is_operator,
     is_traceable_wrapper_subclass,
     living_storage,
+    no_torch_function,
     operator_schema,
     storage_id,
-    tree_leaves,
     weak_storage,
 )
 
 #: Operations whose output holds the values of their input: a cast, or a copy in another layout.
 _COPIES = frozenset({"_to_copy", "clone"})
+_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised); none behind meta tensors."""
     for tensor in tensors:
         wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper):
+        if type(wrapper) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
             names, _ = wrapper.__tensor_flatten__()
             yield from storages(getattr(wrapper, name) for name in names)
-        elif tensor.layout == torch.strided and not tensor.is_meta:
+        # A fake tensor dispatches the question for its device, several times as slow as the rest.
+        elif tensor.layout == torch.strided and (isinstance(tensor, FakeTensor) or not tensor.is_meta):
             yield tensor.untyped_storage()
 
 
@@ -99,19 +102,24 @@ class StorageTracker(TorchDispatchMode):
                 yield storage, birth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        outputs = _tensors(result)
-        if outputs:
-            self._note(func, args, list(storages(_tensors((args, kwargs)))), outputs)
+        # In backward, function modes would see every attribute of a tensor that a mode reads here.
+        with no_torch_function():
+            result = func(*args, **(kwargs or {}))
+            self._note(func, args, kwargs, result)
         return result
 
-    def _note(self, func: Any, args: Any, inputs: list[torch.UntypedStorage], outputs: list[Tensor]) -> None:
-        aliases = {storage_id(storage) for storage in inputs}
-        for output in outputs:
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs: list[torch.UntypedStorage] = []
+        aliases: set[int] | None = None
+        for output in tensors(result):
             for storage in storages([output]):
                 address = storage_id(storage)
-                if address in aliases or address in self._born or address in self._parameters:
+                if address in self._born or address in self._parameters:
+                    continue
+                if aliases is None:
+                    inputs = list(storages(tensors((args, kwargs))))
+                    aliases = {storage_id(each) for each in inputs}
+                if address in aliases:
                     continue
                 operation = _name(func)
                 source, of_parameter = None, False
@@ -135,8 +143,15 @@ class StorageTracker(TorchDispatchMode):
         self._born[storage_id(storage)] = (weak_storage(storage), birth)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or the result of an operator: in lists, tuples and dicts, and nothing else."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from tensors(each)
+    elif isinstance(tree, dict):
+        yield from tensors(tuple(tree.values()))
 
 
 def _name(func: Any) -> str:

@@ -46,6 +46,7 @@ from memopt.torch_compat.dispatch import (
     is_transformed,
     makes_wrappers,
     no_dispatch,
+    no_torch_function,
     operator_name,
     operator_schema,
     tracing_state,

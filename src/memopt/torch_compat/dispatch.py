@@ -58,6 +58,7 @@ _TREES = "tensors inside containers that only PyTorch's registry knows are not s
 # -- modes and fake tensors -----------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
+    from torch._C import DisableTorchFunction
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
+
+    no_torch_function = DisableTorchFunction
 else:
     _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
     TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode", _Unavailable, _NO_WALK)
@@ -80,6 +83,7 @@ else:
     no_dispatch = find(
         "torch.utils._mode_utils.no_dispatch", contextlib.nullcontext, "models with dropout cannot be estimated"
     )
+    no_torch_function = find("torch._C.DisableTorchFunction", contextlib.nullcontext, "traces of a step take longer")
     tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
     tree_leaves = find("torch.utils._pytree.tree_leaves", _own_tree_leaves, _TREES)
 
@@ -89,6 +93,7 @@ else:
 #: FakeTensor, FakeTensorMode      tensors with a shape and device but no memory, and the mode that makes them
 #: unset_fake_temporarily          inside it that mode is off
 #: no_dispatch                     inside it no mode sees what is called
+#: no_torch_function               inside it no function mode sees what is called
 #: tree_map, tree_leaves           every tensor in nested containers
 
 # -- operators ------------------------------------------------------------------------------------------------------
