@@ -18,9 +18,11 @@ from memopt.plan.plan import make_plan
 from memopt.plan.recipe import load_recipe
 from memopt.reporting import estimate
 from memopt.reporting.account import Account
+from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.factories import tiny_inputs, tiny_model
 from tests.reporting.builders import named_config, real_account, sites_of
@@ -150,6 +152,29 @@ def test_lora_keeps_no_normalised_copies_for_frozen_norms() -> None:
     full, lora = traced("llama"), traced("llama", train="lora", lora_rank=4)
     assert "norm output (x_hat)" in full.per_cause("model.layers.1")
     assert "norm output (x_hat)" not in lora.per_cause("model.layers.1")
+
+
+def test_lora_names_what_is_saved_as_full_tuning_does() -> None:
+    lora = traced("llama", train="lora", lora_rank=4)
+    assert lora.per_cause("model.layers.1")["norm input"] > 0
+
+
+def test_lora_on_experts_names_their_weights_with_the_adapter_and_says_what_to_do() -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    sites = find_sites(build_meta(config))
+
+    def lora(*targets: str) -> Account:
+        return trace_account(config, Training(seq=24, train="lora", lora_targets=targets), sites=sites)
+
+    weights = sum(2 * each.numel() for each in build_meta(config).parameters() if each.dim() == 3)
+    assert lora("all-linear").per_cause()[EXPERTS] == weights
+    assert EXPERTS_NOTE in lora("all-linear").notes
+    for other in (lora("q", "v"), trace_account(config, Training(seq=24), sites=sites)):
+        assert EXPERTS not in other.per_cause()
+        assert EXPERTS_NOTE not in other.notes
 
 
 def test_lora_targets_may_be_beginnings_of_names() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.reporting.blocks import Blocks, Saved
-from memopt.reporting.causes import Causes
+from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE, Causes
 from memopt.reporting.storages import StorageTracker
 from memopt.reporting.timeline import Step
 from memopt.torch_compat import storage_id, tree_leaves
@@ -131,13 +131,15 @@ def account(
     with observer, tracker, saved_tensors_hooks(observer.pack, observer.unpack):
         graph = _graph(run())
     gc.collect()
-    causes = Causes(sites)
+    causes = Causes(sites, [tuple(each.shape) for each in model.parameters() if each.dim() == 3])
     saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
     counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
     seen = {storage_id(entry.storage) for entry in saved}
     hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in seen)
     del graph
+    if any(each.cause == EXPERTS for each in counted):
+        notes = (*notes, EXPERTS_NOTE)
     hidden_in = max(hidden, key=lambda module: hidden[module], default="")
     return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes), hidden_in)
 

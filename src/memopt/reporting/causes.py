@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, get_args
 
 from memopt.activations import OPERATIONS
@@ -34,10 +34,18 @@ Cause = Literal[
     "checkpoint input",
     "codes",
     "weight copy",
+    "expert weights + adapter (PEFT)",
     "other",
 ]
 #: Every cause, in the order in which tables list them.
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+EXPERTS: Cause = "expert weights + adapter (PEFT)"
+EXPERTS_NOTE = (
+    "Experts: PEFT adds an adapter's product to the weights of all experts of a layer, and their sums, as large as the "
+    "weights, are saved for backward. Target the linears of attention alone (--lora-targets q,k,v,o), or checkpoint "
+    "the blocks, which holds the sums of one at a time."
+)
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
 #: Names of Python functions; softsign takes several operations.
@@ -48,15 +56,18 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax", "binary_cross_e
 
 
 class Causes:
-    """The rules for the model of `sites`. Without sites only single operations are recognised."""
+    """The rules for the model of `sites`. Without sites only single operations are recognised.
 
-    def __init__(self, sites: Sites | None) -> None:
+    `stacked` are the shapes of its parameters of three dimensions, which hold the weights of several experts.
+    """
+
+    def __init__(self, sites: Sites | None, stacked: Collection[tuple[int, ...]] = ()) -> None:
         sites = sites or Sites(model_class="", model_type="")
         self._norms = {site.name for site in sites.norms} | {name for name, _ in sites.skipped}
         self._activations = {site.name for site in sites.activations if site.is_module}
         self._gates = {_owner(site.gate) for site in sites.gated_mlps}
         self._ups = {_owner(site.up) for site in sites.gated_mlps}
-        self._hidden_size = sites.hidden_size
+        self._hidden_size, self._stacked = sites.hidden_size, frozenset(stacked)
         self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
 
     def of(self, birth: Birth, savers: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
@@ -89,6 +100,8 @@ class Causes:
             return self._of_activation(birth, module, operation)
         if "softmax" in origin.operation:
             return "softmax output"
+        if birth.shape in self._stacked and _inside(module, self._linears):
+            return EXPERTS
         if operation in _LINEARS or (operation in _PRODUCTS and _inside(module, self._linears)):
             return "linear input"
         if operation.startswith("conv"):

@@ -86,11 +86,11 @@ def trace_account(
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
     with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
-        saved = account(model.trained, model.run, blocks=sites.blocks, sites=sites, notes=model.notes)
+        saved = account(model.model, model.run, blocks=sites.blocks, sites=sites, notes=model.notes)
         if not peak:
             return saved
         try:
-            return replace(saved, step=step(model.trained, model.run, during_backward=model.choices()))
+            return replace(saved, step=step(model.model, model.run, during_backward=model.choices()))
         except Exception as error:  # the saved bytes are known all the same
             why = f"{type(error).__name__}: {one_line(error)}"
             return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
@@ -100,6 +100,8 @@ def trace_account(
 class TracedModel:
     """A model on fake tensors that is ready for a step."""
 
+    model: PreTrainedModel
+    """With the names of its config: those of `trained` have PEFT's prefix."""
     trained: nn.Module
     """With adapters, where it has some."""
     run: Callable[[], Any]
@@ -162,7 +164,7 @@ def traced(
             arguments = _arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
-            yield TracedModel(trained, run, choices, arguments, tuple(notes))
+            yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
     except ModelError as error:
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:
