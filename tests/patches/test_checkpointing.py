@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import RecipeError
+from memopt.patches.checkpointing.module import patch_block
 from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
@@ -199,6 +200,24 @@ def test_blocks_without_a_switch_are_wrapped(around):
     assert [layer.calls for layer in model.layers] == ([2, 2, 1] if around is None else [2, 2, 2])
     for ours, expected in zip([x, *model.parameters()], stock, strict=True):
         assert torch.allclose(ours.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+class _Cached(_Block):
+    def forward(self, x: Tensor, cache: bool, past_key_values: list[Tensor] | None, use_cache: bool) -> Tensor:
+        if past_key_values is not None and use_cache:
+            past_key_values.append(x)
+        return super().forward(x) * len(past_key_values or ["none"])
+
+
+def test_a_cache_that_is_passed_by_position_is_switched_off_too():
+    block, written = _Cached().double().train(), []
+    patch_block(block, None, True, None)
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    block(x, True, written, True).sum().backward()
+    assert not written
+    with torch.no_grad():
+        block(x, True, written, True)
+    assert len(written) == 1
 
 
 def test_a_block_that_counts_its_batches_is_left_with_the_reason():

@@ -250,6 +250,20 @@ def test_a_module_that_changes_its_buffers_saves_its_output():
     assert same(*results)
 
 
+def test_a_spectral_norm_that_is_a_hook_saves_its_output():
+    """... which counts every run: it changes its buffers, and the weight with them."""
+    found = []
+    for patched in (False, True):
+        model, inputs = model_of("llama").train(), tiny_inputs("llama")
+        torch.manual_seed(0)
+        torch.nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)
+        if patched:
+            memopt.patch(model, recipe("up_proj"))
+        gradients = step(model, inputs)
+        found.append((gradients, model.model.layers[0].mlp.up_proj.weight_u.clone()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_frozen_linear_whose_input_nobody_saves_keeps_its_output():
     """Its input would have to be saved in the place of its output."""
     inputs, kept = tiny_inputs("gpt2", 2, 16), []

@@ -8,9 +8,11 @@ Trainer) is noted, and holds when the block is unpatched. Where a block has no s
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -122,7 +124,19 @@ def _wrapped(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module
     run = functools.partial(run_scoped, stock, rewrite.scope, module)
     if not module.training or not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    kwargs.update({name: None for name in _CACHES if kwargs.get(name) is not None})
-    return rewrite.run_again(functools.partial(run, **kwargs), *args)
+    kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
+    named = zip_longest(args, _names(stock)[: len(args)], fillvalue="")
+    return rewrite.run_again(functools.partial(run, **kwargs), *(_without_cache(name, value) for value, name in named))
+
+
+def _without_cache(name: str, value: Any) -> Any:
+    """The argument `name` of a block that runs twice."""
+    if name in _CACHES:
+        return None
+    return False if name == "use_cache" and value else value
+
+
+@functools.cache
+def _names(stock: Callable[..., Any]) -> tuple[str, ...]:
+    """Of the arguments of a block's forward, the block left out."""
+    return tuple(inspect.signature(stock).parameters)[1:]

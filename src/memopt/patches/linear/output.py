@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
@@ -22,7 +23,7 @@ from memopt.kernels.linear.output import recomputed_output
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
-from memopt.torch_compat import FakeTensor, is_checkpointed_region, no_dispatch
+from memopt.torch_compat import FakeTensor, is_checkpointed_region, module_hooks, no_dispatch
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,13 @@ def _set_modes(module: nn.Module, modes: list[dict[str, Any]]) -> None:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    return any("forward" in vars(each) or "parametrizations" in each._modules for each in module.modules())
+    return any(
+        "forward" in vars(each)
+        or "parametrizations" in each._modules
+        # The hook of torch.nn.utils.spectral_norm: every run of it is a step of a power iteration.
+        or any(isinstance(hook, SpectralNorm) for hook in module_hooks(each)[1].values())
+        for each in module.modules()
+    )
 
 
 def _saves_its_input(module: nn.Module) -> bool:
