@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
+from memopt.api import plan_for
+from memopt.patches.apply import apply
 from memopt.patches.loss import plain, rows
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
-from tests.patches.test_loss import CLASSES, READS, ROWS, WIDTH, Model, assert_close, flat, gradients, labels
+from memopt.plan.recipe import load_recipe
+from tests.factories import tiny_config, tiny_inputs
+from tests.patches.test_loss import CLASSES, LOSS_ONLY, READS, ROWS, WIDTH, Model, assert_close, flat, gradients, labels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 
@@ -170,3 +176,36 @@ def test_hooks_of_sharded_training_leave_the_logits_in_parts() -> None:
     whole.register_hook(Sharded())
     whole.sin().sum().backward()
     assert [gradient.shape for gradient in moments] == [(), (4, ROWS // 4, CLASSES)]
+
+
+class TwoHeads(transformers.LlamaForCausalLM):
+    """... of which the second one predicts the token after the next."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.after_next = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        logits, later = self.lm_head(hidden), self.after_next(hidden) * 0.5
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            loss = loss + F.cross_entropy(later[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+        return ModelOutput({"loss": loss, "logits": logits, "later_logits": later})
+
+
+@pytest.mark.walks(shared=False)
+def test_two_heads_are_two_sites() -> None:
+    model = TwoHeads(tiny_config("llama")).double()
+    given = {"input_ids": tiny_inputs("llama", 2, 12)["input_ids"]}
+    given["labels"] = given["input_ids"]
+    stock = gradients(model, model(**given).loss)
+    plan = plan_for(model, load_recipe("exact-unfolded", LOSS_ONLY))
+    assert apply(model, plan).done == {"loss": ("lm_head", "after_next")}
+    assert [row.reason.split("reads: ")[1:] for row in plan.entries if row.kind == "loss"] == [[], ["scale 0.5"]]
+    output = model(**given)
+    assert isinstance(output.logits, LazyLogits)
+    assert isinstance(output.later_logits, LazyLogits)
+    assert output.logits.value is output.later_logits.value is None
+    assert_close(gradients(model, output.loss), stock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,23 @@ def _steps(rank: int, how: str, mesh: Any, patched: bool) -> dict[str, torch.Ten
 )
 def test_two_ranks(ways: list[str], tmp_path: Path) -> None:
     run_ranks(train, str(tmp_path), ways)
+
+
+def test_a_forward_that_was_put_around_the_head_is_said() -> None:
+    """... as TRL does, whose losses read the head's weights themselves."""
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    model = tiny_model("llama")
+    memopt.patch(model, RECIPE)
+    own = model.forward
+    model.forward = types.MethodType(convert_outputs_to_fp32(own.__func__), model)
+    assert "is left to it" not in str(memopt.summary(model))
+    output = model(**tiny_inputs("llama"))
+    assert isinstance(output.logits, LazyLogits)
+    assert output.logits.value is None
+    model.forward = types.MethodType(_fused, model)
+    assert f"now one of {__name__}" in str(memopt.summary(model))
+
+
+def _fused(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return self.model(input_ids).last_hidden_state @ self.lm_head.weight.t()

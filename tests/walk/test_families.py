@@ -275,8 +275,51 @@ def test_loss_head_is_found_with_its_tie(family: str, head: str, tied_to: str | 
     assert (found.parameter, found.tied_to, found.vocab_size) == (head, tied_to, 67)
 
 
-def test_a_classifier_of_images_is_no_loss_head() -> None:
-    assert walked("vit").loss_head is None
+def test_a_classifier_of_images_is_left_with_a_reason() -> None:
+    sites = walked("vit")
+    assert sites.loss_head is None
+    [head] = sites.loss_heads
+    assert (head.module, head.obstacle) == (
+        "classifier",
+        "its logits are not a row of classes for each token, and small",
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "operations"),
+    [
+        ("llama", {}, ()),
+        ("gemma2", {"final_logit_softcapping": 7.5}, ("cap 7.5",)),
+        ("Granite", {"logits_scaling": 4.0}, ("scale 0.25",)),
+        ("Cohere", {"logit_scale": 0.0625}, ("scale 0.0625",)),
+    ],
+)
+def test_what_is_done_to_logits_is_said(family: str, settings: dict[str, float], operations: tuple[str, ...]) -> None:
+    if family in NAMES:
+        config = tiny_config(family, **settings)
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 67}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
+        config = getattr(transformers, f"{family}Config")(**sizes, **heads, **settings)
+    head = walk_config(config).loss_head
+    assert head is not None
+    assert head.operations == operations
+
+
+def test_a_ctc_loss_reads_all_logits_and_two_heads_are_two_rows() -> None:
+    speech = transformers.Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, conv_dim=(32, 32),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4, vocab_size=40, architectures=["Wav2Vec2ForCTC"],
+    )  # fmt: skip
+    sites = walk_config(speech)
+    assert sites.loss_head is None
+    assert sites.loss_heads[0].obstacle.startswith("its loss is a CTC loss")
+    both = walk_config(tiny_config("bert", architectures=["BertForPreTraining"]))
+    assert [(head.module, bool(head.obstacle)) for head in both.loss_heads] == [
+        ("cls.predictions.decoder", False),
+        ("cls.seq_relationship", True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from memopt.errors import InputsError, ModelError
 from memopt.torch_compat import module_hooks
+from memopt.walk.calls.arguments.request import inner_model
 from memopt.walk.calls.batch import Batch, check_names, does_not_run, placed
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.calls.twin import build_driven_twin
@@ -33,6 +35,7 @@ from memopt.walk.probes.gated import with_form
 from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, Sites
 
+_CTC = "its loss is a CTC loss, which reads the logits of all tokens at once"
 NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a checkpoint is written"
 
 
@@ -138,8 +141,10 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     observed = observe(model, inputs, with_labels=True)
     mode, labels = observed.mode, observed.labels
     assert labels is not None
-    head = labels.loss_head(mode.parameters)
-    verdicts = judge(mode, head.parameter if head else None)
+    heads = list(labels.loss_heads(mode.parameters))
+    verdicts = judge(mode, next((head.parameter for head in heads if not head.obstacle), None))
+    if _calls_ctc_loss(inner_model(model)):
+        heads = [replace(head, obstacle=head.obstacle or _CTC) for head in heads]
     linears = tuple(
         replace(x, **observed.inputs.get(x.parameter, InputUse((), ()))._asdict()) for x in labels.linear_sites()
     )
@@ -169,13 +174,19 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         activations=labels.activation_sites(),
         linears=linears,
         dropouts=labels.dropout_sites(),
-        loss_head=head,
+        loss_heads=tuple(heads),
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
         notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
         traces=tuple(observed.traces),
     )
+
+
+def _calls_ctc_loss(model: nn.Module) -> bool:
+    """By the names in its forward and in its loss function: no call of the walk has labels."""
+    functions = (inspect.unwrap(each) for each in (type(model).forward, getattr(model, "loss_function", None)) if each)
+    return any("ctc_loss" in getattr(getattr(each, "__code__", None), "co_names", ()) for each in functions)
 
 
 def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:

@@ -236,6 +236,10 @@ class LossHead:
     """The module whose forward contracts it; "" where that is the model itself."""
     tied_to: str | None = None
     """Name of the embedding that shares this weight."""
+    operations: tuple[str, ...] = ()
+    """What the forward does to each logit, in words: "scale 0.25", "cap 30"."""
+    obstacle: str = ""
+    """Why its loss needs, or may have, all logits at once."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ class Sites:
     activations: tuple[ActivationSite, ...] = ()
     linears: tuple[LinearSite, ...] = ()
     dropouts: tuple[DropoutSite, ...] = ()
-    loss_head: LossHead | None = None
+    loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""
     hidden_size: int = 0
@@ -260,6 +264,11 @@ class Sites:
     """Notes for the user: forwards that failed, modules that never ran, ..."""
     traces: tuple[tuple[str, str], ...] = ()
     """(label, "ok" or the error) of every forward that was tried."""
+
+    @property
+    def loss_head(self) -> LossHead | None:
+        """The main one of those whose loss is computed over a vocabulary."""
+        return next((head for head in self.loss_heads if not head.obstacle), None)
 
     @property
     def ran(self) -> bool:

@@ -22,7 +22,7 @@ class LossRules(Rules):
 
 
 class LossPatch(Patch):
-    """The head whose logits are computed a part at a time, inside the loss."""
+    """The heads whose logits are computed a part at a time, inside the loss."""
 
     name = kind = noun = plural = "loss"
     after = ("dropout",)
@@ -31,18 +31,20 @@ class LossPatch(Patch):
     key, rules = "loss", LossRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, LossHead]]:
-        if sites.loss_head is not None:
-            yield sites.loss_head.parameter, sites.loss_head
+        return ((head.parameter, head) for head in sites.loss_heads)
 
     def decide(self, site: LossHead, plan: PlanView) -> tuple[str, str]:
         method = plan.recipe.rules(LossRules).method
+        if site.obstacle:
+            return LEFT, site.obstacle
         if method == OFF:
             return LEFT, "stock loss over all logits; not rewritten by this recipe"
         if not plan.recipe.selects(site.module):
             return LEFT, EXCLUDED
         if method == "lean":
             return method, "a cross-entropy keeps the logits in their own dtype, without an fp32 copy"
-        return method, "logits are never whole where the loss is a cross-entropy"
+        reads = f"; reads: {', '.join(site.operations)}" if site.operations else ""
+        return method, f"logits are never whole where the loss is a cross-entropy{reads}"
 
     def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
         return {"all logits in 16 bits": (f"{self.key}.method=lean",)} if plan.chosen(self.name, "chunked") else {}
@@ -56,6 +58,15 @@ class LossPatch(Patch):
             linear = linears[head.parameter]
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
             live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, lean=lean)
+
+    def remarks(self, model: nn.Module) -> Iterator[str]:
+        from memopt.patches.loss.module import replaced_forwards
+
+        for owner, heads in replaced_forwards(model):
+            yield (
+                f"the forward of the model is now one of {owner}: where that computes a loss from the weights of "
+                f"{', '.join(heads)} itself, it is left to it; where it calls the head, the loss is memopt's"
+            )
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses

@@ -6,7 +6,7 @@ head as site data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from memopt.walk.aten.rules import OpCall
 from memopt.walk.probes.elementwise import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
+_ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
 #: Ops whose output has the origin of their input.
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
@@ -33,6 +34,8 @@ class _Origin:
     part: tuple[int, ...] = ()
     scaled: bool = False
     copied: bool = False
+    operations: tuple[str, ...] = ()
+    """What was done to a linear's output, one number at a time."""
 
 
 @dataclass
@@ -64,8 +67,8 @@ class Labels:
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
         self._dropouts: dict[str, DropoutSite] = {}
-        self._head: tuple[bool, int, str] | None = None
-        """(whether the model itself returns them, number, weight) of the logits."""
+        self._heads: dict[str, tuple[int, bool, int, tuple[str, ...]]] = {}
+        """Weight -> of its logits: dimensions, whether the model itself returns them, number, what was done to them."""
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -110,21 +113,26 @@ class Labels:
             self._see(name, call, here, parameters)
 
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
-        """A call returned `output`: find the linear that computes the logits of every token.
+        """A call returned `output`: find the linears that compute its logits.
 
-        The logits of a part that was called alone (`of_the_model` is False) count where the model has none.
+        The logits of a part that was called alone (`of_the_model` is False) come after those of the model.
         """
         if self.training or not isinstance(output, Mapping):
             return
         for key, tensor in output.items():
-            if not (isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() == 3):
+            if not (isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() in (2, 3)):
                 continue
+            operations: tuple[str, ...] = ()
             origin = self._origin(tensor)
             if origin is not None and origin.kind == "activation":  # a soft cap
+                name, operations = self._activations[origin.name].site.kind, origin.operations
                 origin = self._activations[origin.name].reads
+                operations = _capped(origin.operations if origin is not None else (), name, operations)
+            elif origin is not None:
+                operations = origin.operations
             if origin is not None and origin.kind == "linear":
-                found = (of_the_model, tensor.shape[-1], origin.name)
-                self._head = found if self._head is None or found[:2] > self._head[:2] else self._head
+                found = (tensor.dim(), of_the_model, tensor.shape[-1], operations)
+                self._heads[origin.name] = max(found, self._heads.get(origin.name, found))
 
     def forget(self) -> None:
         """Release the tensors of past forwards."""
@@ -156,7 +164,9 @@ class Labels:
                 copied = origin.copied or name in PADS or name == "clone"
                 self._set(moved, replace(origin, part=part, copied=copied))
         elif name in {"add", "sub", "mul", "div"} and len(tensors) == 1 and origin is not None:
-            self._set(out, replace(origin, scaled=origin.scaled or name in {"mul", "div"}))
+            done = _in_words(name, call.argument(1, "other"))
+            scaled = origin.scaled or name in {"mul", "div"}
+            self._set(out, replace(origin, scaled=scaled, operations=(*origin.operations, done)))
         elif name == "add" and len(tensors) == 2:
             self._sum(tensors[0], tensors[1], out, parameters)
         elif name == "mul" and len(tensors) == 2:
@@ -262,17 +272,35 @@ class Labels:
                 sites.setdefault(name, DropoutSite(name, float(module.p)))
         return tuple(sites.values())
 
-    def loss_head(self, parameters: ParameterTable) -> LossHead | None:
-        if self._head is None:
-            return None
-        _, vocab_size, weight = self._head
-        names = parameters.names[id(parameters.by_name[weight])]
-        tied_to = next((name for name in names if name != weight), None)
-        return LossHead(weight, vocab_size, self._linears[weight].module, tied_to)
+    def loss_heads(self, parameters: ParameterTable) -> Iterator[LossHead]:
+        """The main one first: logits of every token, of the model itself, over the most classes."""
+        for weight in sorted(self._heads, key=lambda each: self._heads[each][:3], reverse=True):
+            dimensions, _, vocab_size, operations = self._heads[weight]
+            names = parameters.names[id(parameters.by_name[weight])]
+            tied_to = next((name for name in names if name != weight), None)
+            obstacle = _ONE_A_SAMPLE if dimensions == 2 else ""
+            yield LossHead(weight, vocab_size, self._linears[weight].module, tied_to, operations, obstacle)
 
 
 def _site(name: str, probe: ActivationProbe) -> ActivationSite:
     return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters, probe.linear)
+
+
+def _in_words(name: str, number: object) -> str:
+    """What ``mul``, ``div``, ``add`` or ``sub`` with one number does."""
+    value = float(number) if isinstance(number, (int, float)) else None
+    if name in {"mul", "div"}:
+        return "scale" if not value else f"scale {value if name == 'mul' else 1 / value:g}"
+    return "shift" if value is None else f"shift {value if name == 'add' else -value:g}"
+
+
+def _capped(before: tuple[str, ...], kind: str, after: tuple[str, ...]) -> tuple[str, ...]:
+    """All in one: c tanh(x / c) is a cap."""
+    if kind == "tanh" and before and after and after[0].startswith("scale "):
+        number = float(after[0].removeprefix("scale "))
+        if number and before[-1] == f"scale {1 / number:g}":
+            return (*before[:-1], f"cap {number:g}", *after[1:])
+    return (*before, kind, *after)
 
 
 def _drop_probability(call: OpCall) -> float | None:
