@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import common, measured
 from memopt.errors import UsageError
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
@@ -52,6 +52,10 @@ def report(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one HTML page with charts as well.", show_default=False),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Run real steps in fresh processes (GPU, else CPU), beside what is predicted."),
+    ] = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     json_output: common.JsonOption = False,
@@ -68,6 +72,21 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
+    targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+    if measure:
+        options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
+        options["trust_remote_code"] = trust_remote_code
+        return measured.show(
+            model,
+            options,
+            json_output=json_output,
+            batch=batch or 1,
+            precision=precision,
+            train=train,
+            lora_rank=lora_rank,
+            lora_targets=targets or (ALL_LINEAR,),
+            checkpointing=checkpointing,
+        )
     page_file = common.output_file(html, "--html")
     with common.only_results_on_stdout(), common.waiting("Tracing a training step"):
         from memopt.pipeline import report as run_report
@@ -80,7 +99,7 @@ def report(
             precision=precision,
             train=train,
             lora_rank=lora_rank,
-            lora_targets=[name.strip() for name in lora_targets.split(",") if name.strip()],
+            lora_targets=targets,
             checkpointing=checkpointing,
             inputs=inputs,
             revision=revision,

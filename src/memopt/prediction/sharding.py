@@ -1,14 +1,26 @@
-"""What each of several devices holds: what sharding divides, and the buffers that it adds."""
+"""What each of several devices holds: what sharding divides, and the buffers that it adds.
+
+DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group a block, and one for the
+rest). ZeRO: deepspeed/runtime/zero (stage_1_and_2.py, stage3.py, config.py), with DeepSpeed's defaults. Bytes are of
+the device that holds most.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from memopt.prediction.events import Event, Storage
 from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace
+from memopt.prediction.trace import Parameter, Trace
+
+#: Elements: DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``, ``stage3_param_persistence_threshold``
+#: and ``stage3_max_live_parameters``.
+_REDUCED, _PREFETCHED, _PERSISTENT, _LIVE = 500_000_000, 50_000_000, 100_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,115 @@ class Share:
 def shard(traced: Trace, setup: Setup) -> Share:
     """The share of one of ``setup.devices``."""
     forms = tuple((each.shape, each.dtype) for each in traced.parameters if each.trained)
-    resident = tuple(traced.resident())
-    notes: tuple[str, ...] = ()
+    whole = Share(tuple(traced.resident()), traced.events, traced.gradients, forms)
+    if setup.sharding == "none":
+        return whole
     if setup.sharding == "ddp":
-        copies = sum(each.nbytes for each in traced.gradients)
-        resident += (Storage(copies, "communication", "", "gradient buckets"),)
-        notes = ("DDP: gradients are copied into buckets (gradient_as_bucket_view=False, its default).",)
-    return Share(resident, traced.events, traced.gradients, forms, notes)
+        buckets = _buffer(sum(each.nbytes for each in traced.gradients), "gradient buckets")
+        note = "DDP: gradients are copied into buckets (gradient_as_bucket_view=False, its default)."
+        return replace(whole, resident=(*whole.resident, buckets), notes=(note,))
+    if setup.sharding == "fsdp":
+        return _fsdp(traced, setup.devices)
+    return _zero(traced, setup.devices, int(setup.sharding[-1]))
+
+
+def _fsdp(traced: Trace, devices: int) -> Share:
+    groups: Counter[str] = Counter()
+    for each in traced.parameters:
+        if each.dtype.is_floating_point:
+            groups[_block(traced, each.name)] += each.nbytes
+    rest = groups.pop("", 0)
+    largest = max(groups.values(), default=0)
+    # Forward leaves the group around the blocks gathered. Of blocks, one runs and the next is gathered: into a flat
+    # buffer, and from there into its parameters.
+    gathered = [_buffer(rest, "all-gather"), *(_buffer(largest, "all-gather") for _ in range(3))]
+    shards: list[Storage] = []
+    gradients: list[Storage] = []
+    for storage in traced.resident():
+        rows = storage.shape[0] if storage.part == "weights" and storage.shape else 0
+        size = storage.nbytes // rows * -(-rows // devices) if rows else storage.nbytes
+        shards.append(replace(storage, nbytes=size))
+    of_group: defaultdict[str, list[Storage]] = defaultdict(list)
+    for gradient in traced.gradients:
+        of_group[_block(traced, gradient.module)].append(gradient)
+    events = [Event(each, True, "forward") for each in gathered]
+    before: list[Storage] = []
+
+    def scatter(group: str) -> None:
+        # Gradients are copied into one buffer, which is freed when the next group's turn comes.
+        nbytes = sum(each.nbytes for each in of_group[group])
+        flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", group)
+        events.extend([Event(flat, True, "backward"), *(Event(each, False, "backward") for each in of_group[group])])
+        events.extend(Event(each, False, "backward") for each in before)
+        events.append(Event(part, True, "backward"))
+        gradients.append(part)
+        before[:] = [flat]
+
+    for event in traced.events:
+        events.append(event)
+        group = _block(traced, event.storage.module)
+        if group and event.allocated and of_group[group] and of_group[group][-1] is event.storage:
+            scatter(group)
+    scatter("")  # after backward
+    events += [Event(each, False, "backward") for each in (*before, *gathered)]
+    forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.trained)
+    note = (
+        f"FSDP2: a group for each block and one for the rest; {len(gathered)} gathered buffers (the rest, the running "
+        "block, the next one flat and whole); weights, gradients and states in the dtype of the weights, no offload."
+    )
+    return Share(tuple(shards), tuple(events), tuple(gradients), forms, (note,))
+
+
+def _zero(traced: Trace, devices: int, stage: int) -> Share:
+    trained = [each for each in traced.parameters if each.trained]
+    elements = sum(_numel(each) for each in trained)
+    width = max((each.dtype.itemsize for each in trained), default=2)
+    part = -(-elements // devices)
+    resident = [each for each in traced.resident() if stage < 3 or each.part != "weights"]
+    buffers = [min(_REDUCED, elements) * width] * (2 if stage == 3 else 1)
+    if stage == 3:
+        small = sum(each.nbytes for each in traced.parameters if _numel(each) < _PERSISTENT)
+        large = [each for each in traced.parameters if _numel(each) >= _PERSISTENT]
+        resident.append(Storage(small + -(-sum(each.nbytes for each in large) // devices), "weights"))
+        buffers.append(min(_LIVE + _PREFETCHED, sum(map(_numel, large))) * width)
+    if width < 4:
+        resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
+    resident += [_buffer(nbytes, "buckets") for nbytes in buffers]
+    events, gradients = list(traced.events), list(traced.gradients)
+    if stage > 1:
+        # A gradient is reduced from a bucket; the device keeps its part.
+        events, gradients = [], []
+        whole = set(traced.gradients)
+        for event in traced.events:
+            events.append(event)
+            if event.allocated and event.storage in whole:
+                kept = replace(event.storage, nbytes=-(-event.storage.nbytes // devices))
+                events += [Event(kept, True, event.moment), Event(event.storage, False, event.moment)]
+                gradients.append(kept)
+    if width < 4:
+        wide = Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))
+        events.append(Event(wide, True, "optimizer step"))
+        gradients.append(wide)
+    divided = {1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[stage]
+    note = (
+        f"ZeRO-{stage}: {divided} over {devices} devices; the optimizer steps fp32 copies of the device's part; "
+        f"DeepSpeed's default buckets ({_REDUCED:,} elements), no offload."
+    )
+    return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), (note,))
+
+
+def _block(traced: Trace, name: str) -> str:
+    """The block that a module or parameter lies in, adapters' prefixes aside; empty outside."""
+    return next((block for block in traced.blocks if f"{block}." in f"{name}."), "")
+
+
+def _rows_over(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    return (-(-shape[0] // devices), *shape[1:]) if shape else shape
+
+
+def _numel(parameter: Parameter) -> int:
+    return torch.Size(parameter.shape).numel()
+
+
+def _buffer(nbytes: int, operation: str) -> Storage:
+    return Storage(nbytes, "communication", "", operation)

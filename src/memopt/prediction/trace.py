@@ -141,13 +141,15 @@ def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
         allocated = root.born == index
         if allocated:
             made[root] = _storage(root, found)
-        events.append(Event(made[root], allocated, _moment(made[root], index < found.forward_ends)))
+        events.append(Event(made[root], allocated, _moment(made[root], index, found)))
         numbers.append(index)
     return tuple(events), numbers
 
 
-def _moment(storage: Storage, forward: bool) -> Moment:
-    return "loss" if storage.part == "loss" else "forward" if forward else "backward"
+def _moment(storage: Storage, index: int, found: Record) -> Moment:
+    if index >= found.backward_ends:
+        return "optimizer step"
+    return "loss" if storage.part == "loss" else "forward" if index < found.forward_ends else "backward"
 
 
 def _storage(life: Lifetime, found: Record) -> Storage:
@@ -155,6 +157,8 @@ def _storage(life: Lifetime, found: Record) -> Storage:
     part: Part
     if life in found.gradients:
         part = "gradients"
+    elif life.born >= found.backward_ends:
+        part = "optimizer transients"
     elif birth.of_parameter:
         part = "weight copies"
     else:

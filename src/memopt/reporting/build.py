@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -93,8 +93,38 @@ def _record(folder: Path) -> PatchedFolder | None:
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 
 
-def _compare(
-    source: str,
+@dataclass(frozen=True)
+class Subject:
+    """A model and a training step, ready to be traced from the config alone."""
+
+    config: PreTrainedConfig
+    training: Training
+    sites: Sites
+    recipe: Recipe
+    folded: frozenset[str] = frozenset()
+    """Norms whose affine is folded in the checkpoint."""
+    inputs: Batch | None = None
+    """The batch that was given."""
+    notes: tuple[str, ...] = ()
+
+
+def subject(
+    source: str | Path,
+    training: Training,
+    *,
+    seq: int | None = None,
+    recipe: str | Path | Recipe | None = None,
+    inputs: Batch | str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Subject:
+    """The model of `source` and what is known of it; arguments and errors are those of :func:`compare_training`."""
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    record, rules = _record(Path(source).expanduser()), chosen_recipe(source, recipe)
+    return _subject(config, training, seq, rules, record, given_batch(inputs), trust_remote_code)
+
+
+def _subject(
     config: PreTrainedConfig,
     training: Training,
     seq: int | None,
@@ -102,7 +132,7 @@ def _compare(
     record: PatchedFolder | None,
     batch: Batch | None,
     trust_remote_code: bool,
-) -> Comparison:
+) -> Subject:
     notes = []
     if batch is not None:
         training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
@@ -120,8 +150,23 @@ def _compare(
     else:
         sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
         folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
-    before = trace_account(config, training, sites=sites, inputs=batch, peak=True)
-    after = trace_account(config, training, sites=sites, recipe=rules, folded=folded, inputs=batch, peak=True)
+    return Subject(config, training, sites, rules, folded, batch, tuple(notes))
+
+
+def _compare(
+    source: str,
+    config: PreTrainedConfig,
+    training: Training,
+    seq: int | None,
+    rules: Recipe,
+    record: PatchedFolder | None,
+    batch: Batch | None,
+    trust_remote_code: bool,
+) -> Comparison:
+    of = _subject(config, training, seq, rules, record, batch, trust_remote_code)
+    sites, notes = of.sites, list(of.notes)
+    before = trace_account(config, of.training, sites=sites, inputs=batch, peak=True)
+    after = trace_account(config, of.training, sites=sites, recipe=rules, folded=of.folded, inputs=batch, peak=True)
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
@@ -130,7 +175,7 @@ def _compare(
         model=source,
         model_class=sites.model_class,
         recipe=rules.name,
-        training=training,
+        training=of.training,
         before=before,
         after=after,
         notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
+from memopt.kernels.base.device import pieces_computed
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
@@ -29,7 +30,7 @@ from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_ma
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.timeline import step
 from memopt.reporting.training import Precision, Training
-from memopt.torch_compat import FakeTensorMode, tree_map
+from memopt.torch_compat import FakeTensorMode, tree_map, unset_fake_temporarily
 from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
@@ -38,7 +39,7 @@ from memopt.walk.models.config import config_nodes, one_line
 from memopt.walk.sites import NormSite, Sites
 
 #: Precision -> (dtype of the weights, dtype of autocast or None).
-_DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
+DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
     "fp32": (torch.float32, None),
     "bf16": (torch.bfloat16, None),
     "fp16": (torch.float16, None),
@@ -132,36 +133,24 @@ def traced(
     Raises:
         ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
     """
-    weights, autocast = _DTYPES[training.precision]
-    model = build_meta(config, dtype=weights)
-    _widen_as_loaded(model, weights)
-    _group_experts(model)
-    patched = [] if recipe is None else _patch(model, sites, recipe, folded)
-    notes = [*_attention_notes(model), *_precision_notes(training), *patched]
-    model.train(training.dropout)
-    trained: nn.Module = model
-    if training.train == "lora":
-        trained = add_adapters(
-            model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=training.adapter_fp32
-        )
-    if training.checkpointing == "full":
-        _checkpoint(model)
+    model, trained, notes = build_trained(config, training, sites=sites, recipe=recipe, folded=folded)
+    weights, autocast = DTYPES[training.precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
     prepare(trained)
 
     def choices() -> contextlib.AbstractContextManager[Any]:
-        return CudaChoices() if training.cuda_kernels else contextlib.nullcontext()
+        return CudaChoices() if training.cuda_kernels else pieces_computed()
 
     def run() -> Any:
         with choices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
             return trained(**arguments)
 
     try:
-        # Inputs that are made have no values that a forward could read.
+        # Of inputs that are made the labels alone have values: how many rows of a loss count decides what it allocates.
         reads = contextlib.nullcontext() if inputs is None else FakeReads()
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
-            arguments = _arguments(model, training, inputs)
+            arguments = step_arguments(model, training, inputs)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
@@ -175,6 +164,35 @@ def traced(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
             f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else hint,
         ) from error
+
+
+def build_trained(
+    config: PreTrainedConfig,
+    training: Training,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+) -> tuple[PreTrainedModel, nn.Module, list[str]]:
+    """The model of `config` on the meta device, the same with its adapters, and notes; arguments as `trace_account`'s.
+
+    Raises:
+        ModelError: the model cannot be built, or peft is missing for LoRA.
+    """
+    weights, _ = DTYPES[training.precision]
+    model = build_meta(config, dtype=weights)
+    _widen_as_loaded(model, weights)
+    _group_experts(model)
+    patched = [] if recipe is None else _patch(model, sites, recipe, folded)
+    model.train(training.dropout)
+    trained: nn.Module = model
+    if training.train == "lora":
+        trained = add_adapters(
+            model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=training.adapter_fp32
+        )
+    if training.checkpointing == "full":
+        _checkpoint(model)
+    return model, trained, [*_attention_notes(model), *_precision_notes(training), *patched]
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -210,7 +228,7 @@ def _attention_notes(model: PreTrainedModel) -> list[str]:
 
 def _precision_notes(training: Training) -> list[str]:
     notes = []
-    if _DTYPES[training.precision][1] is not None:
+    if DTYPES[training.precision][1] is not None:
         notes.append(
             "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
             "whose 16-bit copies are listed as weight copies."
@@ -252,29 +270,47 @@ def _checkpoint(model: PreTrainedModel) -> None:
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace every tensor of `model` by a fake one on the CPU; tied tensors stay tied."""
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            with mode:
-                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    replace_tensors(model, fake)
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put `replacement` of each in the place of the parameters, buffers and other tensors of all modules of `model`.
+
+    Parameters stay parameters; tied tensors stay tied.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            twin = replacement(tensor)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             # The reference to the original keeps its id from being used again.
-            fakes[id(tensor)] = (tensor, twin)
-        return fakes[id(tensor)][1]
+            made[id(tensor)] = (tensor, twin)
+        return made[id(tensor)][1]
 
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
         for table in tables:
             for name, value in list(table.items()):
                 if isinstance(value, Tensor):
-                    table[name] = fake(value)
+                    table[name] = of(value)
 
 
-def _arguments(model: PreTrainedModel, training: Training, batch: Batch | None) -> dict[str, Any]:
-    """Keyword arguments of one training forward of the given size, with labels where the model takes them."""
-    dtype = _DTYPES[training.precision][0]
+def step_arguments(
+    model: PreTrainedModel, training: Training, batch: Batch | None = None, *, real: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of one training forward of the given size, with labels where the model takes them.
+
+    Args:
+        real: `model` has values; by default it is on fake tensors, and a fake mode is active.
+    """
+    dtype = DTYPES[training.precision][0]
     if batch is None:
         small = dummy_inputs(model, dtype=dtype)
         inputs = {n: _grown(value, training) if isinstance(value, Tensor) else value for n, value in small.items()}
@@ -283,8 +319,10 @@ def _arguments(model: PreTrainedModel, training: Training, batch: Batch | None) 
     if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
         # Without a mask transformers reads the positions to look for packed sequences.
         inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    targets = {} if "labels" in inputs else training_targets(model, inputs, run=_run_without_values)
-    return {**targets, **inputs}
+    targets = {} if "labels" in inputs else training_targets(model, inputs, run=None if real else _run_without_values)
+    with unset_fake_temporarily():
+        counted = {n: t if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype) for n, t in targets.items()}
+    return {**counted, **inputs}
 
 
 def _traced(leaf: Any, dtype: torch.dtype) -> Any:

@@ -21,7 +21,8 @@ _OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True
 class FiniteValues(TorchFunctionMode):
     """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
 
-    Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value.
+    Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value. What
+    is computed from one real tensor stays real: labels, of which a loss counts those that are not ignored.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,9 @@ class FiniteValues(TorchFunctionMode):
         self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and type(args[0]) is Tensor and not any(isinstance(each, Tensor) for each in args[1:]):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
         output = func(*args, **(kwargs or {}))
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
             return output

@@ -183,6 +183,8 @@ class Record:
     """The storage that was allocated or freed, in order."""
     forward_ends: int
     """Number of events before backward."""
+    backward_ends: int
+    """Number of events before what follows it."""
     gradients: Collection[Lifetime]
     """Storages of gradients of parameters, and those that these were summed up in."""
     kind_of: Callable[[Lifetime, int], Kind]
@@ -192,22 +194,28 @@ class Record:
 
 
 def record(
-    model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    during_backward: AbstractContextManager[Any] | None = None,
+    then: Callable[[], Any] = lambda: None,
 ) -> Record:
-    """Every storage of forward, loss and backward; arguments as those of `step`."""
+    """Every storage of forward, loss, backward and what is to run `then`; other arguments as those of `step`."""
     timeline = Timeline(model)
     with timeline, _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)
         kind_of = _kinds(model, output)
         with during_backward or nullcontext():
-            run_backward(*_losses(output))
+            run_backward(*losses_of(output))
         del output
+        backward_ends = len(timeline.events)
+        then()
         events, operations = tuple(timeline.events), tuple(timeline.operations)
-        return Record(events, forward_ends, _with_sums(gradients), kind_of, operations)
+        return Record(events, forward_ends, backward_ends, _with_sums(gradients), kind_of, operations)
 
 
-def _losses(output: Any) -> list[Tensor]:
+def losses_of(output: Any) -> list[Tensor]:
     """The loss in `output`; without one, all its tensors that have a gradient."""
     loss = getattr(output, "loss", None)
     leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(dict(output) if isinstance(output, dict) else output)

@@ -72,3 +72,25 @@ def launches_emulated() -> Iterator[None]:
 
 def _launch_nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+@contextlib.contextmanager
+def pieces_computed() -> Iterator[None]:
+    """Inside, references compute on fake tensors all that they compute on tensors with values, as for a CPU's peak."""
+    global _skips_pieces
+    before, _skips_pieces = _skips_pieces, False
+    try:
+        yield
+    finally:
+        _skips_pieces = before
+
+
+_skips_pieces = True
+
+
+def skips_pieces(tensor: Tensor) -> bool:
+    """Whether a reference may leave out what it computes piece by piece: of a fake tensor nobody reads it.
+
+    As where Triton runs, nothing but the results is then allocated.
+    """
+    return _skips_pieces and isinstance(tensor, FakeTensor)

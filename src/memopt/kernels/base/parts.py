@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from memopt.torch_compat import FakeTensor, is_legacy_batched
+from memopt.kernels.base.device import skips_pieces
+from memopt.torch_compat import is_legacy_batched
 
 #: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
 COUNT, LEAST = 8, 2**15
@@ -43,7 +44,7 @@ def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         value = function(*(each[part] for each in flat))
         if result is None:
             result = torch.empty(tensors[0].shape, dtype=value.dtype, device=value.device)
-        if isinstance(result, FakeTensor):
+        if skips_pieces(result):
             break  # it has no values
         result.view(-1, result.size(-1))[part] = value
     assert result is not None

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.counter import uniform
-from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.recompute_rules import MASKED
-from memopt.torch_compat import FakeTensor, no_dispatch
+from memopt.torch_compat import no_dispatch
 
 #: Elements whose random numbers the reference draws at a time: they fit a CPU's cache.
 _CHUNK = 2**18
@@ -109,7 +109,7 @@ def _scale(p: float, dtype: torch.dtype, device: str) -> float:
 
 
 def _dropped_out(x: Tensor, mask: Mask) -> Tensor:
-    if x.is_meta or isinstance(x, FakeTensor):
+    if x.is_meta or skips_pieces(x):
         return torch.empty_like(x)
     precision = accumulation_dtype(x.dtype)
     factors = torch.zeros(x.shape, dtype=precision, device=x.device)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.parts import parts_of, slices
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import (
@@ -21,7 +21,6 @@ from memopt.kernels.norm.reference import (
     norm_backward,
     normalize,
 )
-from memopt.torch_compat import FakeTensor
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -75,7 +74,7 @@ def _forward_by_parts(
     rstd = _fake_rstd(x)
     results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
     flat, other = x.view(-1, x.size(-1)), None if residual is None else residual.view(-1, x.size(-1))
-    for part in () if isinstance(x, FakeTensor) else slices(flat.size(0), rows):
+    for part in () if skips_pieces(x) else slices(flat.size(0), rows):
         made = forward(flat[part], weight, bias, arguments, None if other is None else other[part])
         for result, each in zip(results, made, strict=True):
             if result is not None and each is not None:
@@ -111,7 +110,7 @@ def backward(
         dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)
         return (None if dx is None else dx.to(arguments.x_dtype)), dweight, dbias
     whole = dy.new_empty(dy.shape, dtype=arguments.x_dtype) if needs[0] else None
-    if isinstance(dy, FakeTensor):  # as where Triton runs, nothing else is allocated
+    if skips_pieces(dy):  # as where Triton runs, nothing else is allocated
         dweight, dbias = (rstd.new_empty(dy.size(-1)) if need else None for need in needs[1:])
         return whole, dweight, dbias
     sums: list[Tensor | None] = [None, None]

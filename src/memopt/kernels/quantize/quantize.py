@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from memopt.kernels.base.counter import uniform
-from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.quantize.layout import GROUP, Quantized
-from memopt.torch_compat import FakeTensor
 
 #: Elements that the reference quantises at a time, with about forty bytes of temporaries for each: at most, at least,
 #: and into how many parts a tensor is divided in between.
@@ -75,7 +74,7 @@ def dequantize(quantized: Quantized) -> Tensor:
 def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
     scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=accumulation_dtype(x.dtype))
-    if isinstance(x, FakeTensor):
+    if skips_pieces(x):
         return codes, scales  # as where Triton runs, nothing else is allocated
     chunk = _chunk_of(x.numel())
     for start in range(0, x.numel(), chunk):
@@ -96,7 +95,7 @@ def _chunk_of(numel: int) -> int:
 
 def _dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
     x = codes.new_empty(numel, dtype=dtype)
-    if isinstance(codes, FakeTensor):
+    if skips_pieces(codes):
         return x
     chunk = _chunk_of(numel)
     for start in range(0, numel, chunk):

@@ -24,6 +24,7 @@ from memopt.patches.loss.lazy import LazyLogits, Source, versions_of
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import by_rows
+from memopt.torch_compat import unset_fake_temporarily
 
 #: Function -> position of its argument ``dim``.
 _REDUCTIONS = {
@@ -70,8 +71,7 @@ def cross_entropy(
         divisor: Tensor | float = float(len(target))
     else:
         # Ignored rows never reach the head.
-        kept = (target != ignore_index).nonzero().squeeze(1) if _has_values(target) else None
-        kept = None if kept is None or len(kept) == len(target) else kept
+        kept = _counted(target, ignore_index) if _has_values(target) else None
         source = _before_the_loss(source)
         wide = accumulation_dtype(logits.dtype)
         divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
@@ -127,6 +127,13 @@ def _weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype)
 
 def _ends_in_log_softmax(source: Source) -> bool:
     return bool(source.operations) and source.operations[-1].name == "log_softmax"
+
+
+def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
+    """Indices of the rows that are not ignored; None for all."""
+    with unset_fake_temporarily():  # a trace may have labels with values
+        kept = (target != ignore_index).nonzero().squeeze(1)
+    return None if len(kept) == len(target) else kept
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -1,0 +1,54 @@
+"""`memopt report --measure`: real steps beside what is predicted of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memopt.cli import common
+
+if TYPE_CHECKING:
+    from memopt.prediction.measure import Comparison
+
+
+def show(model: str, options: dict[str, Any], *, json_output: bool, **training: Any) -> int:
+    """Predict and run a step of the stock and of the patched model, and print both.
+
+    Args:
+        options: arguments of `memopt.reporting.build.subject`.
+        training: fields of `memopt.reporting.training.Training`.
+    """
+    with common.only_results_on_stdout(), common.waiting("Running real steps"):
+        from memopt.prediction.measure import compare
+        from memopt.reporting.build import subject
+        from memopt.reporting.training import Training
+
+        of = subject(model, Training(**training), **options)
+        found = {"stock": compare(of, stock=True), of.recipe.name: compare(of)}
+    if json_output:
+        from dataclasses import asdict
+
+        rows = {name: asdict(each) for name, each in found.items()}
+        common.print_json(common.document("report", "pass", model={"id": model}, measured=rows))
+    else:
+        _print(model, found)
+    return common.EXIT_OK
+
+
+def _print(model: str, found: dict[str, Comparison]) -> None:
+    from rich.table import Table
+
+    device = next(iter(found.values())).measured.device
+    table = Table(title=f"{model}: the second step on {device}, MiB", title_justify="left")
+    for heading in ("", "peak in", "predicted", "measured", "off by"):
+        table.add_column(heading, justify="left" if heading in ("", "peak in") else "right")
+    for name, each in found.items():
+        real = each.measured
+        rows = [(name, each.moment, each.predicted, real.allocated)]
+        if real.reserved is not None:
+            rows.append(("  reserved", "", each.predicted_reserved, real.reserved))
+        for title, moment, predicted, measured in rows:
+            numbers = (f"{nbytes / 2**20:,.1f}" for nbytes in (predicted, measured))
+            table.add_row(title, moment, *numbers, f"{predicted / measured - 1:+.2%}")
+        table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
+    what = "live storages" if device == "cpu" else "what its allocator gave"
+    common.print_rich(table, f"Measured: {what}; AdamW, random weights. RSS: of the whole process.")

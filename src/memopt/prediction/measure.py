@@ -1,0 +1,198 @@
+"""Real steps of a model with random weights, in a fresh process: what a prediction is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+from collections.abc import Callable, Collection
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.plan.recipe import Recipe
+from memopt.prediction.events import peak_of
+from memopt.prediction.optimizers import make_optimizer
+from memopt.prediction.peak import predict
+from memopt.prediction.setup import Setup
+from memopt.prediction.trace import parameters_of, step_events
+from memopt.reporting.build import Subject
+from memopt.reporting.estimate import DTYPES, build_trained, quiet, replace_tensors, step_arguments
+from memopt.reporting.storages import storages
+from memopt.reporting.timeline import losses_of, record
+from memopt.reporting.training import Training
+from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
+from memopt.walk.calls.batch import Batch
+from memopt.walk.sites import Sites
+
+_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes of the second step. On a CUDA device those of its allocator, else of live storages."""
+
+    device: str
+    allocated: int
+    reserved: int | None
+    """Of the CUDA caching allocator; None on the CPU."""
+    rss: int
+    """The most resident memory of the process."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction beside a measurement on the device that was there, in bytes."""
+
+    moment: str
+    """When in the step the predicted peak falls."""
+    predicted: int
+    """What live storages take at the peak, workspaces included."""
+    predicted_reserved: int
+    measured: Measurement
+
+
+def compare(of: Subject, setup: Setup | None = None, *, stock: bool = False) -> Comparison:
+    """Predict a step and run it, on the CUDA device where there is one, else on the CPU; errors as `measure`'s.
+
+    Args:
+        of: the model, patched with its recipe.
+        setup: optimizer and allocator.
+        stock: do not patch it.
+    """
+    training = replace(of.training, cuda_kernels=torch.cuda.is_available())
+    options: dict[str, Any] = {"sites": of.sites, "inputs": of.inputs}
+    if not stock:
+        options.update(recipe=of.recipe, folded=of.folded)
+    found = predict(of.config, training, setup, **options)
+    measured = measure(of.config, training, setup, **options)
+    return Comparison(found.moment, found.peak.nbytes, found.reserved, measured)
+
+
+def measure(
+    config: PreTrainedConfig,
+    training: Training,
+    setup: Setup | None = None,
+    *,
+    sites: Sites,
+    recipe: Recipe | None = None,
+    folded: Collection[str] = (),
+    inputs: Batch | None = None,
+) -> Measurement:
+    """Train the model of `config` for two steps, on the CUDA device where there is one; arguments as `predict`'s.
+
+    Raises:
+        ModelError: the steps cannot run: out of memory, a missing library, a setup of several devices.
+    """
+    setup = setup or Setup()
+    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer == "adamw8bit":
+        what = "bitsandbytes' optimizer" if setup.optimizer == "adamw8bit" else "several devices"
+        raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
+    options = {"sites": sites, "recipe": recipe, "folded": folded, "inputs": inputs}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_measured, config, training, setup, options).result(timeout=_SECONDS)
+        except ModelError:
+            raise
+        except Exception as error:  # the process was killed, or the step failed
+            raise ModelError(
+                f"The steps could not be measured: {type(error).__name__}: {error}.", "Use a smaller --batch or --seq."
+            ) from error
+
+
+@quiet()
+def _measured(config: PreTrainedConfig, training: Training, setup: Setup, options: dict[str, Any]) -> Measurement:
+    cuda = torch.cuda.is_available()
+    step = RealStep(config, training, setup, device="cuda" if cuda else "cpu", **options)
+    step.run()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step.run()
+    rss = _peak_rss()
+    if cuda:
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return Measurement(torch.cuda.get_device_name(), allocated, reserved, rss)
+    return Measurement("cpu", step.live_peak(), None, rss)
+
+
+class RealStep:
+    """A model with random weights, a batch and an optimizer."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        training: Training,
+        setup: Setup,
+        *,
+        device: str = "cpu",
+        sites: Sites,
+        recipe: Recipe | None = None,
+        folded: Collection[str] = (),
+        inputs: Batch | None = None,
+    ) -> None:
+        base, self.model, _ = build_trained(config, training, sites=sites, recipe=recipe, folded=folded)
+        replace_tensors(self.model, _random(torch.device(device)))
+        arguments = step_arguments(base, training, inputs, real=True)
+        self.arguments = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = make_optimizer(trained, setup, foreach=device != "cpu")
+        _, autocast = DTYPES[training.precision]
+        self._autocast: Callable[[], Any] = contextlib.nullcontext
+        if autocast is not None:
+            self._autocast = lambda: torch.autocast(device, autocast)
+        self._accumulation = setup.accumulation
+
+    def run(self) -> None:
+        """One step."""
+        for _ in range(self._accumulation):
+            output = self.forward()
+            run_backward(*losses_of(output))
+            del output
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forward(self) -> Any:
+        """The model's output."""
+        with self._autocast():
+            return self.model(**self.arguments)
+
+    def resident(self) -> int:
+        """Bytes of weights, buffers, batch, optimizer states and gradients."""
+        gradients = [each.grad for each in self.model.parameters()]
+        tensors = tree_leaves([self.arguments, list(self.optimizer.state.values()), gradients])
+        states = {storage_id(each): each for each in storages(t for t in tensors if isinstance(t, Tensor))}
+        return sum(each.nbytes for each in parameters_of(self.model)) + sum(each.nbytes() for each in states.values())
+
+    def live_peak(self) -> int:
+        """The most bytes of live storages over one more step."""
+        for _ in range(self._accumulation - 1):
+            run_backward(*losses_of(self.forward()))
+        gc.collect()
+        resident = self.resident()
+        found = record(self.model, self.forward, then=self.optimizer.step)
+        self.optimizer.zero_grad()
+        return resident + peak_of((), step_events(found)[0]).nbytes
+
+
+def _random(device: torch.device) -> Callable[[Tensor], Tensor]:
+    def values(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach().to(device)
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        return real.normal_(std=0.02) if real.is_floating_point() else real
+
+    return values
+
+
+def _peak_rss() -> int:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+    return 1024 * int(line.split()[1])

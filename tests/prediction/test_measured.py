@@ -1,0 +1,46 @@
+"""Predicted peaks are those of real steps: of live storages, and of what PyTorch's allocator reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import benchmarks.prediction
+import memopt.prediction.peak
+from benchmarks.prediction import LIMIT, PAIRS, Pair, measure
+from memopt.prediction.events import Event
+from memopt.prediction.setup import Setup
+from memopt.prediction.trace import Trace
+
+FAST = [
+    Pair("llama", "full", "none"),
+    Pair("llama", "lora", "levels"),
+    Pair("bert", "full", "exact"),
+    Pair("vit", "full", "int8"),
+    Pair("llama", "full", "checkpointing", setup=Setup("sgd", momentum=0.9)),
+]
+
+
+@pytest.mark.parametrize("pair", FAST, ids=str)
+def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
+    row = measure(replace(pair, depth=1))
+    assert abs(row.error) <= LIMIT
+
+
+def test_a_gradient_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(traced: Trace, setup: Setup) -> object:
+        gone = set(traced.gradients[:1])
+        kept: tuple[Event, ...] = tuple(event for event in traced.events if event.storage not in gone)
+        return combine(replace(traced, events=kept, gradients=traced.gradients[1:]), setup)
+
+    combine = memopt.prediction.peak.combine
+    monkeypatch.setattr(memopt.prediction.peak, "combine", forgetful)
+    monkeypatch.setattr(benchmarks.prediction, "SEQ", 4)  # the weights outweigh what is saved
+    row = measure(Pair("llama", "full", "none", setup=Setup("adafactor"), depth=1))
+    assert row.predicted < row.live
+
+
+def test_the_benchmark_has_thirty_pairs_or_more_of_eight_models() -> None:
+    assert len(PAIRS) >= 30
+    assert len({pair.model for pair in PAIRS}) == 8
