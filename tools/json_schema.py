@@ -229,7 +229,16 @@ class Report(Done):
     notes: list[str]
 
 
-DOCUMENT: TypeAdapter[Any] = TypeAdapter(Patch | Verify | Report | Unpatch | Recipes | OneRecipe | Failure)
+class Prediction(Done):
+    """What `memopt report` prints instead where a device, a budget or the frontier is asked for."""
+
+    model_config = ConfigDict(extra="allow")
+    command: Literal["report"]
+    block_kinds: None = None
+    """Not in it."""
+
+
+DOCUMENT: TypeAdapter[Any] = TypeAdapter(Patch | Verify | Report | Prediction | Unpatch | Recipes | OneRecipe | Failure)
 
 
 def validate(text: str) -> None:
