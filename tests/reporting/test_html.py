@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import pickle
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from memopt.cli.main import main
+from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.reporting.build import Subject
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.html.page import Frontier, PageTable, Plan, page, size
@@ -68,6 +71,7 @@ def comparison() -> Comparison:
         before=trace_account(config, training, sites=sites, peak=True),
         after=trace_account(config, training, sites=sites, recipe=recipe, peak=True),
         notes=("A note.",),
+        subject=Subject(config, training, sites, recipe),
     )
 
 
@@ -185,18 +189,40 @@ def test_every_colour_has_the_contrast_of_aa(dark: bool) -> None:
             assert (lighter + 0.05) / (darker + 0.05) >= (4.5 if name in ("text", "quiet", "accent") else 3.0), name
 
 
-def test_the_command_writes_the_page_beside_its_result(
+def test_the_command_writes_the_page_and_the_snapshot_beside_its_result(
     comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: comparison)
-    target = tmp_path / "page.html"
-    target.write_text("old")
-    target.chmod(0o640)
-    assert main(["report", "acme/tiny", "--html", str(target), "--json"]) == 0
+    html, snapshot = tmp_path / "page.html", tmp_path / "step.pickle"
+    html.write_text("old")
+    html.chmod(0o640)
+    assert main(["report", "acme/tiny", "--html", str(html), "--snapshot", str(snapshot), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "pass"
-    Parsed(target.read_text())
-    assert target.stat().st_mode & 0o777 == 0o640
-    assert list(tmp_path.iterdir()) == [target]
+    charts = data_of(Parsed(html.read_text()))["charts"]
+    assert all({"weights", "optimizer states", "saved tensors"} <= set(chart["kinds"]) for chart in charts)
+    assert html.stat().st_mode & 0o777 == 0o640
+    assert set(tmp_path.iterdir()) == {html, snapshot}
+    assert [len(trace) > 0 for trace in pickle.loads(snapshot.read_bytes())["device_traces"]] == [True, True]
+
+
+def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> list[object]:
+        raise ModelError("Its backward fails.")
+
+    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: comparison)
+    monkeypatch.setattr("memopt.prediction.charts.predictions", fail)
+    assert main(["report", "acme/tiny", "--html", str(tmp_path / "page.html")]) == 0
+    assert "Memory over the step: unknown. Its backward fails." in (tmp_path / "page.html").read_text()
+    assert main(["report", "acme/tiny", "--snapshot", str(tmp_path / "step.pickle")]) == 2
+    assert "Its backward fails." in capsys.readouterr().err
+
+
+def test_one_file_for_both_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = str(tmp_path / "file")
+    assert main(["report", "acme/tiny", "--html", both, "--snapshot", both]) == 2
+    assert "name the same file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memopt.cli import common, measured
+from memopt.cli import common, drawings, measured
 from memopt.errors import UsageError
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
@@ -48,10 +47,8 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write one HTML page with charts as well.", show_default=False),
-    ] = None,
+    html: drawings.HtmlOption = None,
+    snapshot: drawings.SnapshotOption = None,
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Run real steps in fresh processes (GPU, else CPU), beside what is predicted."),
@@ -72,6 +69,7 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
+    html, snapshot = drawings.checked(html, snapshot)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
@@ -87,9 +85,9 @@ def report(
             lora_targets=targets or (ALL_LINEAR,),
             checkpointing=checkpointing,
         )
-    page_file = common.output_file(html, "--html")
     with common.only_results_on_stdout(), common.waiting("Tracing a training step"):
         from memopt.pipeline import report as run_report
+        from memopt.prediction.setup import Setup
 
         comparison = run_report(
             model,
@@ -106,12 +104,7 @@ def report(
             trust_remote_code=trust_remote_code,
             note=common.note,
         )
-    if page_file is not None:
-        from memopt.files import write_output
-        from memopt.reporting.html.page import page
-
-        write_output(page_file, page(comparison).encode())
-        common.note(f"Wrote {page_file}")
+        drawings.write(comparison, Setup(), html, snapshot)
     if json_output:
         from memopt.reporting.json import comparison_dict
 

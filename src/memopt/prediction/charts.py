@@ -1,15 +1,31 @@
-"""A predicted step as the chart of the HTML page."""
+"""The predicted steps of a report, and each as a chart of its HTML page."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from memopt.prediction.events import PARTS
-from memopt.prediction.peak import Prediction
+from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.setup import Setup
+from memopt.prediction.tracer import Tracer
+from memopt.reporting.compare import Comparison
 from memopt.reporting.curve import Change, curve
 from memopt.reporting.html.page import Chart
 
 _MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
+
+
+def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
+    """The step of the stock and of the patched model.
+
+    Raises:
+        ModelError: one of them cannot be traced.
+    """
+    of = comparison.subject
+    assert of is not None, "a comparison by compare_training has one"
+    stock = Tracer(of.config, of.sites, inputs=of.inputs)
+    patched = Tracer(of.config, of.sites, of.recipe, of.folded, of.inputs)
+    return [combine(tracer.at(of.training), setup) for tracer in (stock, patched)]
 
 
 def chart(name: str, prediction: Prediction) -> Chart:

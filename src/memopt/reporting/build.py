@@ -180,6 +180,7 @@ def _compare(
         after=after,
         notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),
         inputs=None if batch is None else describe(batch),
+        subject=of,
     )
 
 

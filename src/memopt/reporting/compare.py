@@ -6,14 +6,17 @@ Blocks with the same rows are one *kind*; a model has one or a few.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from memopt.patches.base import Section
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
 from memopt.reporting.timeline import KINDS, Kind
 from memopt.reporting.training import Training
+
+if TYPE_CHECKING:
+    from memopt.reporting.build import Subject
 
 #: Names of the parts, in the order in which a forward meets them.
 PARTS: dict[Part, str] = {
@@ -85,6 +88,8 @@ class Comparison:
     """Form of the given batch (`memopt.walk.calls.batch.describe`); None where one was made."""
     sections: tuple[Section, ...] = ()
     """Sections that patches add."""
+    subject: Subject | None = field(default=None, repr=False, compare=False)
+    """What was traced."""
 
     def __str__(self) -> str:
         """What `memopt report` prints."""

@@ -122,7 +122,8 @@ def page(
         blocks=[_block(kind.title, kind.rows) for kind in comparison.kinds()],
         saved=_saved(comparison),
         total=SimpleNamespace(before=comparison.before.total, after=comparison.after.total),
-        notes=[*notes, *comparison.notes, *(line for section in comparison.sections for line in section.lines())],
+        notes=list(dict.fromkeys((*notes, *comparison.notes))),
+        sections=[list(section.lines()) for section in comparison.sections],
     )
     return environment.from_string(source.joinpath("page.html").read_text(encoding="utf-8")).render(
         page=shown,
