@@ -112,5 +112,5 @@ def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Predic
         assert drawn.curve.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
         at_top = {part: values[drawn.curve.top] for part, values in drawn.curve.live.items()}
         assert at_top == prediction.parts
-        assert [name for name, _ in drawn.curve.phases] == ["forward", "backward", "optimizer step"]
+        assert [name for name, _ in drawn.curve.phases] == ["forward", "backward", "optimizer"]
         assert prediction.where in drawn.moment

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -105,7 +106,7 @@ def page(
     source = files(__package__)
     script = source.joinpath("page.js").read_text(encoding="utf-8")
     environment = Environment(autoescape=True)
-    environment.filters |= {"size": size, "percent": _percent}
+    environment.filters |= {"size": size, "percent": _percent, "breakable": _breakable}
     shown = SimpleNamespace(
         model=comparison.model,
         subtitle=f"{comparison.model_class}, recipe {comparison.recipe}: {comparison.training}",
@@ -148,6 +149,13 @@ def _safe(text: str) -> str:
     from markupsafe import Markup
 
     return Markup(text)
+
+
+def _breakable(name: str) -> str:
+    """A dotted name that a narrow column breaks between its words."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 def _percent(sides: tuple[int, int]) -> str:
