@@ -162,3 +162,22 @@ def test_loading_something_else_is_an_error(checkpoint, tmp_path, folder):
 
 def _double(inputs):
     return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+
+
+def test_patching_says_in_one_line_what_it_did_and_can_be_silenced(caplog):
+    with caplog.at_level("INFO", logger="memopt"):
+        model = memopt.patch(tiny_model("llama"))
+        memopt.unpatch(model)
+    (record,) = caplog.records
+    assert "5 of 5 norms, 2 of 2 gated MLPs" in record.getMessage()
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="memopt"):
+        memopt.patch(model)
+    assert not caplog.records
+
+
+def test_patching_a_checkpointed_model_warns_that_little_is_left_to_save(caplog):
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable()
+    memopt.patch(model)
+    assert ["activation checkpointing is on" in record.getMessage() for record in caplog.records] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memopt.reporting.summary import Summary
 
 M = TypeVar("M", bound=nn.Module)
+_logger = logging.getLogger("memopt")
 
 
 def patch(
@@ -36,7 +38,8 @@ def patch(
     """Patch a model in memory so that training it saves fewer bytes for backward; returns the same object.
 
     No weight changes: the loss and every gradient are the stock model's within rounding. Call it before or after
-    adding LoRA adapters, and before tools that wrap modules (FSDP, DDP, accelerate's device maps).
+    adding LoRA adapters, and before tools that wrap modules (FSDP, DDP, accelerate's device maps). The logger
+    ``memopt`` says in one line what was done; ``logging.getLogger("memopt").setLevel("WARNING")`` silences it.
 
     Args:
         model: any torch module; a Hugging Face model needs nothing else.
@@ -62,6 +65,7 @@ def patch(
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
     _finish(model, plan, applied)
+    _say(model, plan)
     return model
 
 
@@ -188,6 +192,24 @@ def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
 def _same_norm(name: str, folded: frozenset[str]) -> bool:
     # Another head class puts the base model's prefix before the name, or takes it away.
     return name in folded or any(name.endswith("." + other) or other.endswith("." + name) for other in folded if name)
+
+
+def _say(model: nn.Module, plan: Plan) -> None:
+    """Log what was done, and what activation checkpointing leaves to save."""
+    if not _logger.hasHandlers():  # nobody configured logging, which then shows warnings alone
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("memopt: %(message)s"))
+        _logger.addHandler(handler)
+        if _logger.level == logging.NOTSET:
+            _logger.setLevel(logging.INFO)
+    undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
+    _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        _logger.warning(
+            "activation checkpointing is on, so a block keeps its input alone: what memopt saves is in the one block "
+            "that runs again and in the loss. Without checkpointing it saves in every block and nothing runs again "
+            "(model.gradient_checkpointing_disable()); `memopt report` compares them."
+        )
 
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:

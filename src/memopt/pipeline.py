@@ -16,11 +16,11 @@ from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_a
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
-from memopt.errors import ModelError, NegativeVerdict
+from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
-from memopt.reporting.build import chosen_recipe, compare_training
+from memopt.reporting.build import chosen_recipe, compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
 from memopt.verification.trial import report_sections
@@ -135,6 +135,15 @@ def patch_checkpoint(
         checkpoint, plan, target, force=force, inputs=_record(inputs, driven), progress=progress, note=tell
     )
     return PatchResult(checkpoint, written.plan, target, written, tuple(notes))
+
+
+@generators_kept()
+def bytes_saved(result: PatchResult) -> Comparison | None:
+    """What a training step of the model saves for backward, stock and patched; None where its config cannot tell."""
+    try:
+        return compare_bytes(result.source.model, load_config(result.source.root), result.plan)
+    except MemoptError:
+        return None
 
 
 @generators_kept()

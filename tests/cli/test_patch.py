@@ -48,9 +48,10 @@ def test_stock_transformers_loads_the_result_and_computes_the_same(memopt: Memop
 def test_the_result_says_what_was_done_and_what_comes_next(memopt: Memopt, llama: Path) -> None:
     run = memopt("patch", llama)
     counts = ("4 folded, 1 shared", "2 recomputed")
+    counted = ("Saved for backward: ", "full fine-tuning")
     promise = ("loss at step 0 is the same", "exact-unfolded", "norms.fold=none")
     commands = (f"memopt verify {OUT}", f"memopt report {OUT}")
-    for words in (*counts, *promise, *commands):
+    for words in (*counts, *counted, *promise, *commands):
         assert words in run.out, words
     assert "error" not in run.err
     table = run.out.split("\n\n")[0]
@@ -61,6 +62,8 @@ def test_without_folds_nothing_is_said_about_folding(memopt: Memopt, llama: Path
     run = memopt("patch", llama, "--recipe", "exact-unfolded")
     assert run.code == 0
     assert "loss at step 0" not in run.out
+    assert "No weight changes" in run.out
+    assert "unchanged" in run.out
     assert (OUT / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
 
 

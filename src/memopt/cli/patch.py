@@ -19,6 +19,9 @@ _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
     "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
 )
+_NO_FOLD_SENTENCE = (
+    "No weight changes, since no norm is folded: in Python, memopt.patch(model) does the same without a copy."
+)
 
 
 def patch(
@@ -46,7 +49,9 @@ def patch(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="One row for every site of the model.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="A row for every site of the model, with its reason.")
+    ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
     """Write a patched checkpoint of MODEL.
@@ -85,10 +90,22 @@ def _opened(source: CheckpointSource) -> None:
 
 
 def _print(result: PatchResult, verbose: bool) -> None:
-    from memopt.reporting.terminal import coverage_table
+    from memopt.reporting.terminal import coverage_table, coverage_totals
 
-    common.print_rich(coverage_table(result.plan, verbose=verbose))
+    if verbose or result.written is None:
+        common.print_rich(coverage_table(result.plan, verbose=verbose))
+    else:
+        print(*coverage_totals(result.plan), sep="\n")
     print()
+    with common.only_results_on_stdout():
+        from memopt.pipeline import bytes_saved
+
+        saved = bytes_saved(result)
+    if saved is not None:
+        before, after = (common.format_bytes(each.total) for each in (saved.before, saved.after))
+        print(f"Saved for backward: {before} -> {after} ({saved.change:+.1%}), {saved.training}.")
+    if not result.plan.folds():
+        print(_NO_FOLD_SENTENCE)
     if result.written is None:
         source = result.source
         files = common.plural(len(source.shards), "weight file")
@@ -96,9 +113,12 @@ def _print(result: PatchResult, verbose: bool) -> None:
         print(f"Dry run: nothing was written. It would write {files}{size} to {result.out}")
         return
     written, out = result.written, shlex.quote(str(result.out))
-    nbytes, changed = common.format_bytes(written.nbytes), common.format_bytes(written.changed_nbytes)
+    nbytes = common.format_bytes(written.nbytes)
+    changed = written.changed_nbytes and common.format_bytes(written.changed_nbytes)
     tensors = common.plural(written.changed_tensors, "tensor")
-    print(f"Wrote {result.out}: {nbytes} of weights, {tensors} ({changed}) changed.")
+    print(
+        f"Wrote {result.out}: {nbytes} of weights, " + (f"{tensors} ({changed}) changed." if changed else "unchanged.")
+    )
     if written.changed_tensors:
         print(_FOLD_SENTENCE)
     near_zero = sum(record.near_zero for record in written.manifest.folds)

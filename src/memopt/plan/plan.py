@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.patches.base import Entry, Patch, matches
+from memopt.patches.base import LEFT, Entry, Patch, matches
 from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
 from memopt.walk.sites import Sites
@@ -116,6 +116,13 @@ class Plan:
         for entry in self.entries:
             table.setdefault(entry.kind, Counter())[entry.action] += 1
         return {kind: dict(actions) for kind, actions in table.items()}
+
+    @property
+    def done(self) -> str:
+        """How many sites of each kind are rewritten, as one phrase: ``61 of 61 norms, 30 of 30 gated MLPs``."""
+        known = {patch.kind: patch for patch in patches()}
+        counts = ((known[kind], sum(of.values()), of.get(LEFT, 0)) for kind, of in self.counts().items())
+        return ", ".join(f"{total - left} of {total} {patch.plural}" for patch, total, left in counts if total > left)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; stored in memopt.json."""

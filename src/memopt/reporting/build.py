@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.errors import InputsError, MemoptError, ModelError
-from memopt.plan.plan import make_plan
+from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import max_positions, trace_account
@@ -79,6 +79,23 @@ def compare_training(
     raise first
 
 
+def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparison:
+    """What one row saves for backward, stock and by `plan`: full tuning in bf16, guessed inputs, no peak.
+
+    Raises:
+        ModelError: the model cannot be traced from its config.
+    """
+    training = Training(seq=_default_seq(config) if reads_tokens(config) else None)
+    sites, folded = plan.sites, frozenset(norm.name for norm in plan.folds())
+    before = trace_account(config, training, sites=sites)
+    after = trace_account(config, training, sites=sites, recipe=plan.recipe, folded=folded)
+    return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
+
+
+def _default_seq(config: PreTrainedConfig) -> int:
+    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)
+
+
 def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
     """`recipe`, else that of the patched folder `source`, else ``exact-unfolded``.
 
@@ -141,8 +158,7 @@ def _subject(
         notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
         training = replace(training, seq=None)
     else:
-        longest = max_positions(config) or _LONGEST_DEFAULT_SEQ
-        training = replace(training, seq=seq or min(_LONGEST_DEFAULT_SEQ, longest))
+        training = replace(training, seq=seq or _default_seq(config))
     if record is not None or not rules.folds:
         # The folded norms are known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)
