@@ -274,8 +274,8 @@ def _gated(dh: Any, gate: Tensor, up: Tensor, kind: str, recompute: bool, out: A
     return dgate, dup, (dh if reuses else torch.empty_like(gate)) if recompute else None
 
 
-def _activation(dh: Any, z: Tensor, kind: str, recompute: bool = False, reuses: bool = False) -> Any:
-    return torch.empty_like(z), (dh if reuses else torch.empty_like(z)) if recompute else None
+def _activation(dh: Any, z: Tensor, kind: str, recompute: bool = False, reuses: bool = False, out: Any = None) -> Any:
+    return torch.empty_like(z) if out is None else out, (dh if reuses else torch.empty_like(z)) if recompute else None
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -24,10 +24,11 @@ from memopt.torch_compat import top_saved_tensors_hooks
 
 #: The output from the saved tensors of its spec (None where the producer has none in that place).
 Recompute = Callable[..., Tensor]
-#: (dh, inputs, use) -> gradient of each input: the backward of the producer, which calls ``use(h)`` with its output, if
-#: there is a `use`. It calls ``dh()`` once, for the gradient of h, which nobody else reads: it may be overwritten.
+#: (dh, inputs, use, given_once) -> gradient of each input: the backward of the producer, which calls ``use(h)`` with
+#: its output, if there is a `use`. It calls ``dh()`` once, for the gradient of h, which nobody else reads: it may be
+#: overwritten, and with `given_once` what `memopt.kernels.base.autograd.may_be_overwritten` allows of the inputs.
 Differentiate = Callable[
-    [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None], tuple[Tensor, ...]
+    [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None, bool], tuple[Tensor, ...]
 ]
 
 _ATTRIBUTE = "_memopt_recompute_spec"

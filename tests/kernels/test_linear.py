@@ -23,7 +23,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def sin_again(
-    dh: Callable[[], Tensor], inputs: tuple[Tensor, ...], use: Callable[[Tensor], None] | None, calls: list[int]
+    dh: Callable[[], Tensor],
+    inputs: tuple[Tensor, ...],
+    use: Callable[[Tensor], None] | None,
+    given_once: bool,
+    calls: list[int],
 ) -> tuple[Tensor, ...]:
     calls.append(1)
     if use is not None:

@@ -11,7 +11,10 @@ from torch import nn
 
 import memopt
 from memopt.kernels.base import parts
+from memopt.reporting.emulate import CudaChoices
+from memopt.reporting.estimate import make_fake
 from memopt.reporting.timeline import Step, step
+from memopt.torch_compat import FakeTensorMode
 from tests.factories import tiny_model
 
 BATCH, LENGTH = 4, 64
@@ -30,7 +33,8 @@ def bodies(name: str, recipe: str = "exact-unfolded", *, checkpointed: bool) -> 
     return stock, patched
 
 
-def measured(model: nn.Module) -> Step:
+def measured(model: nn.Module, *, first: bool = False) -> Step:
+    """A step, the `first` one or the second."""
     generator = torch.Generator().manual_seed(0)
     if "pixel" in model.main_input_name:
         inputs = {"pixel_values": torch.randn(16, 3, 32, 32, generator=generator).bfloat16()}
@@ -40,8 +44,9 @@ def measured(model: nn.Module) -> Step:
     def run() -> SimpleNamespace:
         return SimpleNamespace(loss=model(**inputs).last_hidden_state.square().mean())
 
-    run().loss.backward()  # scopes find out whether they are needed
-    model.zero_grad()
+    if not first:
+        run().loss.backward()  # scopes find out whether they are needed
+        model.zero_grad()
     return step(model, run)
 
 
@@ -50,3 +55,17 @@ def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch
     monkeypatch.setattr(parts, "LEAST", 2**8)  # as it is with large tensors
     stock, patched = bodies(name, checkpointed=True)
     assert measured(patched).peak <= measured(stock).peak
+
+
+def test_gradients_of_gate_and_up_take_no_memory_of_their_own_under_checkpointing() -> None:
+    transients = []
+    for model in bodies("llama", checkpointed=True):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        make_fake(model, mode)
+        with mode, CudaChoices():
+            found = measured(model, first=True)
+        transients.append(found.peak - found.kept)
+    stock, ours = transients
+    gate = BATCH * LENGTH * 256 * 2
+    # Stock holds gate, silu(gate), up and three gradients of their size; the kernel needs gate, up and one gradient.
+    assert ours <= stock - 3 * gate

@@ -218,3 +218,12 @@ def test_a_double_backward_is_an_error() -> None:
     z = draw(8).requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(recomputed_activation(z, torch.tanh, "tanh").sum(), z, create_graph=True)
+
+
+def test_the_gradient_may_be_written_over_what_it_is_computed_from() -> None:
+    z, dh = torch.randn(3, 37, device=DEVICE).bfloat16(), torch.randn(3, 37, device=DEVICE).bfloat16()
+    expected = launch_backward(dh, z, SMOOTH, recompute=True)
+    dz, h = launch_backward(dh, z, SMOOTH, True, True, z)
+    assert dz is z
+    assert torch.equal(dz, expected[0])
+    assert torch.equal(h, expected[1])

@@ -229,3 +229,11 @@ class TestOperators:
         expected = torch.autograd.grad(plain_graph.square().sum(), leaves)
         for a, b in zip(torch.autograd.grad(ours.square().sum(), leaves), expected, strict=True):
             assert torch.equal(a, b)
+
+
+def test_gradients_may_be_written_over_what_they_are_computed_from() -> None:
+    dh, gate, up = (draw(3, 37, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    expected = launch_backward(dh, gate, up, "silu", True, None)
+    for result, reference in zip(launch_backward(dh, gate, up, "silu", True, (gate, up), True), expected, strict=True):
+        assert torch.equal(result, reference)
+        assert any(result is given for given in (dh, gate, up))

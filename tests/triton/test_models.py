@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
+from memopt.kernels.activation import function as activation
 from memopt.kernels.activation import function_triton as activation_triton
+from memopt.kernels.base import autograd
+from memopt.kernels.gated_mlp import function as gated
 from memopt.kernels.gated_mlp import function_triton as gated_triton
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.patches.sum_norm import module as sum_norm
@@ -180,3 +184,37 @@ def test_batched_gradients_take_the_references():
         directions = torch.eye(y.numel(), device=DEVICE)[:4].view(4, *y.shape)
         results.append(torch.autograd.grad(y, x, directions, is_grads_batched=True)[0])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("llama", "mlp.gate_proj"), ("phi3", "mlp.gate_up_proj"), ("bert", "intermediate.dense")]
+)
+def test_a_checkpointed_block_writes_gradients_over_what_nobody_else_can_read(name, read, monkeypatch):
+    model, inputs = memopt.patch(tiny_model(name).to(DEVICE).train()), on_device(tiny_inputs(name, 2, 8), torch.float32)
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    overwritten: list[bool] = []
+
+    def watched(*tensors, real=autograd.may_be_overwritten, allowed=True):
+        overwritten.append(real(*tensors) and allowed)
+        return overwritten[-1]
+
+    def step(allowed):
+        for module in (activation, gated):
+            monkeypatch.setattr(module, "may_be_overwritten", partial(watched, allowed=allowed))
+        overwritten.clear()
+        torch.manual_seed(0)
+        return loss_and_gradients(model, inputs)[1]
+
+    expected = step(False)
+    ours = step(True)
+    assert overwritten == [True] * model.config.num_hidden_layers
+    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+    # A hook that takes what a linear gave, when the block runs again.
+    taken = []
+    linear = next(module for key, module in model.named_modules() if key.endswith(read))
+    linear.register_forward_hook(lambda module, args, output: taken.append((output, output.detach().clone())))
+    held = step(True)
+    assert overwritten.count(False) == 1
+    assert all(torch.equal(output, value) for output, value in taken)
+    assert all(torch.equal(held[key], expected[key]) for key in expected)

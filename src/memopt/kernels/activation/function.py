@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS, Elementwise
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    are_given_once,
+    autocast_as,
+    autocast_dtype,
+    may_be_overwritten,
+    refuse_double_backward,
+)
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.parts import elementwise
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
@@ -68,15 +75,20 @@ def _by_kernel(z: Tensor, kind: str) -> Tensor:
 
 
 def _differentiate(
-    dh: Callable[[], Tensor], inputs: tuple[Tensor, ...], use: Callable[[Tensor], None] | None, *, kind: str
+    dh: Callable[[], Tensor],
+    inputs: tuple[Tensor, ...],
+    use: Callable[[Tensor], None] | None,
+    given_once: bool = False,
+    *,
+    kind: str,
 ) -> tuple[Tensor, ...]:
     (z,) = inputs
     if use is None:
-        return (_gradient(dh(), z, kind, recompute=False)[0],)
+        return (_gradient(dh(), z, kind, recompute=False, given_once=given_once)[0],)
     if not runs_triton(z):
         use(_value(z, kind))
-        return _differentiate(dh, inputs, None, kind=kind)
-    dz, h = _gradient(dh(), z, kind, recompute=True, owns_dh=True)
+        return _differentiate(dh, inputs, None, given_once, kind=kind)
+    dz, h = _gradient(dh(), z, kind, recompute=True, owns_dh=True, given_once=given_once)
     assert h is not None
     use(h)
     return (dz,)
@@ -144,7 +156,7 @@ class KernelActivationFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, kind: str, recomputed: Recomputed) -> Tensor:
-        ctx.kind, ctx.recomputes_output, ctx.recomputed = kind, True, recomputed
+        ctx.kind, ctx.recomputes_output, ctx.recomputed, ctx.given_once = kind, True, recomputed, are_given_once()
         ctx.save_for_backward(z)
         return _value(z, kind)
 
@@ -153,7 +165,7 @@ class KernelActivationFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         (z,) = ctx.saved_tensors
-        return _gradient(dh, z, ctx.kind, recompute=False)[0], None, None
+        return _gradient(dh, z, ctx.kind, recompute=False, given_once=ctx.given_once)[0], None, None
 
 
 @recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
@@ -172,13 +184,15 @@ def _value(z: Tensor, kind: str) -> Tensor:
 
 
 def _gradient(
-    dh: Tensor, z: Tensor, kind: str, *, recompute: bool, owns_dh: bool = False
+    dh: Tensor, z: Tensor, kind: str, *, recompute: bool, owns_dh: bool = False, given_once: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """dz and, with `recompute`, h, which may take the place of dh if nobody else has it."""
     if runs_triton(dh, z):
         import memopt.kernels.activation.function_triton as kernels
 
-        return kernels.launch_backward(dh, z, kind, recompute, owns_dh)
+        # The kernel has read what it writes over.
+        out = z.detach() if given_once and may_be_overwritten(z) else None
+        return kernels.launch_backward(dh, z, kind, recompute, owns_dh, out)
     with autocast_as(None, z):
         return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
 

@@ -65,15 +65,20 @@ def launch_forward(z: Tensor, kind: str) -> Tensor:
 
 
 def launch_backward(
-    dh: Tensor, z: Tensor, kind: str, recompute: bool = False, overwrites_dh: bool = False
+    dh: Tensor,
+    z: Tensor,
+    kind: str,
+    recompute: bool = False,
+    overwrites_dh: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dz = f'(z) * dh and, with `recompute`, h = f(z) (else None), with the dtype and, where z is dense, the strides
     of z.
 
     Moves dh and z in and dz and h out, once each, which is the floor. `dh` may be expanded. With `overwrites_dh` h is
-    written over dh, if it fits there: a program has read its elements by then.
+    written over dh, if it fits there: a program has read its elements by then. `out`, for dz, may be z itself.
     """
-    dz = torch.empty_like(z)
+    dz = torch.empty_like(z) if out is None else out
     h = None
     if recompute:
         fits = overwrites_dh and dh.dtype == z.dtype and dh.is_contiguous() and z.is_contiguous()

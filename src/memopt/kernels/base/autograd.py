@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionMeta
 
-from memopt.torch_compat import any_autocast_enabled, call_its_backward, is_legacy_batched, is_transformed
+from memopt.torch_compat import (
+    any_autocast_enabled,
+    call_its_backward,
+    is_legacy_batched,
+    is_transformed,
+    storage_id,
+    storage_use_count,
+    top_saved_tensors_hooks,
+)
 
 
 class _Direct(FunctionMeta):
@@ -69,6 +77,30 @@ def batched_gradients(
     wanted = [each for each in inputs if each is not None and each.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
     return [next(found) if each is not None and each.requires_grad else None for each in inputs]
+
+
+def are_given_once() -> bool:
+    """Whether backward gets what is saved now from PyTorch's activation checkpointing: computed again for every
+    backward, and handed out once."""
+    top = top_saved_tensors_hooks(False)
+    hook = None if top is None else getattr(top[0], "memopt_outer_pack", top[0])  # a scope hands it on
+    return getattr(hook, "__module__", None) == _CHECKPOINT
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+def may_be_overwritten(*tensors: Tensor) -> bool:
+    """Whether nobody else can read the memory of these saved tensors, which :func:`are_given_once` was true of.
+
+    A forward hook may have taken them, and a second reader has saved another alias: both refer to the storage.
+    """
+    return all(_is_alone(tensor) for tensor in tensors)
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()  # one reference more
+    return tensor.is_contiguous() and storage_use_count(storage_id(storage)) <= 2
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

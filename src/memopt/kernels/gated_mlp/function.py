@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    are_given_once,
+    autocast_as,
+    autocast_dtype,
+    may_be_overwritten,
+    refuse_double_backward,
+)
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import FusedLinearFunction, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
@@ -112,6 +119,7 @@ def _differentiate(
     dh: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],
     use: Callable[[Tensor], None] | None,
+    given_once: bool = False,
     *,
     kind: str,
     gate_first: bool,
@@ -120,7 +128,7 @@ def _differentiate(
     is_one_pass = use is not None and runs_triton(gate, up)
     if use is not None and not is_one_pass:
         use(_value(gate, up, kind, gate_first))
-    dgate, dup, h = _gradients(dh(), gate, up, kind, gate_first, is_one_pass, owns_dh=True)
+    dgate, dup, h = _gradients(dh(), gate, up, kind, gate_first, is_one_pass, owns_dh=True, given_once=given_once)
     if use is not None and h is not None:
         use(h)
     return (dgate,) if dup is None else (dgate, dup)
@@ -134,6 +142,7 @@ class GatedProductFunction(DirectFunction):
         ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recomputed: Recomputed
     ) -> Tensor:
         ctx.kind, ctx.gate_first, ctx.recomputes_output, ctx.recomputed = kind, gate_first, True, recomputed
+        ctx.given_once = are_given_once()
         ctx.save_for_backward(gate, up)
         return _value(gate, up, kind, gate_first)
 
@@ -142,7 +151,7 @@ class GatedProductFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, recompute=False)
+        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, recompute=False, given_once=ctx.given_once)
         needs = ctx.needs_input_grad
         return dgate if needs[0] else None, dup if needs[1] else None, None, None, None
 
@@ -165,15 +174,31 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
 
 
 def _gradients(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recompute: bool, owns_dh: bool = False
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    kind: str,
+    gate_first: bool,
+    recompute: bool,
+    *,
+    owns_dh: bool = False,
+    given_once: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dgate, dup (None where dgate holds both) and, with `recompute`, h; `owns_dh` if nobody else has that."""
+    # Before there are views of them.
+    alone = given_once and may_be_overwritten(*(tensor for tensor in (gate, up) if tensor is not None))
     z, factor = _halves(gate, up, gate_first)
+    by_kernel = z.dtype == factor.dtype and runs_triton(dh, z, factor)
+    overwrites = alone and by_kernel  # which has read what it writes over
     # A batch of gradients has a dimension that gate and up lack: nothing of their shape can hold it.
     is_batched = is_legacy_batched(dh)
-    both = None if up is not None or is_batched else torch.empty_like(gate, memory_format=torch.contiguous_format)
-    halves = None if both is None else _halves(both, None, gate_first)
-    if z.dtype == factor.dtype and runs_triton(dh, z, factor):
+    both = halves = None
+    if up is None and not is_batched:
+        both = gate.detach() if overwrites else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        halves = _halves(both, None, gate_first)
+    elif overwrites:
+        halves = z.detach(), factor.detach()
+    if by_kernel:
         import memopt.kernels.gated_mlp.function_triton as kernels
 
         dgate, dup, h = kernels.launch_backward(dh, z, factor, kind, recompute, halves, owns_dh)

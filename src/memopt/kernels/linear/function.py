@@ -19,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, not_a_view, refuse_double_backward
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    are_given_once,
+    autocast_as,
+    autocast_dtype,
+    not_a_view,
+    refuse_double_backward,
+)
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import FakeTensor, tensor_hooks
 
@@ -133,7 +140,7 @@ class FusedLinearFunction(DirectFunction):
     ) -> Tensor:
         """``value(*inputs)`` is the linear's input; no argument, because this function takes its place in the graph."""
         h = value(*inputs)
-        ctx.differentiate, ctx.shape = differentiate, h.shape
+        ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
         ctx.save_for_backward(weight, *inputs)
         return _linear(h, weight, bias)
 
@@ -152,7 +159,7 @@ class FusedLinearFunction(DirectFunction):
             def of_input() -> Tensor:
                 return rows.mm(weight.to(dy.dtype)).view(ctx.shape)
 
-            gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None)
+            gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None, ctx.given_once)
             dweight = of_weight[0] if of_weight else None
             dbias = rows.sum(0) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
