@@ -13,7 +13,11 @@ from tests.zoo.losses import examine_loss
 from tests.zoo.test_zoo import RECORDED, SAMPLE
 
 #: Types whose logits are computed whole, and why.
-WHOLE = {"prophetnet": "it transposes its logits"}
+WHOLE = {
+    "prophetnet": "it transposes its logits",
+    "chameleon": "it writes into its logits",
+    "dia": "its head is that of several vocabularies, which it cuts apart",
+}
 TYPES = [name for name, row in RECORDED.items() if "loss" in row["counts"]]
 #: A part of the share is enough each day.
 QUICK = [name for name in SAMPLE if name in TYPES][:4]
