@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,9 @@ from transformers import CLIPConfig, CLIPModel
 
 import memopt
 from memopt.patches.attention import patch as attention
+from memopt.pipeline import patch_checkpoint
 from memopt.plan.recipe import Recipe, load_recipe
+from memopt.verification.run import verify
 from tests.factories import tiny_inputs, tiny_model
 
 
@@ -99,3 +103,21 @@ def test_attention_dropout_draws_the_same_numbers_when_a_checkpointed_block_runs
         torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
     other = gradients(plain, seed=1)
     assert any(not torch.allclose(other[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_folder_whose_attention_is_set_is_verified(implementation: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "stock")
+    patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe(implementation))
+    verdict = verify(tmp_path / "patched", against=tmp_path / "stock")
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+    assert set_to(memopt.load(tmp_path / "patched")) == implementation
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flex attention trains on a GPU")
+def test_what_this_machine_cannot_run_is_said_where_it_is_verified(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "stock")
+    patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe("flex_attention"))
+    [check] = verify(tmp_path / "patched", level="memory").checks
+    assert check.status == "skip"
+    assert "this machine cannot run the model: FlexAttention does not support backward on CPU" in check.detail

@@ -222,7 +222,8 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
                 producers.discard(name)
             else:
                 allowed[name], own[name] = nbytes, saves[name].total()
-    more = {name: nbytes - allowed[name] for name, nbytes in own.items() if name in patched.modules}
+    # The model itself may be patched to run another attention; what its forward saves is its loss.
+    more = {name: nbytes - allowed[name] for name, nbytes in own.items() if name and name in patched.modules}
     if plan.recipe.without("approximate", "sampled"):  # codes and samples are saved instead of what is there
         more = {name: nbytes for name, nbytes in more.items() if allowed[name]}
     worst = max(more, key=lambda name: more[name], default="")

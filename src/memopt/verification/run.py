@@ -119,6 +119,9 @@ def _run(
         return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
     except NoInputs as error:
         return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
+    except NotImplementedError as error:  # as flex attention's backward is on the CPU
+        why = f"this machine cannot run the model: {error}"
+        return [Check(id=f"{level}.machine", level=level, subject=str(folder), status="skip", detail=why)]
     except (NegativeVerdict, ModelError) as error:
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
 
