@@ -15,7 +15,9 @@ from memopt.prediction.cards import CARDS, GIB, find_card
         ("4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
         ("a100-40gb", "A100 40GB"),
+        ("RTX4090 24GB", "RTX 4090"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("h100-pcie", "H100 PCIe"),
         ("Tesla V100-SXM2-16GB", "V100 16GB"),
@@ -45,6 +47,10 @@ def test_a_size_is_taken_by_its_unit() -> None:
         ("rtx4091", "rtx4090"),
         ("0GiB", "no memory"),
         ("", "Known"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090"),
+        ("RTX 3080 Ti", "rtx3080"),
+        ("RTX 3060 8GB", "rtx3060"),
+        ("NVIDIA H100 NVL", "h100"),
     ],
 )
 def test_what_names_no_single_card_is_said_with_what_would(text: str, word: str) -> None:

@@ -93,9 +93,9 @@ def find_card(text: str) -> Card:
     wanted, cards = _key(text), {_key(card.name): card for card in CARDS}
     found = [card for key, card in cards.items() if wanted in (key, key.removeprefix("rtx"))]
     found = found or [card for key, card in cards.items() if wanted and key.startswith(wanted)]
+    found = found or [card for key, card in cards.items() if key == wanted.replace("pcie", "")]
     if not found:  # a device's name may say more: NVIDIA H100 80GB HBM3
-        inside = [key for key in cards if wanted.startswith(key)]
-        found = [cards[key] for key in inside if len(key) == max(map(len, inside))]
+        found = [card for key, card in cards.items() if wanted.startswith(key) and _is_size(wanted[len(key) :], card)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -127,6 +127,12 @@ def _sized(text: str, size: re.Match[str]) -> Card:
         f"a size was given; rates of an {like.name}",
         is_named=False,
     )
+
+
+def _is_size(rest: str, card: Card) -> bool:
+    """Whether `rest` of a name says the memory of `card`, or nothing: a 4090 Laptop GPU and a 3080 12GB are others."""
+    size = re.fullmatch(r"(?:(\d+)gb)?(?:pcie)?", rest)
+    return size is not None and (size[1] is None or abs(int(size[1]) * GIB / card.memory - 1) < 0.12)
 
 
 def _key(text: str) -> str:
