@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import memopt
 from memopt.errors import RecipeError
 from memopt.patches.base import Patch
 from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.patches.registry import patches
+from memopt.patches.swap import swap_state
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import dump_recipe, load_recipe
 from memopt.reporting.timeline import record
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.sites import LinearSite, LossHead, Sites
+from tests.factories import tiny_model
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 
@@ -86,9 +90,9 @@ def test_offload_takes_names_or_one_of_its_words() -> None:
 
 def test_a_faster_loss_is_offered_where_it_is_chunked(plan: Plan) -> None:
     head = LossHead("head.weight", 100, "head")
-    sites = Sites("Model", "model", linears=(linear("head", 100),), loss_head=head, hidden_size=64)
+    sites = Sites("Model", "model", linears=(linear("head", 100),), loss_heads=(head,), hidden_size=64)
     faster = {w: s for patch in patches() for w, s in patch.faster(make_plan(sites, plan.recipe)).items()}
-    assert [load_recipe(plan.recipe, settings).loss.method for settings in faster.values()] == ["lean"]
+    assert list(faster.values()) == [("loss.method=lean",)]
     stock = make_plan(sites, load_recipe("exact-unfolded", ("loss.method=none",)))
     assert not any(patch.faster(stock) for patch in patches())
 
@@ -98,6 +102,15 @@ def test_a_recipe_written_as_yaml_reads_the_same(tmp_path: Path) -> None:
     recipe = load_recipe("exact-levels", ("linears.recompute=[a,b]", "checkpointing.blocks=[layers.0]"))
     file.write_text(dump_recipe(recipe))
     assert load_recipe(file) == recipe
+
+
+def test_only_the_named_blocks_offload_their_inputs() -> None:
+    model = memopt.patch(
+        tiny_model("gpt2"),
+        load_recipe("exact-unfolded", ("checkpointing.method=full", "checkpointing.offload=[transformer.h.1]")),
+    )
+    states: list[Any] = [swap_state(model.get_submodule(f"transformer.h.{place}")) for place in range(3)]
+    assert [state.inputs is not None for state in states] == [False, True, False]
 
 
 def test_a_trace_does_not_count_what_waits_in_cpu_memory() -> None:

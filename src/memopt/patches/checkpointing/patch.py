@@ -98,12 +98,13 @@ class CheckpointingPatch(Patch):
         from memopt.patches.checkpointing.module import has_switch, patch_block
         from memopt.patches.checkpointing.offload import OffloadedInputs
 
-        chosen = set(live.plan.chosen(self.name))
-        inputs = OffloadedInputs() if live.plan.chosen(self.name, OFFLOADED) else None
+        chosen, offloaded = set(live.plan.chosen(self.name)), set(live.plan.chosen(self.name, OFFLOADED))
+        inputs = OffloadedInputs()
         for block in live.plan.sites.blocks:
             # The others are patched as well: the switch of transformers sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
-                live.attempt(self.name, block, patch_block, live.scopes.get(block), block in chosen, inputs)
+                waits = inputs if block in offloaded else None
+                live.attempt(self.name, block, patch_block, live.scopes.get(block), block in chosen, waits)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.checkpointing.module import overruled, switched_on
