@@ -34,6 +34,9 @@ def patch(
     recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
     *,
     inputs: Mapping[str, Any] | str | Path | None = None,
+    budget: str | int | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
 ) -> M:
     """Patch a model in memory so that training it saves fewer bytes for backward; returns the same object.
 
@@ -46,9 +49,13 @@ def patch(
         recipe: name of a shipped recipe, a YAML file, or a Recipe, that folds nothing (``norms.fold: none``).
         inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
             for models whose inputs cannot be guessed.
+        budget: memory of the device (``"24GiB"``, the name of a card, or a number of bytes): `recipe` is changed to the
+            fastest exact plan whose training step fits; ``memopt.summary(model)`` says it.
+        batch: rows of a step, for `budget`; else 1.
+        seq: tokens in a row, for `budget`; else what the config allows up to 2048.
 
     Raises:
-        NegativeVerdict: the model is already patched, or nothing in it can be.
+        NegativeVerdict: the model is already patched, nothing in it can be, or nothing fits in `budget`.
         InputsError: the file of inputs cannot be read.
         RecipeError: the recipe is unknown, or folds weights.
     """
@@ -62,6 +69,8 @@ def patch(
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
         )
     with generators_kept():
+        if budget is not None:
+            rules = _within(model, budget, rules, batch, seq)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
     _finish(model, plan, applied)
@@ -161,6 +170,20 @@ def load(
         applied = apply(model, plan, folded=names)
     _finish(model, plan, applied)
     return model
+
+
+def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:
+    """The recipe of the fastest plan that fits; warns where that needs smaller micro-batches."""
+    from memopt.prediction.planner.live import plan_model
+
+    plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
+    if plan.accumulation > 1:
+        warnings.warn(
+            f"A batch of {batch} rows fits in the budget as {plan.accumulation} micro-batches alone: train with "
+            f"per_device_train_batch_size={plan.batch}, gradient_accumulation_steps={plan.accumulation}.",
+            stacklevel=3,
+        )
+    return plan.recipe
 
 
 def _walk(model: nn.Module, inputs: Mapping[str, Any] | None) -> Sites:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from memopt.cli import common, drawings, measured
+from memopt.cli import budgets, common, drawings, measured
 from memopt.errors import UsageError
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
@@ -53,6 +53,10 @@ def report(
         bool,
         typer.Option("--measure", help="Run real steps in fresh processes (GPU, else CPU), beside what is predicted."),
     ] = False,
+    budget: budgets.BudgetOption = None,
+    out: budgets.OutOption = None,
+    allow: budgets.AllowOption = None,
+    frontier: budgets.FrontierOption = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     json_output: common.JsonOption = False,
@@ -71,6 +75,20 @@ def report(
         )
     html, snapshot = drawings.checked(html, snapshot)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+    if budgets.asked(budget, frontier, out, allow):
+        step: dict[str, Any] = {
+            "recipe": recipe,
+            "batch": batch,
+            "seq": seq,
+            "precision": precision,
+            "train": train,
+            "lora_rank": lora_rank,
+            "lora_targets": targets,
+            "inputs": inputs,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
+        return budgets.show(model, budget, frontier, out, allow, step, json_output=json_output)
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
         options["trust_remote_code"] = trust_remote_code

@@ -112,6 +112,8 @@ class RecipeView(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
     def rules(self, kind: type[R]) -> R:
         """The rules of that kind; their defaults where the recipe has none."""
 

@@ -127,13 +127,14 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
     """The events of a recorded forward and backward, and the number of each in the record."""
     merged = _summed_in_place(found)
+    firsts = set(merged.values())
     made: dict[Lifetime, Storage] = {}
     events, numbers = [], []
     for index, life in enumerate(found.events):
         sum_of = merged.get(life)
         if life in merged and life.born == index:
             continue  # it was added into the storage that holds the first term
-        if sum_of is None and life in merged.values() and life.died == index:
+        if sum_of is None and life in firsts and life.died == index:
             continue
         root = life
         while root in merged:

@@ -85,14 +85,15 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
     Raises:
         ModelError: the model cannot be traced from its config.
     """
-    training = Training(seq=_default_seq(config) if reads_tokens(config) else None)
+    training = Training(seq=default_seq(config) if reads_tokens(config) else None)
     sites, folded = plan.sites, frozenset(norm.name for norm in plan.folds())
     before = trace_account(config, training, sites=sites)
     after = trace_account(config, training, sites=sites, recipe=plan.recipe, folded=folded)
     return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
 
 
-def _default_seq(config: PreTrainedConfig) -> int:
+def default_seq(config: PreTrainedConfig) -> int:
+    """Tokens in a row where none are given: what the config allows up to 2048."""
     return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)
 
 
@@ -158,7 +159,7 @@ def _subject(
         notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
         training = replace(training, seq=None)
     else:
-        training = replace(training, seq=seq or _default_seq(config))
+        training = replace(training, seq=seq or default_seq(config))
     if record is not None or not rules.folds:
         # The folded norms are known, so no fold has to be proved.
         sites = _sites_alone(build_meta(config), batch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memopt.patches.base import PlanView
 from memopt.patches.record import Record
+from memopt.plan.shipped import shipped
 from memopt.reporting.terminal import coverage_totals
 
 
@@ -34,6 +35,8 @@ class Summary:
         if self.plan is None:
             return f"Part of a patched model: {self.modules} of its modules are patched. Undo: memopt.unpatch(model)"
         lines = [f"Patched by recipe '{self.recipe}': {self.modules} modules run memopt's forward."]
+        if self.plan.recipe.name not in shipped() and self.plan.recipe.description:
+            lines.append(f"  {self.plan.recipe.description}")
         lines += [f"  {line}" for line in coverage_totals(self.plan)]
         lines += [f"  left as it was: {name or 'the model'}: {reason}" for name, reason in self.refused]
         if inexact := self.plan.recipe.without("approximate", "sampled"):

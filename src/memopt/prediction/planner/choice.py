@@ -1,0 +1,140 @@
+"""What the planner answers: a plan, the next ones, and the frontier of memory against time. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.plan.recipe import Recipe, dump_recipe
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train within a budget."""
+
+    recipe: Recipe
+    words: str
+    """The levels of the blocks, and what else differs from the recipe that it was made from."""
+    batch: int
+    """Rows in a micro-batch."""
+    accumulation: int
+    """Micro-batches in a step."""
+    total: int
+    """Bytes that the process takes of the device."""
+    seconds: float
+    """Of forward and backward, by the cost model."""
+    extra: float
+    """Beyond the fastest exact plan of the whole batch, whether that fits or not, as a part of its time."""
+    traced: bool = True
+    """False: `total` is what the block model says."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether no gradient changes beyond rounding."""
+        return not self.recipe.effects
+
+    def __str__(self) -> str:
+        micro = f"; {self.accumulation} micro-batches of {self.batch}" if self.accumulation > 1 else ""
+        accuracy = "" if self.exact else f", approximate (gradient off by up to {self.recipe.gradient_error:.0%})"
+        about = "" if self.traced else "about "
+        return f"{self.words}{micro}: {about}{self.total / GIB:.2f} GiB, {self.extra:+.1%} time{accuracy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "words": self.words,
+            "batch": self.batch,
+            "accumulation": self.accumulation,
+            "total_bytes": self.total,
+            "seconds": self.seconds,
+            "extra_time": self.extra,
+            "exact": self.exact,
+            "traced": self.traced,
+            "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest plan that fits, and the next ones."""
+
+    model: str
+    training: str
+    """In words, with the optimizer."""
+    card: str
+    """Whose rates were taken."""
+    budget: int
+    """Bytes."""
+    plan: Plan
+    others: tuple[Plan, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What `memopt report --budget` prints."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.model}: {self.training}"
+        yield f"Budget {self.budget / GIB:.2f} GiB: fits, {(self.budget - self.plan.total) / GIB:.2f} GiB free."
+        yield f"Plan: {self.plan}"
+        for other in self.others:
+            yield f"Next: {other}"
+        yield f"Time is that of forward and backward by the rates of {self.card}, beside every block as fast as it can."
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "model": self.model,
+            "training": self.training,
+            "card": self.card,
+            "budget_bytes": self.budget,
+            "plan": self.plan.to_dict(),
+            "others": [other.to_dict() for other in self.others],
+            "assumptions": list(self.assumptions),
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan of a frontier."""
+
+    recipe: str
+    """As YAML."""
+    words: str
+    total: int
+    """Bytes of the device."""
+    extra: float
+    """Time beyond the fastest, as a part of its time."""
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans that no other beats in both memory and time, from the fastest to the smallest."""
+
+    model: str
+    training: str
+    card: str
+    points: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        """A line a point."""
+        lines = [f"{self.model}: {self.training}", "     GiB    time  plan"]
+        lines += [f"{p.total / GIB:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
+        return "\n".join([*lines, f"Times by the rates of {self.card}; every point is exact."])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        points = [
+            {"words": p.words, "total_bytes": p.total, "extra_time": p.extra, "exact": p.exact, "recipe": p.recipe}
+            for p in self.points
+        ]
+        return {"model": self.model, "training": self.training, "card": self.card, "points": points}
+
+
+def point_of(plan: Plan) -> Point:
+    """The plan as a point of a frontier."""
+    return Point(dump_recipe(plan.recipe), plan.words, plan.total, plan.extra, plan.exact)

@@ -1,0 +1,87 @@
+"""The fastest plan that fits: searched in the block model, confirmed by traces.
+
+The block model knows the live bytes of a step up to what neighbouring levels do to each other; what the allocator
+reserves and the CUDA context come on top. So a plan that the search finds is traced, and what the trace says more than
+the model moves the limit of the next search.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memopt.prediction.planner.search import BlockModel, cheapest, smallest
+
+#: Traces that confirm, at most; and the part of the budget, one over this, that no search more is worth.
+_MOST, _STEP = 8, 500
+TotalOf = Callable[[tuple[int, ...]], int]
+"""Options of the blocks -> bytes of the device that the step takes, by a trace."""
+
+
+def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tuple[int, ...] | None:
+    """The options that take the least time of those whose total is `budget` at most; None where none is.
+
+    Args:
+        model: what the search goes by.
+        budget: bytes.
+        total_of: is asked for the first options of all blocks, and then for one combination after another.
+    """
+    found: dict[tuple[int, ...], int] = {}
+
+    def total(chosen: tuple[int, ...]) -> int:
+        if chosen not in found:
+            found[chosen] = total_of(chosen)
+        return found[chosen]
+
+    own, best = (0,) * len(model.blocks), None
+    limit, ceiling, step = budget - total(own) + model.peak(own), sys.maxsize, budget // _STEP
+    for _ in range(_MOST):
+        chosen = cheapest(model, limit)
+        if chosen is None or (best is not None and model.time(chosen) >= model.time(best)):
+            break
+        over = total(chosen) - budget
+        if over <= 0:  # the model may have been too careful, by as much as is free
+            best, before = chosen, limit
+            limit = min(model.peak(chosen) - over, (limit + ceiling) // 2)
+            if limit - before < budget // _STEP:
+                break
+        elif best is None:
+            ceiling, step = model.peak(chosen), 2 * step
+            limit = ceiling - max(over, step)
+        else:
+            ceiling = model.peak(chosen)
+            limit = (before + ceiling) // 2
+    if best is None:
+        least = cheapest(model, smallest(model))
+        assert least is not None
+        best = least if total(least) <= budget else None
+    return best
+
+
+def without(model: BlockModel, allowed: Sequence[Sequence[bool]]) -> BlockModel:
+    """`model` with those options alone that are `allowed`; the others never fit."""
+    blocks = tuple(
+        tuple(option if ok else replace(option, need=sys.maxsize // 4) for option, ok in zip(options, its, strict=True))
+        for options, its in zip(model.blocks, allowed, strict=True)
+    )
+    return replace(model, blocks=blocks)
+
+
+def between(one: BlockModel, many: BlockModel, part: float) -> BlockModel:
+    """The model of a batch between those of two models: `part` of the way from `one` to `many`.
+
+    Bytes and FLOPs are affine in the rows of a batch, up to chunks and rounding.
+    """
+
+    def at(low: int, high: int) -> int:
+        return round(low + part * (high - low))
+
+    blocks = tuple(
+        tuple(
+            replace(a, saved=at(a.saved, b.saved), need=at(a.need, b.need), time=at(a.time, b.time))
+            for a, b in zip(its, theirs, strict=True)
+        )
+        for its, theirs in zip(one.blocks, many.blocks, strict=True)
+    )
+    return BlockModel(blocks, at(one.floor, many.floor), at(one.rest, many.rest))

@@ -1,0 +1,64 @@
+"""The plan for a model in memory: traced from its config, with the parameters that it really has."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.plan.recipe import Recipe
+from memopt.prediction.planner.choice import Choice
+from memopt.prediction.planner.training import plan_subject
+from memopt.prediction.trace import parameters_of
+from memopt.reporting.build import Subject, default_seq, reads_tokens
+from memopt.reporting.training import ALL_LINEAR, Precision, Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+
+_PRECISIONS: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def plan_model(
+    model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
+) -> Choice:
+    """The fastest plan within which `model` trains, as it is: its dtype, its frozen weights, its LoRA adapters.
+
+    Args:
+        budget: memory of the device: ``24GiB``, the name of a card, or a number of bytes.
+        recipe: what the plan changes.
+        batch: rows in a batch, else 1.
+        seq: tokens in a row, else what the config allows up to 2048.
+
+    Raises:
+        ModelError: `model` has no transformers config that it can be traced from.
+        NegativeVerdict: nothing fits.
+    """
+    base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if base is None:
+        raise ModelError(
+            f"A budget needs a transformers model, and {type(model).__name__} holds none.", "Pass a recipe instead."
+        )
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    parameters = list(parameters_of(model))
+    weights = Counter[torch.dtype]()
+    for each in parameters:
+        weights[each.dtype] += each.nbytes
+    adapters: Any = next(iter(getattr(model, "peft_config", {}).values()), None)
+    targets = getattr(adapters, "target_modules", None) or ALL_LINEAR
+    training = Training(
+        batch=batch or 1,
+        seq=(seq or default_seq(config)) if reads_tokens(config) else None,
+        precision=next((_PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in _PRECISIONS), "bf16"),
+        train="full" if adapters is None else "lora",
+        lora_rank=getattr(adapters, "r", 8),
+        lora_targets=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+    )
+    held = sum(each.nbytes for each in parameters)
+    of = Subject(config, training, find_sites(build_meta(config)), recipe)
+    return plan_subject(type(base).__name__, of, budget, held=held)

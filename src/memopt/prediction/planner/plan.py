@@ -1,0 +1,231 @@
+"""The way from a model and a budget to a choice: trace, measure, search, confirm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt.errors import NegativeVerdict
+from memopt.patches.base import Effect
+from memopt.plan.recipe import Recipe, load_recipe
+from memopt.plan.shipped import shipped
+from memopt.prediction.cards import Card
+from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.planner.blocks import cut
+from memopt.prediction.planner.choice import GIB, Choice, Frontier, Plan, point_of
+from memopt.prediction.planner.choose import between, fastest_that_fits, without
+from memopt.prediction.planner.cost import nanoseconds
+from memopt.prediction.planner.levels import Levels
+from memopt.prediction.planner.measure import Measured, measure
+from memopt.prediction.planner.search import BlockModel, cheapest, frontier
+from memopt.prediction.setup import Setup
+from memopt.prediction.trace import Trace
+from memopt.reporting.training import Training
+
+TraceOf = Callable[[Recipe, int], Trace]
+"""A recipe and the rows of a batch -> one step."""
+#: Plans that are shown beside the chosen one.
+_OTHERS = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned."""
+
+    model: str
+    training: Training
+    setup: Setup
+    card: Card
+    levels: Levels
+    trace: TraceOf
+    splits: bool = True
+    """Whether the batch can be split; not if it was given."""
+    _traces: dict[tuple[str, int], Trace] = field(default_factory=dict, repr=False)
+
+    def predicted(self, recipe: Recipe, rows: int, accumulation: int) -> Prediction:
+        """The step with micro-batches of so many rows; traced once for each recipe and number of rows."""
+        key = recipe.model_dump_json(exclude={"name", "description"}), rows
+        if key not in self._traces:
+            self._traces[key] = self.trace(recipe, rows)
+        return combine(self._traces[key], replace(self.setup, accumulation=accumulation))
+
+    def measured(self, rows: int, accumulation: int) -> Measured:
+        """What the levels cost in micro-batches of so many rows."""
+        return measure(
+            self.levels, lambda chosen: cut(self.predicted(self.levels.recipe_at(chosen), rows, accumulation))
+        )
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A way to split the batch, with its block model."""
+
+    task: Task
+    measured: Measured
+    model: BlockModel
+    """Its times are those of all micro-batches."""
+    rows: int
+    accumulation: int
+    fastest: int
+    """Nanoseconds of the fastest exact plan of the whole batch."""
+
+    def total(self, options: tuple[int, ...]) -> int:
+        recipe = self.task.levels.recipe_at(self.measured.levels(options))
+        return self.task.predicted(recipe, self.rows, self.accumulation).total
+
+    def plan(self, options: tuple[int, ...], name: str, error: int | None = None) -> Plan:
+        """The plan with these options; traced, or with `error` bytes beside what the block model says."""
+        levels = self.measured.levels(options)
+        time = self.model.time(options)
+        return Plan(
+            self.task.levels.recipe_at(levels, name),
+            self.task.levels.words(levels),
+            self.rows,
+            self.accumulation,
+            self.total(options) if error is None else self.model.peak(options) + error,
+            time / 1e9,
+            time / self.fastest - 1,
+            traced=error is None,
+        )
+
+
+def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
+    """The fastest plan whose step takes `budget` bytes of the device at most, and the next ones.
+
+    Levels of the blocks and of the loss come first; where none of their combinations fits, the batch is split into
+    micro-batches whose gradients are summed up.
+
+    Args:
+        approximate: recipes that may be taken as well, each with every block as the recipe has it.
+
+    Raises:
+        NegativeVerdict: nothing fits; says what the smallest plan takes.
+    """
+    name = f"budget-{budget / GIB:.4g}GiB"
+    whole = _whole(task)
+    plans = []
+    found = fastest_that_fits(whole.model, budget, whole.total)
+    route = whole
+    if found is None:
+        for route in _splits(whole, budget):
+            found = fastest_that_fits(route.model, budget, route.total)
+            if found is not None:
+                break
+    if found is not None:
+        plans = [route.plan(found, name), *_next(route, found, budget, name)]
+    plans += [each for each in _approximate(task, approximate, whole) if each.total <= budget]
+    if not plans:
+        raise _too_small(task, whole, budget)
+    best, *others = sorted(plans, key=lambda each: (not each.traced, each.seconds))
+    # One that the model takes for faster and that was not chosen did not fit by its trace.
+    others = [each for each in others if each.seconds >= best.seconds and each.words != best.words]
+    distinct = {each.words: each for each in sorted(others, key=lambda each: each.seconds)}
+    notes = task.predicted(best.recipe, best.batch, best.accumulation).assumptions if best.exact else ()
+    return Choice(
+        task.model,
+        f"{task.training}, {task.setup}",
+        task.card.name,
+        budget,
+        best,
+        tuple(distinct.values())[:_OTHERS],
+        notes,
+    )
+
+
+def frontier_of(task: Task, points: int = 40) -> Frontier:
+    """Plans for the whole batch, from the fastest to the smallest, by the block model."""
+    route = _whole(task)
+    error = route.total(_own(route.model)) - route.model.peak(_own(route.model))
+    found = (route.plan(chosen, "frontier", error) for chosen in frontier(route.model, points))
+    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.name, tuple(map(point_of, found)))
+
+
+def recipes_with(*effects: Effect) -> tuple[Recipe, ...]:
+    """The shipped recipes that have these effects on gradients alone, and some; without folds."""
+    loaded = (load_recipe(name).unfolded() for name in shipped())
+    return tuple(recipe for recipe in loaded if recipe.effects and recipe.effects <= set(effects))
+
+
+def _own(model: BlockModel) -> tuple[int, ...]:
+    """Every block at level 0, which has been traced."""
+    return (0,) * len(model.blocks)
+
+
+def _whole(task: Task) -> _Route:
+    rows, accumulation = task.training.batch, task.setup.accumulation
+    measured = task.measured(rows, accumulation)
+    model = _times(measured.model(task.card), accumulation)
+    return _Route(task, measured, model, rows, accumulation, max(model.time(model.fastest), 1))
+
+
+def _splits(whole: _Route, budget: int) -> Iterator[_Route]:
+    """Even splits of the batch, the fastest by the block models first."""
+    task, rows = whole.task, whole.rows
+    if rows == 1 or not task.splits:
+        return
+    many, one = task.measured(rows, 2).model(task.card), task.measured(1, 2)
+    error = whole.total(_own(many)) - whole.model.peak(_own(many))
+    routes = []
+    for parts in (parts for parts in range(2, rows + 1) if rows % parts == 0):
+        accumulation = parts * whole.accumulation
+        of_one = between(one.model(task.card), many, (rows // parts - 1) / (rows - 1))
+        route = _Route(task, one, _times(of_one, accumulation), rows // parts, accumulation, whole.fastest)
+        found = cheapest(route.model, budget - error)
+        routes.append((sys.maxsize if found is None else route.model.time(found), -parts, route))
+    yield from (route for _, _, route in sorted(routes, key=lambda each: each[:2]))
+
+
+def _times(model: BlockModel, steps: int) -> BlockModel:
+    """`model` with the times of so many micro-batches."""
+    blocks = tuple(tuple(replace(each, time=steps * each.time) for each in its) for its in model.blocks)
+    return replace(model, blocks=blocks, rest=steps * model.rest)
+
+
+def _next(route: _Route, chosen: tuple[int, ...], budget: int, name: str) -> Iterator[Plan]:
+    """Plans without one of the levels of the chosen one, and then smaller ones."""
+    model, levels = route.model, route.measured.levels(chosen)
+    error = route.total(chosen) - model.peak(chosen)
+    for is_head, level in sorted({(place == len(levels) - 1, its) for place, its in enumerate(levels)}):
+        allowed = [
+            [number != level or (place == len(levels) - 1) != is_head for number in (0, *its)]
+            for place, its in enumerate(route.measured.examples)
+        ]
+        if all(map(any, allowed)) and level:
+            other = cheapest(without(model, allowed), budget - error)
+            if other is not None:
+                yield route.plan(other, name, error)
+    for part in (0.85, 0.7, 0.55):
+        other = cheapest(model, round(part * (model.peak(chosen) + error)) - error)
+        if other is not None:
+            yield route.plan(other, name, error)
+
+
+def _approximate(task: Task, recipes: Sequence[Recipe], whole: _Route) -> Iterator[Plan]:
+    for recipe in recipes:
+        found = task.predicted(recipe, whole.rows, whole.accumulation)
+        time = whole.accumulation * nanoseconds(found.trace.operations, task.card)
+        words = f"recipe '{recipe.name}'"
+        extra = time / whole.fastest - 1
+        yield Plan(recipe, words, whole.rows, whole.accumulation, found.total, time / 1e9, extra)
+
+
+def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
+    totals = {
+        key: combine(traced, replace(task.setup, accumulation=whole.rows // key[1] * whole.accumulation))
+        for key, traced in task._traces.items()
+    }
+    (_, rows), least = min(totals.items(), key=lambda item: item[1].total)
+    fixed = sum(each.nbytes for each in least.resident) + sum(each.nbytes for each in least.trace.gradients)
+    micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
+    remedy = "another optimizer or LoRA" if task.training.train == "full" else "fewer targets"
+    hint = (
+        f"Weights, gradients and optimizer take {fixed / GIB:.2f} GiB of it: try {remedy}, or more devices."
+        if fixed > budget / 2
+        else "Try a shorter sequence, or approximate recipes (--allow approximate)."
+    )
+    return NegativeVerdict(
+        f"No exact plan of {task.model} fits in {budget / GIB:.2f} GiB: the smallest takes {least.total / GIB:.2f} GiB"
+        f"{micro}, {(least.total - budget) / GIB:.2f} GiB more.",
+        hint,
+    )

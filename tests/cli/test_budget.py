@@ -1,0 +1,88 @@
+"""`memopt report --budget` and `--frontier`, from the command line to the text, the JSON document and the recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.main import main
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.planner import training
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, point_of
+from tests.factories import tiny_config
+
+GIB = 1 << 30
+RECIPE = load_recipe("exact-unfolded", ("checkpointing.method=full", "checkpointing.blocks=[model.layers.0]"))
+PLAN = Plan(RECIPE, "1 block as in 'exact-unfolded', 1 checkpointed", 1, 1, 20 * GIB, 0.5, 0.25)
+SPLIT = Plan(RECIPE, "2 blocks checkpointed", 2, 4, 19 * GIB, 0.6, 0.5, traced=False)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the planner was asked; it answers with a plan and another one, or with a frontier of one point."""
+    found: dict[str, Any] = {}
+
+    def plan_training(model: str, budget: str | None, **options: Any) -> Choice | Frontier:
+        found.update(options, model=model, budget=budget)
+        if budget is None:
+            return Frontier(model, "batch 1", "RTX 4090", (point_of(PLAN),))
+        return Choice(model, "batch 1", "RTX 4090", 24 * GIB, PLAN, (SPLIT,))
+
+    monkeypatch.setattr(training, "plan_training", plan_training)
+    return found
+
+
+def test_the_plan_and_the_next_ones_are_printed(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--budget", "24GiB", "--seq", "4096", "--train", "lora"]) == 0
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "MODEL: batch 1",
+        "Budget 24.00 GiB: fits, 4.00 GiB free.",
+        "Plan: 1 block as in 'exact-unfolded', 1 checkpointed: 20.00 GiB, +25.0% time",
+        "Next: 2 blocks checkpointed; 4 micro-batches of 2: about 19.00 GiB, +50.0% time",
+    ]
+    assert (asked["budget"], asked["seq"], asked["train"], asked["card"]) == ("24GiB", 4096, "lora", None)
+
+
+def test_out_writes_a_recipe_that_can_be_used(asked: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    assert main(["report", "MODEL", "--budget", "24GiB", "--out", str(file)]) == 0
+    assert load_recipe(file) == RECIPE
+
+
+def test_json_is_one_document(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--budget", "24GiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["budget_bytes"], plan["plan"]["total_bytes"], plan["others"][0]["traced"]) == (
+        24 * GIB,
+        20 * GIB,
+        False,
+    )
+
+
+def test_a_frontier_has_a_line_a_point(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--frontier", "--budget", "rtx4090"]) == 0
+    assert "   20.00  +25.0%  1 block as in" in capsys.readouterr().out
+    assert (asked["budget"], asked["card"]) == (None, "rtx4090")
+    assert main(["report", "MODEL", "--frontier", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frontier"]["points"][0]["exact"] is True
+
+
+@pytest.mark.parametrize(
+    "options", [["--out", "x.yaml"], ["--allow", "approximate"], ["--frontier", "--out", "x.yaml"]]
+)
+def test_options_of_a_plan_need_a_budget(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", *options]) == 2
+    assert "--out and --allow are about the one plan of --budget" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config("llama")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert main(["report", str(tmp_path), "--budget", "100MiB", "--seq", "32", "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == "NegativeVerdict"
+    assert "fits in 0.10 GiB: the smallest takes" in error["message"]

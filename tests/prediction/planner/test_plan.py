@@ -1,0 +1,135 @@
+"""Plans of tiny models, against every combination of levels, each traced."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from memopt.errors import NegativeVerdict
+from memopt.plan.recipe import Recipe, load_recipe
+from memopt.prediction.cards import find_card
+from memopt.prediction.planner.levels import Levels, levels_of
+from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
+from memopt.prediction.setup import Setup
+from memopt.prediction.trace import Trace, trace
+from memopt.reporting.training import Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+from tests.factories import tiny_config
+
+#: Of a block of a tiny model: some of what its patches offer, so that every combination can be traced.
+FEW = ("up_proj recomputed", "dense recomputed", "c_fc recomputed", "checkpointed")
+
+
+def task_of(name: str, *, few: bool = True, layers: int = 2, **training: object) -> Task:
+    """A task on the CPU, where a step takes its live bytes alone and no allocator's."""
+    config = tiny_config(name)
+    config.num_hidden_layers = layers
+    step = replace(Training(batch=4, seq=64, cuda_kernels=False), **training)  # type: ignore[arg-type]
+    sites = find_sites(build_meta(config))
+    levels = levels_of(sites, load_recipe("exact-unfolded"))
+    if few:
+        levels = replace(levels, beyond=tuple(level for level in levels.beyond if level.words in FEW), heads={})
+
+    def traced(recipe: Recipe, rows: int) -> Trace:
+        return trace(config, replace(step, batch=rows), sites=sites, recipe=recipe)
+
+    return Task(name, step, Setup(), find_card("rtx4090"), levels, traced)
+
+
+def totals_of(task: Task) -> Mapping[tuple[int, ...], int]:
+    """Every combination of levels -> the bytes of its traced step."""
+    combinations = itertools.product(*task.levels.options)
+    return {each: task.predicted(task.levels.recipe_at(each), task.training.batch, 1).total for each in combinations}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Task:
+    return task_of("llama")
+
+
+def assert_nothing_cheaper_fits(task: Task, budgets: int) -> None:
+    totals, measured = totals_of(task), task.measured(task.training.batch, 1)
+    model = measured.model(task.card)
+    times = {levels: model.time(measured.places(levels)) for levels in totals}
+    draw = random.Random(0)
+    for _ in range(budgets):
+        budget = draw.randint(min(totals.values()), max(totals.values()) + 1000)
+        plan = choose(task, budget).plan
+        assert plan.traced
+        assert plan.total <= budget
+        best = min(time for levels, time in times.items() if totals[levels] <= budget)
+        assert round(plan.seconds * 1e9) == best
+
+
+def test_no_cheaper_combination_of_levels_fits(llama: Task) -> None:
+    assert_nothing_cheaper_fits(llama, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param({"name": "llama", "few": False}, id="llama, all levels"),
+        pytest.param({"name": "llama", "layers": 3, "train": "lora"}, id="llama, LoRA"),
+        pytest.param({"name": "bert", "layers": 3}, id="bert"),
+        pytest.param({"name": "gemma2", "layers": 2}, id="gemma2"),
+    ],
+)
+def test_no_cheaper_combination_fits_in_larger_models(task: dict[str, object]) -> None:
+    assert_nothing_cheaper_fits(task_of(**task), 40)  # type: ignore[arg-type]
+
+
+def test_the_block_model_is_what_traces_say(llama: Task) -> None:
+    measured = llama.measured(4, 1)
+    model = measured.model(llama.card)
+    for levels, total in totals_of(llama).items():
+        assert model.peak(measured.places(levels)) == pytest.approx(total, rel=5e-3)
+
+
+def test_what_fits_in_no_level_is_split_into_micro_batches(llama: Task) -> None:
+    smallest = min(totals_of(llama).values())
+    choice = choose(llama, smallest - 1)
+    assert choice.plan.accumulation * choice.plan.batch == 4
+    assert choice.plan.accumulation > 1
+    assert choice.plan.total < smallest
+
+
+def test_a_budget_that_nothing_fits_says_how_far_it_is(llama: Task) -> None:
+    with pytest.raises(NegativeVerdict, match=r"the smallest takes 0\.00 GiB in micro-batches of 1, .* more") as error:
+        choose(llama, 1000)
+    assert "Weights, gradients and optimizer take" in str(error.value)
+
+
+def test_more_than_enough_memory_takes_no_more_time(llama: Task) -> None:
+    choice = choose(llama, 1 << 30)
+    assert choice.plan.extra == 0
+    assert choice.others
+    assert all(other.total <= choice.plan.total and other.extra > 0 for other in choice.others)
+
+
+def test_approximate_recipes_are_taken_only_if_asked_for(llama: Task) -> None:
+    assert recipes_with() == ()
+    recipes = recipes_with("approximate")
+    assert {recipe.name for recipe in recipes} >= {"int8", "mesa"}
+    assert all(recipe.effects == {"approximate"} and not recipe.folds for recipe in recipes)
+
+
+def test_a_frontier_goes_from_the_fastest_to_the_smallest(llama: Task) -> None:
+    points = frontier_of(llama).points
+    assert points[0].extra == 0
+    assert [p.total for p in points] == sorted((p.total for p in points), reverse=True)
+    assert [p.extra for p in points] == sorted(p.extra for p in points)
+    totals = totals_of(llama).values()
+    assert points[-1].total == pytest.approx(min(totals), rel=5e-3)
+    assert points[0].total == pytest.approx(max(totals), rel=5e-3)
+
+
+def test_levels_are_said_in_words() -> None:
+    levels = Levels(load_recipe("exact-unfolded"), ("a", "b"))
+    assert levels.words((0, 0, 0)) == "2 blocks as in 'exact-unfolded'"
+    assert replace(levels, blocks=("a",)).words((0, 0)) == "1 block as in 'exact-unfolded'"
