@@ -158,11 +158,14 @@ def traced(
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
     except Exception as error:
         limit = max_positions(config)
-        too_long = training.seq is not None and limit is not None and training.seq > limit
-        hint = None if inputs is not None else PASS_INPUTS
+        if training.seq is not None and limit is not None and training.seq > limit:
+            message = (
+                f"--seq {training.seq} is more than the {limit} positions in the config of {type(model).__name__}."
+            )
+            raise ModelError(message, "Use a smaller --seq.") from error
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
-            f"Its config has positions for {limit} tokens: use a smaller --seq." if too_long else hint,
+            None if inputs is not None else PASS_INPUTS,
         ) from error
 
 
