@@ -679,6 +679,16 @@ def test_no_other_file_of_the_package_uses_a_private_name() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def test_a_fake_tensor_may_have_known_values_and_no_other_has() -> None:
+    values = torch.arange(3)
+    with torch_compat.FakeTensorMode():
+        fake, unknown = torch.empty(3, dtype=torch.long), torch.empty(3)
+    torch_compat.know_values(fake, values)
+    assert torch_compat.known_values(fake) is values
+    assert torch_compat.known_values(unknown) is None
+    assert torch_compat.known_values(values) is None
+
+
 def test_every_public_name_has_a_test() -> None:
     source = Path(__file__).read_text()
     said = {"Missing", "warn_once_of_missing"}  # tested by the message that is said once

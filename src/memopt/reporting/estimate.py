@@ -30,7 +30,7 @@ from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_ma
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.timeline import step
 from memopt.reporting.training import Precision, Training
-from memopt.torch_compat import FakeTensorMode, tree_map, unset_fake_temporarily
+from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, tree_map
 from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
 from memopt.walk.calls.batch import PASS_INPUTS, Batch
 from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
@@ -147,7 +147,7 @@ def traced(
             return trained(**arguments)
 
     try:
-        # Of inputs that are made the labels alone have values: how many rows of a loss count decides what it allocates.
+        # Of inputs that are made the labels alone have values.
         reads = contextlib.nullcontext() if inputs is None else FakeReads()
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
             arguments = step_arguments(model, training, inputs)
@@ -323,9 +323,18 @@ def step_arguments(
         # Without a mask transformers reads the positions to look for packed sequences.
         inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     targets = {} if "labels" in inputs else training_targets(model, inputs, run=None if real else _run_without_values)
-    with unset_fake_temporarily():
-        counted = {n: t if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype) for n, t in targets.items()}
-    return {**counted, **inputs}
+    return {**{name: _counted(target) for name, target in targets.items()}, **inputs}
+
+
+def _counted(target: Any) -> Any:
+    """Labels of which none is ignored; how many rows of a loss count decides what it allocates."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return target
+    labels = torch.zeros_like(target)
+    if isinstance(labels, FakeTensor):
+        with no_dispatch():
+            know_values(labels, torch.zeros(labels.shape, dtype=labels.dtype))
+    return labels
 
 
 def _traced(leaf: Any, dtype: torch.dtype) -> Any:

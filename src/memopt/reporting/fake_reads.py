@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memopt.torch_compat import FakeTensor, TorchDispatchMode, tree_leaves, unset_fake_temporarily
+from memopt.torch_compat import (
+    FakeTensor,
+    TorchDispatchMode,
+    know_values,
+    known_values,
+    no_dispatch,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 
 #: Function -> what it says of every finite number.
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
@@ -22,7 +30,7 @@ class FiniteValues(TorchFunctionMode):
     """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
 
     Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value. What
-    is computed from one real tensor stays real: labels, of which a loss counts those that are not ignored.
+    is computed from labels alone, whose values are known, has known values too: a loss counts those not ignored.
     """
 
     def __init__(self) -> None:
@@ -30,12 +38,13 @@ class FiniteValues(TorchFunctionMode):
         self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and type(args[0]) is Tensor and not any(isinstance(each, Tensor) for each in args[1:]):
-            with unset_fake_temporarily():
-                return func(*args, **(kwargs or {}))
         output = func(*args, **(kwargs or {}))
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
             return output
+        values = known_values(args[0])
+        if values is not None and not any(isinstance(each, Tensor) for each in args[1:]):
+            with no_dispatch():
+                know_values(output, func(values, *args[1:], **(kwargs or {})))
         name = getattr(func, "__name__", "")
         value = _OF_FINITE.get(name)
         if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:

@@ -44,6 +44,8 @@ from memopt.torch_compat.dispatch import (
     is_operator,
     is_traceable_wrapper_subclass,
     is_transformed,
+    know_values,
+    known_values,
     makes_wrappers,
     no_dispatch,
     no_torch_function,

@@ -96,6 +96,19 @@ else:
 #: no_torch_function               inside it no function mode sees what is called
 #: tree_map, tree_leaves           every tensor in nested containers
 
+_VALUES = "memopt_values"
+
+
+def know_values(fake: Tensor, values: Tensor) -> None:
+    """Let :func:`known_values` of a fake tensor be `values`, a tensor with memory."""
+    setattr(fake, _VALUES, values)
+
+
+def known_values(tensor: Tensor) -> Tensor | None:
+    """The values of a fake tensor where a trace knows them (labels); None elsewhere."""
+    return getattr(tensor, _VALUES, None) if isinstance(tensor, FakeTensor) else None
+
+
 # -- operators ------------------------------------------------------------------------------------------------------
 
 _OVERLOAD, _SCHEMA = "torch._ops.OpOverload", "torch._ops.OpOverload._schema"

@@ -24,7 +24,7 @@ from memopt.patches.loss.lazy import LazyLogits, Source, versions_of
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import by_rows
-from memopt.torch_compat import unset_fake_temporarily
+from memopt.torch_compat import known_values, no_dispatch
 
 #: Function -> position of its argument ``dim``.
 _REDUCTIONS = {
@@ -71,7 +71,7 @@ def cross_entropy(
         divisor: Tensor | float = float(len(target))
     else:
         # Ignored rows never reach the head.
-        kept = _counted(target, ignore_index) if _has_values(target) else None
+        kept = _counted(target, ignore_index)
         source = _before_the_loss(source)
         wide = accumulation_dtype(logits.dtype)
         divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
@@ -130,9 +130,16 @@ def _ends_in_log_softmax(source: Source) -> bool:
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
-    """Indices of the rows that are not ignored; None for all."""
-    with unset_fake_temporarily():  # a trace may have labels with values
+    """Indices of the rows that are not ignored; None for all, or where it cannot be known."""
+    values = known_values(target)
+    if values is not None:  # in a trace: how many there are
+        with no_dispatch():
+            count = int((values != ignore_index).sum())
+        kept = target.new_empty(count)
+    elif _has_values(target):
         kept = (target != ignore_index).nonzero().squeeze(1)
+    else:
+        return None
     return None if len(kept) == len(target) else kept
 
 
