@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from memopt.prediction.planner.search import BlockModel, cheapest, smallest
 
-#: Traces that confirm, at most; and the part of the budget, one over this, that no search more is worth.
-_MOST, _STEP = 8, 500
+#: Traces that confirm, at most; those of them after one that fits; and the part of the budget, one over this, that no
+#: search more is worth.
+_MOST, _MORE, _STEP = 8, 2, 500
 TotalOf = Callable[[tuple[int, ...]], int]
 """Options of the blocks -> bytes of the device that the step takes, by a trace."""
 
@@ -35,7 +36,7 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
         return found[chosen]
 
     own, best = (0,) * len(model.blocks), None
-    limit, ceiling, step = budget - total(own) + model.peak(own), sys.maxsize, budget // _STEP
+    limit, ceiling, step, more = budget - total(own) + model.peak(own), sys.maxsize, budget // _STEP, _MORE
     for _ in range(_MOST):
         chosen = cheapest(model, limit)
         if chosen is None or (best is not None and model.time(chosen) >= model.time(best)):
@@ -43,15 +44,17 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
         over = total(chosen) - budget
         if over <= 0:  # the model may have been too careful, by as much as is free
             best, before = chosen, limit
-            limit = min(model.peak(chosen) - over, (limit + ceiling) // 2)
-            if limit - before < budget // _STEP:
+            limit, more = min(model.peak(chosen) - over, (limit + ceiling) // 2), more - 1
+            if limit - before < budget // _STEP or more < 0:
                 break
         elif best is None:
             ceiling, step = model.peak(chosen), 2 * step
             limit = ceiling - max(over, step)
         else:
-            ceiling = model.peak(chosen)
+            ceiling, more = model.peak(chosen), more - 1
             limit = (before + ceiling) // 2
+            if more < 0:
+                break
     if best is None:
         least = cheapest(model, smallest(model))
         assert least is not None
