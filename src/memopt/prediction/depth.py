@@ -101,8 +101,17 @@ def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int)
 def _signature(block: nn.Module) -> Hashable:
     """What a block is: its modules with their settings and parameters, whatever its place in the list."""
     return tuple(
-        (name, type(module), _settings(vars(module)), _settings(vars(vars(module).get("_memopt", _Nothing())), deep=1))
-        + tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False))
+        (
+            name,
+            type(module),
+            _settings(vars(module)),
+            _settings(vars(vars(module).get("_memopt", _Nothing())), deep=1),
+            tuple(
+                (key, each.shape, each.dtype, each.requires_grad)
+                for key, each in module._parameters.items()
+                if each is not None
+            ),
+        )
         for name, module in block.named_modules()
     )
 
@@ -229,9 +238,11 @@ class _Extension:
                 tokens.append(self._reference(each, segment[1]))
         return tokens
 
-    def _reference(self, storage: Storage, place: int) -> tuple[Any, ...]:
-        phase, other, number = self._address[storage]
-        return (phase, other if other < 0 else ("near", other - place), number)
+    def _reference(self, storage: Storage, place: int) -> Hashable:
+        """What is freed, and whose; the block before the first interior group may number its own otherwise."""
+        phase, other, _ = self._address[storage]
+        near = other if other < 0 else ("near", other - place)
+        return phase, near, storage.nbytes, storage.part, storage.operation, storage.dtype, storage.shape
 
     def _copied(self, phase: Literal["F", "B"], place: int) -> Iterator[tuple[int, Event]]:
         """The events of the block `place`, which was left out, each with the number of the one that it is like."""

@@ -29,7 +29,7 @@ class Tracer:
     recipe: Recipe | None = None
     folded: Collection[str] = ()
     inputs: Batch | None = None
-    _extends: bool | None = field(default=None, init=False)
+    extends: bool | None = None
     """Whether blocks may be left out; None where that is not known yet."""
     _traces: dict[Training, Trace] = field(default_factory=dict, init=False)
 
@@ -55,18 +55,18 @@ class Tracer:
         )
 
     def _extended(self, training: Training) -> Trace | None:
-        if self._extends is False:
+        if self.extends is False:
             return None
         try:
             shallow = self._trace(training, LEAST_GROUPS)
-            if self._extends is None and shallow.runs:
+            if self.extends is None and shallow.runs:
                 wanted = _form(self._trace(training, LEAST_GROUPS + 1))
                 if _form(_deepened(shallow, 1)) != wanted:  # the first step of a process may prove a head beside
                     shallow = self._trace(training, LEAST_GROUPS)
-                self._extends = _form(_deepened(shallow, 1)) == wanted
-            return _deepened(shallow) if self._extends or not shallow.runs else None
+                self.extends = _form(_deepened(shallow, 1)) == wanted
+            return _deepened(shallow) if self.extends or not shallow.runs else None
         except (UnlikeError, ModelError):
-            self._extends = False
+            self.extends = False
             return None
 
 

@@ -1,0 +1,56 @@
+"""A deep model's step, put together from that of a few of its blocks, is the step of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.depth import UnlikeError, put_back, take_out
+from memopt.prediction.trace import trace
+from memopt.prediction.tracer import Tracer, _form
+from memopt.reporting.training import Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+from tests.reporting.builders import named_config
+
+
+def tracer(name: str, recipe: str | None = None) -> Tracer:
+    config = named_config(name, num_hidden_layers=12)
+    return Tracer(config, find_sites(build_meta(config)), recipe and load_recipe(recipe))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "training"),
+    [
+        ("llama", None, Training(2, 16)),
+        ("llama", "exact-unfolded", Training(2, 16, train="lora")),
+        pytest.param("llama", "exact-levels", Training(2, 16), marks=pytest.mark.slow),
+        pytest.param("llama", "int8", Training(2, 16, checkpointing="full"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_of_a_few_blocks_extends_to_that_of_all(name: str, recipe: str | None, training: Training) -> None:
+    short = tracer(name, recipe)
+    assert _form(short.at(training)) == _form(short._trace(training))
+    assert short.extends
+    assert {each.name for each in short.at(training).parameters} == {
+        each.name for each in short._trace(training).parameters
+    }
+
+
+def test_blocks_that_are_not_alike_are_all_traced() -> None:
+    short = tracer("llama")
+    config = named_config("llama", num_hidden_layers=12, layer_types=None)
+    model = build_meta(config)
+    model.model.layers[5].mlp.act_fn = nn.GELU()
+    assert [run.left_out for run in take_out(model, short.sites.blocks)] == [2]  # of the six behind the odd one
+
+
+def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
+    short = tracer("llama")
+    whole = trace(short.config, Training(2, 16), sites=short.sites, groups=4)
+    (run,) = whole.runs
+    odd = next(k for k, e in enumerate(whole.events) if e.allocated and "layers.2." in e.storage.module)
+    events = [e for e in whole.events if e.storage is not whole.events[odd].storage]
+    with pytest.raises(UnlikeError, match="not alike"):
+        put_back(events, (), run)
