@@ -226,6 +226,8 @@ class Report(Done):
     step: Steps
     sampling: dict[str, Any] | None
     """The noise of sampled gradients; None unless the recipe samples."""
+    headline: dict[str, Any] | None = None
+    """With ``--gpu``: the card, each way to train with its peak, cost and largest batch, and the next remedy."""
     notes: list[str]
 
 

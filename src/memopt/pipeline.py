@@ -20,6 +20,7 @@ from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+from memopt.reporting.adapters import check_peft
 from memopt.reporting.build import chosen_recipe, compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
@@ -188,6 +189,8 @@ def report(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
+    if train == "lora":
+        check_peft()
     training = Training(
         batch=batch or 1,
         precision=precision,

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from memopt.cli.main import main
 from memopt.pipeline import patch_checkpoint
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.cards import find_card
+from memopt.prediction.peak import predict
+from memopt.reporting.training import Training
 from tests.factories import tiny_model
-from tests.reporting.builders import named_config
+from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_estimate import LLAMA_8B
 
 
@@ -33,13 +38,41 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 
 
 def test_a_config_alone_gives_the_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(llama), "--batch", "2", "--seq", "32"]) == 0
+    assert main(["report", str(llama), "--batch", "2", "--seq", "32", "-v"]) == 0
     out = capsys.readouterr().out
+    assert out.index("\npeak ") < out.index("2 blocks alike")
     assert "2 blocks alike, model.layers.0 to model.layers.1" in out
     assert "norm output (x_hat)" in out
     assert "saved for backward:" in out
     assert "peak of a step:" in out
     assert max(len(line) for line in out.splitlines()) <= 80
+
+
+@pytest.mark.slow
+def test_the_answer_for_a_card_comes_first_and_is_the_same_in_json(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest batch fits and one more does not, by a prediction of its own; an optimizer's states are in it."""
+    code, data = run_json(capsys, llama, "--batch", 2, "--seq", 128, "--gpu", "572MiB")
+    ways = {way["name"]: way for way in data["headline"]["ways"]}
+    assert list(ways) == [
+        "stock",
+        "memopt",
+        "checkpointing",
+        "memopt, levels",
+        "memopt + checkpointing",
+        "memopt, int8",
+    ]
+    assert ways["stock"]["extra_flops"] == 0 < ways["stock + checkpointing"]["extra_flops"] < 0.4
+    assert [way["gradient_error"] > 0 for way in ways.values()] == [False] * 5 + [True]
+    assert ways["memopt"]["parts"]["weights"] > 0
+    most = ways["memopt"]["largest_batch"]
+    config = AutoConfig.from_pretrained(llama)
+    sites, rules, card = sites_of(config), load_recipe("exact-unfolded"), find_card("572MiB").memory
+    for batch, fits in ((most, True), (most + 1, False)):
+        found = predict(config, Training(batch, 128), sites=sites, recipe=rules)
+        assert (found.total + found.margin <= card) == fits
+    assert code == 0
 
 
 def test_json_holds_what_the_table_shows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +133,7 @@ def test_an_8b_model_is_reported_in_seconds_and_little_memory(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = "import sys; from memopt.cli.main import main; sys.exit(main(sys.argv[1:]))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = [sys.executable, "-c", code, "report", str(tmp_path), "--seq", "4096"]
+    arguments = [sys.executable, "-c", code, "report", str(tmp_path), "--seq", "4096", "-v"]
     printed = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "saved for backward: 26.6 GiB -> 13.5 GiB (-49 %)" in printed

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from memopt.cli import budgets, common, drawings, measured
-from memopt.errors import UsageError
+from memopt.errors import ModelError, UsageError
+from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
 
@@ -47,6 +48,18 @@ def report(
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", metavar="CARD|SIZE", help="Will it fit? A card, or its memory: rtx4090, 24GiB.", show_default=False
+        ),
+    ] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="Whose states and transients count.")] = "adamw",
+    sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every saved tensor, by block, before and after patching.")
+    ] = False,
     html: drawings.HtmlOption = None,
     snapshot: drawings.SnapshotOption = None,
     measure: Annotated[
@@ -61,12 +74,13 @@ def report(
     trust_remote_code: common.TrustOption = False,
     json_output: common.JsonOption = False,
 ) -> int:
-    """Show which operation saves which bytes for backward, before and after patching.
+    """Show whether a training step fits, its peak, and what would change it.
 
-    Computed from the model's config alone: no weights, no GPU. Only for a recipe that samples, and where the weights
-    are in a local folder, one training step on the CPU measures the noise of the sampling.
+    Computed from the model's config alone: no weights, no GPU. With -v, which operation saves which bytes for backward,
+    before and after patching. Only for a recipe that samples, and where the weights are in a local folder, one training
+    step on the CPU measures the noise of the sampling.
 
-    Example: memopt report meta-llama/Llama-3.1-8B --seq 4096 --train lora
+    Example: memopt report meta-llama/Llama-3.1-8B --seq 8192 --train lora --gpu rtx4090
     """
     if inputs is not None and (given := [n for n, v in (("--batch", batch), ("--seq", seq)) if v is not None]):
         raise UsageError(
@@ -75,19 +89,22 @@ def report(
         )
     html, snapshot = drawings.checked(html, snapshot)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+    if sharding != "none" and devices == 1:
+        raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
+    setup = Setup(optimizer, sharding=sharding, devices=devices)
+    step: dict[str, Any] = {
+        "batch": batch,
+        "seq": seq,
+        "precision": precision,
+        "train": train,
+        "lora_rank": lora_rank,
+        "lora_targets": targets,
+        "inputs": inputs,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
     if budgets.asked(budget, frontier, out, allow):
-        step: dict[str, Any] = {
-            "recipe": recipe,
-            "batch": batch,
-            "seq": seq,
-            "precision": precision,
-            "train": train,
-            "lora_rank": lora_rank,
-            "lora_targets": targets,
-            "inputs": inputs,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
+        step |= {"recipe": recipe, "setup": setup}
         return budgets.show(model, budget, frontier, out, allow, step, json_output=json_output)
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
@@ -103,32 +120,35 @@ def report(
             lora_targets=targets or (ALL_LINEAR,),
             checkpointing=checkpointing,
         )
-    with common.only_results_on_stdout(), common.waiting("Tracing a training step"):
-        from memopt.pipeline import report as run_report
-        from memopt.prediction.setup import Setup
+    with common.only_results_on_stdout(), common.waiting("Tracing training steps"):
+        from memopt.pipeline import report as in_detail
+        from memopt.prediction.answer import headline
 
-        comparison = run_report(
-            model,
-            recipe,
-            batch=batch,
-            seq=seq,
-            precision=precision,
-            train=train,
-            lora_rank=lora_rank,
-            lora_targets=targets,
-            checkpointing=checkpointing,
-            inputs=inputs,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            note=common.note,
-        )
-        drawings.write(comparison, Setup(), html, snapshot)
-    if json_output:
+        first, comparison = None, None
+        if gpu is not None or not json_output:
+            try:
+                first = headline(model, recipe, gpu=gpu, setup=setup, checkpointing=checkpointing, **step)
+            except ModelError:
+                if gpu is not None:
+                    raise
+                # What is saved may be known all the same, or the report says why not.
+        if first is None or first.approximate or verbose or json_output or html or snapshot:
+            comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
+            drawings.write(comparison, setup, html, snapshot)
+    if json_output and comparison is not None:
         from memopt.reporting.json import comparison_dict
 
-        common.print_json(common.document("report", "pass", **comparison_dict(comparison)))
-    else:
+        head = None if first is None else first.to_dict()
+        common.print_json(common.document("report", "pass", headline=head, **comparison_dict(comparison)))
+        return common.EXIT_OK
+    if first is not None:
+        from memopt.reporting.headline import headline_tables
+
+        common.print_rich(*headline_tables(first))
+    if comparison is not None:
         from memopt.reporting.tables import comparison_tables
 
-        common.print_rich(*comparison_tables(comparison))
+        all_of_it = verbose or first is None
+        sections = (line for section in comparison.sections for line in ("", *section.lines()))
+        common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
     return common.EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from torch import nn
@@ -29,12 +30,9 @@ def add_adapters(
     Raises:
         ModelError: peft is not installed, or no linear has such a name.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ModelError(
-            "A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'"
-        ) from None
+    check_peft()
+    from peft import LoraConfig, get_peft_model
+
     chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
     config = LoraConfig(r=rank, target_modules=chosen)
     try:
@@ -48,6 +46,12 @@ def add_adapters(
             if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
                 parameter.data = parameter.data.to(model.dtype)
     return adapted
+
+
+def check_peft() -> None:
+    """Raises a ModelError where peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'")
 
 
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:

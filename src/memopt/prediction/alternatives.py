@@ -1,0 +1,238 @@
+"""The ways to train a model beside each other: what each needs, computes and moves, and what fits a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from memopt.plan.recipe import Recipe, load_recipe
+from memopt.prediction.cards import GIB, Card
+from memopt.prediction.fit import MOST_ROWS, largest
+from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Optimizer, Setup
+from memopt.prediction.tracer import Tracer
+from memopt.reporting.build import Subject
+from memopt.reporting.estimate import max_positions
+from memopt.reporting.headline import Headline, Largest, Way
+from memopt.reporting.training import Checkpointing, Training
+
+#: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
+_STRETCH = 128
+#: Cards whose cuBLAS workspace is larger.
+_HOPPER = ("H100", "H200", "B200", "RTX 5090")
+_COMPILE = (
+    "Not in the table: torch.compile's activation_memory_budget, whose bytes are known only once the model is compiled "
+    "(python -m benchmarks.compiled)."
+)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One way to train."""
+
+    name: str
+    how: str
+    tracer: Tracer
+    training: Training
+    setup: Setup
+
+    def at(self, *, batch: int | None = None, seq: int | None = None) -> Prediction:
+        """The prediction at this size."""
+        changed = replace(self.training, batch=batch or self.training.batch, seq=seq or self.training.seq)
+        return combine(self.tracer.at(changed), self.setup)
+
+    def need(self, *, batch: int | None = None, seq: int | None = None) -> int:
+        """Bytes that the device has to have, margin included."""
+        found = self.at(batch=batch, seq=seq)
+        return found.total + found.margin
+
+
+@dataclass
+class _Answer:
+    subject: Subject
+    setup: Setup
+    card: Card | None
+    tell: Callable[[str], None]
+    stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
+    extends: bool | None = field(default=None, init=False)
+    """Whether the step of a few blocks extends to that of all, patched; the further ways have the same blocks."""
+
+    def headline(self, source: str) -> Headline:
+        subject, training = self.subject, self.subject.training
+        stock = self.candidate("stock", None, training.checkpointing)
+        patched = self.candidate("memopt", subject.recipe, training.checkpointing)
+        first = stock.at()
+        self.stock_cost = _cost(first)
+        patched.at()
+        self.extends = patched.tracer.extends
+        others = list(self._others()) if self.card else []
+        ways = {each.name: self.way(each) for each in (stock, patched, *others)}
+        remedy = "" if self.card is None else self._remedy(patched, others, ways)
+        after = patched.at()
+        return Headline(
+            source,
+            subject.sites.model_class,
+            subject.recipe.name,
+            f"{training}, {self.setup}",
+            ways[stock.name],
+            ways[patched.name],
+            card=None if self.card is None else _named(self.card),
+            memory=None if self.card is None else self.card.memory,
+            others=tuple(ways[each.name] for each in others),
+            remedy=remedy,
+            notes=tuple(dict.fromkeys((*subject.notes, *after.assumptions, *self._remarks(after)))),
+            approximate=bool(subject.recipe.effects),
+        )
+
+    def candidate(self, name: str, recipe: Recipe | None, checkpointing: Checkpointing, **training: str) -> _Candidate:
+        subject = self.subject
+        folded = () if recipe is None else subject.folded
+        tracer = Tracer(subject.config, subject.sites, recipe, folded, subject.inputs, self.extends)
+        steps = []
+        if recipe is not None:
+            named = "" if recipe.name == "exact-unfolded" else f', "{recipe.name}"'
+            steps.append(f"memopt.patch(model{named})")
+        if checkpointing == "full":
+            steps.append("gradient_checkpointing=True")
+        changed = replace(subject.training, checkpointing=checkpointing, **training)  # type: ignore[arg-type]
+        return _Candidate(name, " and ".join(steps), tracer, changed, self.setup)
+
+    def _others(self) -> Iterator[_Candidate]:
+        rules, checkpointed = self.subject.recipe, self.subject.training.checkpointing == "full"
+        if not checkpointed:
+            yield self.candidate("stock + checkpointing", None, "full")
+            if not rules.effects:
+                yield self.candidate("memopt, levels", load_recipe("exact-levels"), "none")
+            yield self.candidate("memopt + checkpointing", rules, "full")
+        if rules.name != "int8":
+            yield self.candidate("memopt, int8", load_recipe("int8"), self.subject.training.checkpointing)
+
+    def way(self, candidate: _Candidate) -> Way:
+        self.tell(candidate.name)
+        found = candidate.at()
+        flops, moved = _cost(found)
+        return Way(
+            candidate.name,
+            candidate.how,
+            found.total,
+            found.margin,
+            found.peak.nbytes,
+            found.moment,
+            found.where,
+            {str(part): size for part, size in found.parts.items()},
+            flops / max(1, self.stock_cost[0]),
+            moved / max(1, self.stock_cost[1]),
+            candidate.tracer.recipe.gradient_error if candidate.tracer.recipe else 0.0,
+            batch=self._batch(candidate),
+            seq=self._seq(candidate) if candidate.name in ("stock", "memopt") else None,
+        )
+
+    def _batch(self, candidate: _Candidate) -> Largest | None:
+        if self.card is None or self.subject.inputs is not None:
+            return None
+        rows = self.subject.training.batch
+        memory, base = self.card.memory, _base(candidate.at())
+        return largest(lambda n: candidate.need(batch=n), memory, start=rows, most=max(rows, MOST_ROWS), base=base)
+
+    def _seq(self, candidate: _Candidate) -> Largest | None:
+        now = self.subject.training.seq
+        if self.card is None or self.subject.inputs is not None or now is None:
+            return None
+        most = max(now, max_positions(self.subject.config) or 1 << 17)
+        stretch = max(1, min(_STRETCH, most // 8))
+        start, base = max(1, now // stretch), _base(candidate.at())
+        memory, most = self.card.memory, most // stretch
+        found = largest(lambda n: candidate.need(seq=n * stretch), memory, start=start, most=most, base=base)
+        return Largest(found.value * stretch, found.is_all)
+
+    def _remedy(self, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]) -> str:
+        assert self.card is not None
+        memory, now = self.card.memory, ways[patched.name]
+        exact = sorted((ways[each.name] for each in others if ways[each.name].how), key=lambda way: way.flops)
+        exact = [way for way in exact if not way.gradient_error and way.name.startswith("memopt")]
+        if now.fits(memory):
+            for way in exact:
+                if way.batch and now.batch and way.batch.value > now.batch.value:
+                    return f"{way.name}: batch {way.batch} for {_more(way, now)}; {way.how}"
+            return ""
+        for way in exact:
+            if way.fits(memory):
+                return f"{way.name} fits: {_gib(way.total)}, {_more(way, now)}, exact; {way.how}"
+        best = self.candidate("memopt + checkpointing", self.subject.recipe, "full")
+        best = next((each for each in others if each.name == best.name), patched)
+        for words, candidate in self._further(best):
+            if candidate.need() <= memory:
+                return f"{words} fits: {_gib(candidate.at().total)}" + (f"; {candidate.how}" if candidate.how else "")
+        int8 = ways.get("memopt, int8")
+        if int8 is not None and int8.fits(memory):
+            return f"int8 fits: {_gib(int8.total)}, approximate; {int8.how}"
+        shorter = self._seq(best)
+        if shorter is not None and shorter.value:
+            return f"{best.name} fits with --seq {shorter.value} and batch {self.subject.training.batch}"
+        weights = _gib(now.by_what()["weights"])
+        return f"nothing here fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
+
+    def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
+        """What else there is, from what changes least."""
+        lighter: tuple[Optimizer, ...] = ("adamw8bit", "adafactor")
+        if self.setup.optimizer == "adamw":
+            for name in lighter:
+                setup = replace(self.setup, optimizer=name, fused=False)
+                yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)
+        if best.training.train == "full":
+            self.tell("LoRA")
+            yield (
+                f"{best.name} with --train lora",
+                replace(best, tracer=replace(best.tracer), training=replace(best.training, train="lora")),
+            )
+
+    def _remarks(self, found: Prediction) -> Iterator[str]:
+        yield f"Margin: {found.margin / found.reserved:.0%} of what the allocator holds; 'fits' includes it."
+        if self.card is None:
+            return
+        if not self.card.is_named:
+            yield "Card: all of the size given; a named one (--gpu rtx4090) is smaller by what its driver takes."
+        yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
+        yield _COMPILE
+
+
+def answer(
+    source: str, subject: Subject, setup: Setup, card: Card | None, tell: Callable[[str], None] = lambda text: None
+) -> Headline:
+    """What `memopt report` says first.
+
+    Args:
+        source: the model, as it was named.
+        subject: the model and how it is trained.
+        setup: optimizer and devices.
+        card: what it is to fit; without one only the peaks are told.
+        tell: called with what is traced next.
+
+    Raises:
+        ModelError: the model cannot be traced from its config.
+    """
+    if card is not None and card.name.startswith(_HOPPER):
+        setup = replace(setup, workspace=CUBLAS_WORKSPACE_HOPPER)
+    return _Answer(subject, setup, card, tell).headline(source)
+
+
+def _cost(found: Prediction) -> tuple[int, int]:
+    operations = found.trace.operations
+    return sum(each.flops for each in operations), sum(each.nbytes for each in operations)
+
+
+def _base(found: Prediction) -> int:
+    """Bytes that a step of any size needs."""
+    return found.context + sum(each.nbytes for each in found.resident)
+
+
+def _more(way: Way, now: Way) -> str:
+    return f"{100 * (way.flops / now.flops - 1):.0f} % more FLOPs" if now.flops else "more FLOPs"
+
+
+def _named(card: Card) -> str:
+    return f"{card.name} ({card.memory / GIB:.2f} GiB usable)" if card.is_named else card.name
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"

@@ -1,0 +1,78 @@
+"""The answer of a report, from plain data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memopt.reporting.headline import Headline, Largest, Way, headline_tables
+from memopt.reporting.text import as_text
+
+GIB = 1 << 30
+PARTS = {"weights": 15 * GIB, "optimizer states": 2 * GIB, "saved tensors": 6 * GIB, "loss": GIB}
+STOCK = Way(
+    "stock", "", 25 * GIB, GIB // 2, 24 * GIB, "loss", "lm_head", PARTS, 1.0, 1.0, 0.0, Largest(0), Largest(2048)
+)
+MEMOPT = replace(
+    STOCK,
+    name="memopt",
+    how="memopt.patch(model)",
+    total=20 * GIB,
+    moment="backward",
+    where="base_model.model.model.layers.31.mlp.down_proj",
+    parts={**PARTS, "saved tensors": 2 * GIB, "loss": 0},
+    moved=0.8,
+    batch=Largest(3),
+    seq=Largest(8192, is_all=True),
+)
+CHECKPOINTED = replace(MEMOPT, name="memopt + checkpointing", total=18 * GIB, flops=1.3, batch=Largest(9))
+INT8 = replace(MEMOPT, name="memopt, int8", total=19 * GIB, gradient_error=0.1)
+HEADLINE = Headline(
+    "acme/llama",
+    "LlamaForCausalLM",
+    "exact-unfolded",
+    "batch 1 x 8192 tokens, adamw",
+    STOCK,
+    MEMOPT,
+    card="24 GiB",
+    memory=24 * GIB,
+    others=(CHECKPOINTED, INT8),
+    remedy="memopt + checkpointing: batch 9 for 30 % more FLOPs",
+)
+
+
+def test_six_lines_answer_first_and_one_table_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = as_text(headline_tables(HEADLINE)).splitlines()
+    assert [what for what, _ in HEADLINE.lines()] == ["fits", "peak", "of it", "saved", "largest", "next"]
+    starts = [next(k for k, line in enumerate(lines) if line.startswith(f"{what} ")) for what, _ in HEADLINE.lines()]
+    assert starts == sorted(starts)
+    assert starts[-1] < next(k for k, line in enumerate(lines) if line.startswith("way to train")) < 16
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_fits_fits_with_its_margin() -> None:
+    assert MEMOPT.fits(20 * GIB + GIB // 2)
+    assert not MEMOPT.fits(20 * GIB + GIB // 2 - 1)
+    assert "with memopt yes (3.5 GiB to spare), stock no (1.5 GiB too much)" in dict(HEADLINE.lines())["fits"]
+
+
+def test_the_peak_is_where_a_user_finds_it() -> None:
+    assert dict(HEADLINE.lines())["peak"] == "20.0 GiB in backward (model.layers.31); stock 25.0 GiB in the loss"
+
+
+def test_every_byte_of_the_peak_is_named_once() -> None:
+    for way in HEADLINE.ways():
+        assert sum(way.by_what().values()) == way.total
+    assert STOCK.by_what()["optimizer"] == 2 * GIB
+
+
+def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
+    text = as_text(headline_tables(HEADLINE))
+    assert text.count("exact") == 4  # the recipe's name, and three ways
+    assert "approximate" in text
+    alone = replace(HEADLINE, card=None, memory=None, others=(), remedy="")
+    assert [what for what, _ in alone.lines()][:1] == ["peak"]
+    assert "way to train" not in as_text(headline_tables(alone))
+    assert HEADLINE.to_dict()["ways"][3]["gradient_error"] == 0.1
