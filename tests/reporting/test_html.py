@@ -132,6 +132,7 @@ def test_every_name_that_a_screen_reader_follows_is_there(full_page: str) -> Non
     assert set(followed) <= set(names)
     for picture in parsed.all("svg"):
         assert picture.get("aria-hidden") == "true" or {"role", "aria-labelledby"} <= picture.keys()
+    assert all("aria-labelledby" in table for table in parsed.all("table"))
     for head in parsed.all("th"):
         assert head.get("scope") in ("col", "row")
     assert [each for each in parsed.all("th") if each.get("aria-sort") == "descending"]
@@ -217,6 +218,14 @@ def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
     assert "Memory over the step: unknown. Its backward fails." in (tmp_path / "page.html").read_text()
     assert main(["report", "acme/tiny", "--snapshot", str(tmp_path / "step.pickle")]) == 2
     assert "Its backward fails." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--snapshot"])
+def test_a_measurement_draws_nothing_and_says_so(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "acme/tiny", "--measure", option, str(tmp_path / "file")]) == 2
+    assert f"--measure and {option} cannot go together" in capsys.readouterr().err
 
 
 def test_one_file_for_both_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

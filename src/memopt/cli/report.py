@@ -87,7 +87,7 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
-    html, snapshot = drawings.checked(html, snapshot)
+    html, snapshot = drawings.checked(html, snapshot, without="--measure" if measure else None)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if sharding != "none" and devices == 1:
         raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
