@@ -177,6 +177,11 @@ def test_lora_on_experts_names_their_weights_with_the_adapter_and_says_what_to_d
         assert EXPERTS_NOTE not in other.notes
 
 
+def test_positions_of_three_dimensions_are_no_experts() -> None:
+    """... though the hidden states of one image have their shape."""
+    assert EXPERTS not in traced("vit", batch=1, seq=None).per_cause()
+
+
 def test_lora_targets_may_be_beginnings_of_names() -> None:
     short = traced("llama", train="lora", lora_targets=("q", "v"))
     full = traced("llama", train="lora", lora_targets=("q_proj", "v_proj"))

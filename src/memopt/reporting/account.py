@@ -131,7 +131,7 @@ def account(
     with observer, tracker, saved_tensors_hooks(observer.pack, observer.unpack):
         graph = _graph(run())
     gc.collect()
-    causes = Causes(sites, [tuple(each.shape) for each in model.parameters() if each.dim() == 3])
+    causes = Causes(sites)
     saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
     counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 from memopt.activations import OPERATIONS
@@ -56,18 +56,17 @@ _LOSSES = frozenset({"cross_entropy", "nll_loss", "log_softmax", "binary_cross_e
 
 
 class Causes:
-    """The rules for the model of `sites`. Without sites only single operations are recognised.
+    """The rules for the model of `sites`. Without sites only single operations are recognised."""
 
-    `stacked` are the shapes of its parameters of three dimensions, which hold the weights of several experts.
-    """
-
-    def __init__(self, sites: Sites | None, stacked: Collection[tuple[int, ...]] = ()) -> None:
+    def __init__(self, sites: Sites | None) -> None:
         sites = sites or Sites(model_class="", model_type="")
         self._norms = {site.name for site in sites.norms} | {name for name, _ in sites.skipped}
         self._activations = {site.name for site in sites.activations if site.is_module}
         self._gates = {_owner(site.gate) for site in sites.gated_mlps}
         self._ups = {_owner(site.up) for site in sites.gated_mlps}
-        self._hidden_size, self._stacked = sites.hidden_size, frozenset(stacked)
+        self._hidden_size = sites.hidden_size
+        # Weights of several experts in one parameter. Positions and class tokens have three dimensions too.
+        self._stacked = {site.shape for site in sites.linears if len(site.shape) == 3}
         self._linears = {site.module for site in sites.linears} | {_owner(site.parameter) for site in sites.linears}
 
     def of(self, birth: Birth, savers: tuple[tuple[str, str], ...], *, differentiable: bool) -> Cause:
