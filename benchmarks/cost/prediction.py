@@ -99,7 +99,8 @@ class Pair:
 
 PAIRS = [
     *(Pair(model, train, way) for model in MODELS for train in ("full", "lora") for way in WAYS if way != "int8"),
-    *(Pair(model, "full", "int8") for model in MODELS),
+    # PyTorch traces grouped products in bf16 alone; their stand-in for fp32 holds its output for longer.
+    *(Pair(model, "full", "int8", "bf16" if model == "moe" else "fp32") for model in MODELS),
     Pair("llama", "full", "exact", "bf16"),
     Pair("bert", "full", "exact", "bf16-mixed"),
     Pair("llama", "lora", "exact", "bf16-mixed"),
