@@ -35,9 +35,11 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
             found[chosen] = total_of(chosen)
         return found[chosen]
 
-    own, best = (0,) * len(model.blocks), None
+    # The rest of the step may need more than the blocks do: what is reserved still falls with what they need.
+    own, best, floor = (0,) * len(model.blocks), None, model.floor
     limit, ceiling, step, more = budget - total(own) + model.peak(own), sys.maxsize, budget // _STEP, _MORE
-    for _ in range(_MOST):
+    model, is_open = replace(model, floor=0), floor <= limit + budget // 50
+    for _ in range(_MOST if is_open else 0):
         chosen = cheapest(model, limit)
         if chosen is None or (best is not None and model.time(chosen) >= model.time(best)):
             break
