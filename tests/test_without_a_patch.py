@@ -34,7 +34,7 @@ for arguments in json.loads(sys.argv[1]):
 COMMANDS = {
     "patch": ["patch", "model", "--out", "out"],
     "verify": ["verify", "out"],
-    "report": ["report", "out", "--seq", "32"],
+    "report": ["report", "out", "--seq", "32", "-v"],
     "recipes": ["recipes", "exact"],
 }
 
