@@ -13,6 +13,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Frontier, Plan, point_of
 from tests.factories import tiny_config
+from tests.reporting.builders import named_config
 
 GIB = 1 << 30
 RECIPE = load_recipe("exact-unfolded", ("checkpointing.method=full", "checkpointing.blocks=[model.layers.0]"))
@@ -86,3 +87,17 @@ def test_what_does_not_fit_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["type"] == "NegativeVerdict"
     assert "fits in 0.10 GiB: the smallest takes" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"), [(("--frontier",), "Memory against time"), (("--budget", "24GiB"), "fits")]
+)
+def test_a_plan_and_a_frontier_can_be_drawn(
+    asked: dict[str, Any], option: tuple[str, ...], shown: str, tmp_path: Path
+) -> None:
+    named_config("llama").save_pretrained(tmp_path)
+    file = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--seq", "16", *option, "--html", str(file)]) == 0
+    text = file.read_text()
+    assert shown in text.replace("\n", " ")
+    assert PLAN.words.replace("'", "&#39;") in text

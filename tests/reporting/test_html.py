@@ -21,7 +21,8 @@ from memopt.plan.recipe import load_recipe
 from memopt.reporting.build import Subject
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
-from memopt.reporting.html.page import Frontier, PageTable, Plan, page, size
+from memopt.reporting.html.page import PageTable, page, size
+from memopt.reporting.html.shapes import Frontier, Plan
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import common, drawings
 from memopt.errors import UsageError
 
 Allowed = Literal["approximate"]
@@ -49,6 +49,8 @@ def show(
     out: Path | None,
     allow: Allowed | None,
     step: dict[str, Any],
+    html: Path | None = None,
+    snapshot: Path | None = None,
     *,
     json_output: bool,
 ) -> int:
@@ -66,6 +68,7 @@ def show(
             allow=allowed,
             **step,
         )
+        drawings.write_plan(chosen, model, step, html, snapshot)
     if file is not None and isinstance(chosen, Choice):
         from memopt.files import write_output
         from memopt.plan.recipe import dump_recipe

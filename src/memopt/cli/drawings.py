@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +13,7 @@ from memopt.cli import common
 from memopt.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
+    from memopt.prediction.planner.choice import Choice, Frontier
     from memopt.prediction.setup import Setup
     from memopt.reporting.compare import Comparison
 
@@ -45,8 +48,41 @@ def checked(html: Path | None, snapshot: Path | None, *, without: str | None = N
     return files
 
 
-def write(comparison: Comparison, setup: Setup, html: Path | None, snapshot: Path | None) -> None:
+def write_plan(
+    planned: Choice | Frontier, model: str, step: dict[str, Any], html: Path | None, snapshot: Path | None
+) -> None:
+    """The files for what the planner answered: a plan beside the stock model, or plans by memory and time."""
+    if html is None and snapshot is None:
+        return
+    from memopt.pipeline import report
+    from memopt.prediction.planner.choice import Choice
+    from memopt.prediction.setup import Setup
+
+    setup: Setup = step.get("setup") or Setup()
+    arguments = {key: value for key, value in step.items() if key != "setup"}
+    if isinstance(planned, Choice):
+        plan = planned.plan
+        comparison = report(model, **{**arguments, "recipe": plan.recipe, "batch": plan.batch})
+        setup = dataclasses.replace(setup, accumulation=plan.accumulation)
+        write(comparison, setup, html, snapshot, lines=list(planned.lines())[1:])
+    else:
+        write(report(model, **arguments), setup, html, snapshot, frontier=planned)
+
+
+def write(
+    comparison: Comparison,
+    setup: Setup,
+    html: Path | None,
+    snapshot: Path | None,
+    *,
+    lines: Sequence[str] = (),
+    frontier: Frontier | None = None,
+) -> None:
     """Predict the step and write the files that are asked for.
+
+    Args:
+        lines: sentences to put first on the page.
+        frontier: plans to draw there.
 
     Raises:
         ModelError: the step cannot be predicted, and a snapshot is asked for.
@@ -54,7 +90,7 @@ def write(comparison: Comparison, setup: Setup, html: Path | None, snapshot: Pat
     if html is None and snapshot is None:
         return
     from memopt.files import write_output
-    from memopt.prediction.charts import chart, predictions
+    from memopt.prediction.charts import chart, frontier_chart, predictions
     from memopt.prediction.snapshot import snapshot as as_snapshot
     from memopt.reporting.html.page import page
 
@@ -69,7 +105,8 @@ def write(comparison: Comparison, setup: Setup, html: Path | None, snapshot: Pat
     if html is not None:
         charts = [chart(name, each) for name, each in zip(("stock", "patched"), found, strict=False)]
         scope = "All that the process allocates on the device is in it, weights and optimizer states included."
-        text = page(comparison, charts=charts, scope=scope, notes=notes)
+        plans = None if frontier is None else frontier_chart(frontier)
+        text = page(comparison, charts=charts, scope=scope, notes=notes, lines=lines, frontier=plans)
         write_output(html, text.encode())
         common.note(f"Wrote {html}")
     if snapshot is not None:

@@ -105,7 +105,7 @@ def report(
     }
     if budgets.asked(budget, frontier, out, allow):
         step |= {"recipe": recipe, "setup": setup}
-        return budgets.show(model, budget, frontier, out, allow, step, json_output=json_output)
+        return budgets.show(model, budget, frontier, out, allow, step, html, snapshot, json_output=json_output)
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
         options["trust_remote_code"] = trust_remote_code

@@ -6,11 +6,13 @@ from collections import Counter
 
 from memopt.prediction.events import PARTS
 from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.planner.choice import Frontier
 from memopt.prediction.setup import Setup
 from memopt.prediction.tracer import Tracer
 from memopt.reporting.compare import Comparison
 from memopt.reporting.curve import Change, curve
-from memopt.reporting.html.page import Chart
+from memopt.reporting.html.shapes import Chart, Plan
+from memopt.reporting.html.shapes import Frontier as FrontierChart
 
 _MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
 
@@ -48,3 +50,10 @@ def chart(name: str, prediction: Prediction) -> Chart:
         at_peak[storage.part, place] += storage.nbytes
     where = f" of {prediction.where}" if prediction.where else ""
     return Chart(name, found, f"in {_MOMENTS.get(prediction.moment, prediction.moment)}{where}", at_peak)
+
+
+def frontier_chart(found: Frontier) -> FrontierChart:
+    """The planner's frontier as that of the page."""
+    plans = [Plan(point.words, point.total, point.extra, f"{point.extra:+.1%}") for point in found.points]
+    caption = f"Plans that no other beats in both memory and time, by the rates of {found.card}; all of them are exact."
+    return FrontierChart(caption, "Extra time", plans)
