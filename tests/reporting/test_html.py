@@ -18,6 +18,7 @@ import pytest
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.charts import ways_table
 from memopt.reporting.build import Subject
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
@@ -25,6 +26,7 @@ from memopt.reporting.html.page import PageTable, page, size
 from memopt.reporting.html.shapes import Frontier, Plan
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
+from tests.reporting.test_headline import HEADLINE
 
 HOSTILE = "</script><script>alert(1)</script>&\"'<!--"
 VOID = {"meta", "input", "br", "wbr"}
@@ -249,3 +251,12 @@ def test_a_page_that_cannot_be_written_is_one_sentence_before_any_work(
     assert error.startswith("error: --html")
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_the_ways_to_train_are_a_table_that_sorts(comparison: Comparison) -> None:
+    table = ways_table(HEADLINE)
+    assert all(len(row) == len(table.heads) for row in table.rows)
+    text = page(comparison, tables=[table])
+    for way in HEADLINE.ways():
+        assert f'<th scope="row">{way.name}</th><td class="n" data-sort="{way.total}">{size(way.total)}</td>' in text
+    Parsed(text)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memopt.prediction.planner.choice import Choice, Frontier
     from memopt.prediction.setup import Setup
     from memopt.reporting.compare import Comparison
+    from memopt.reporting.headline import Headline
 
 HtmlOption = Annotated[
     Path | None,
@@ -76,12 +77,14 @@ def write(
     snapshot: Path | None,
     *,
     lines: Sequence[str] = (),
+    headline: Headline | None = None,
     frontier: Frontier | None = None,
 ) -> None:
     """Predict the step and write the files that are asked for.
 
     Args:
         lines: sentences to put first on the page.
+        headline: its lines and its table are put first.
         frontier: plans to draw there.
 
     Raises:
@@ -90,7 +93,7 @@ def write(
     if html is None and snapshot is None:
         return
     from memopt.files import write_output
-    from memopt.prediction.charts import chart, frontier_chart, predictions
+    from memopt.prediction.charts import chart, frontier_chart, predictions, ways_table
     from memopt.prediction.snapshot import snapshot as as_snapshot
     from memopt.reporting.html.page import page
 
@@ -106,7 +109,12 @@ def write(
         charts = [chart(name, each) for name, each in zip(("stock", "patched"), found, strict=False)]
         scope = "All that the process allocates on the device is in it, weights and optimizer states included."
         plans = None if frontier is None else frontier_chart(frontier)
-        text = page(comparison, charts=charts, scope=scope, notes=notes, lines=lines, frontier=plans)
+        tables = []
+        if headline is not None:
+            lines = [f"{what}: {answer}" for what, answer in headline.lines()]
+            tables = [ways_table(headline)]
+            notes = [*headline.notes, *notes]
+        text = page(comparison, charts=charts, scope=scope, notes=notes, lines=lines, tables=tables, frontier=plans)
         write_output(html, text.encode())
         common.note(f"Wrote {html}")
     if snapshot is not None:

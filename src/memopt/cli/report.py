@@ -134,7 +134,7 @@ def report(
                 # What is saved may be known all the same, or the report says why not.
         if first is None or first.approximate or verbose or json_output or html or snapshot:
             comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
-            drawings.write(comparison, setup, html, snapshot)
+            drawings.write(comparison, setup, html, snapshot, headline=first)
     if json_output and comparison is not None:
         from memopt.reporting.json import comparison_dict
 

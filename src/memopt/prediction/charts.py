@@ -11,6 +11,8 @@ from memopt.prediction.setup import Setup
 from memopt.prediction.tracer import Tracer
 from memopt.reporting.compare import Comparison
 from memopt.reporting.curve import Change, curve
+from memopt.reporting.headline import Headline
+from memopt.reporting.html.page import PageTable, size
 from memopt.reporting.html.shapes import Chart, Plan
 from memopt.reporting.html.shapes import Frontier as FrontierChart
 
@@ -57,3 +59,29 @@ def frontier_chart(found: Frontier) -> FrontierChart:
     plans = [Plan(point.words, point.total, point.extra, f"{point.extra:+.1%}") for point in found.points]
     caption = f"Plans that no other beats in both memory and time, by the rates of {found.card}; all of them are exact."
     return FrontierChart(caption, "Extra time", plans)
+
+
+def ways_table(headline: Headline) -> PageTable:
+    """The ways to train, beside each other."""
+    rows: list[list[tuple[str, float | None]]] = []
+    has_batch = any(way.batch is not None for way in headline.ways())
+    for way in headline.ways():
+        fits = headline.memory is not None and way.fits(headline.memory)
+        exact = f"approximate, off by up to {way.gradient_error:.0%}" if way.gradient_error else "exact"
+        rows.append(
+            [
+                (way.name, None),
+                (size(way.total), way.total),
+                *([("yes" if fits else "no", None)] if headline.memory is not None else []),
+                (f"{way.flops - 1:+.0%}", way.flops),
+                (f"{way.moved - 1:+.0%}", way.moved),
+                *([("" if way.batch is None else str(way.batch), way.batch.value if way.batch else 0)] * has_batch),
+                (exact, None),
+            ]
+        )
+    card = [] if headline.memory is None else [f"Fits {headline.card}"]
+    return PageTable(
+        "Ways to train",
+        ["Way", "Peak", *card, "FLOPs", "Bytes moved", *["Largest batch"] * has_batch, "Gradients"],
+        rows,
+    )

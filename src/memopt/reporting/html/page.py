@@ -14,6 +14,8 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup, escape
+
 import memopt
 from memopt.reporting.compare import UNSEEN
 from memopt.reporting.curve import step_curve
@@ -101,9 +103,9 @@ def page(
     return environment.from_string(source.joinpath("page.html").read_text(encoding="utf-8")).render(
         page=shown,
         # Both are the package's own files, so they are not escaped; escaping would change what the digest is of.
-        style=_safe(source.joinpath("page.css").read_text(encoding="utf-8")),
-        script=_safe(script),
-        script_digest=_safe(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
+        style=Markup(source.joinpath("page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_digest=Markup(base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()),
         data={"charts": [chart_data(chart, kinds) for chart in charts]},
         version=memopt.__version__,
     )
@@ -117,16 +119,8 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if nbytes else "0"
 
 
-def _safe(text: str) -> str:
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
 def _breakable(name: str) -> str:
     """A dotted name that a narrow column breaks between its words."""
-    from markupsafe import Markup, escape
-
     return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
@@ -161,7 +155,7 @@ def _at_peak(account: Account) -> dict[tuple[str, str], int]:
 def _tiles(comparison: Comparison, charts: Sequence[Chart]) -> list[SimpleNamespace]:
     found = [("Saved for backward", comparison.before.total, comparison.after.total)]
     if len(charts) > 1:
-        found.append(("Peak of a step", charts[0].curve.peak, charts[1].curve.peak))
+        found.append(("Live at the peak of a step", charts[0].curve.peak, charts[1].curve.peak))
     return [SimpleNamespace(what=what, before=before, after=after) for what, before, after in found]
 
 
