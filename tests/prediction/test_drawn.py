@@ -109,6 +109,7 @@ def test_a_block_says_what_it_is_for_and_where_it_was_allocated(predictions: lis
 def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Prediction]) -> None:
     for prediction in predictions:
         drawn = chart("stock", prediction)
+        assert drawn.name == "stock"
         assert drawn.curve.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
         at_top = {part: values[drawn.curve.top] for part, values in drawn.curve.live.items()}
         assert at_top == prediction.parts

@@ -41,9 +41,9 @@ def chart(name: str, prediction: Prediction) -> Chart:
         Change(place, event.change, event.storage.part, event.storage.module) for place, event in enumerate(events)
     ]
     phases = [("forward", 0)]
-    for name, moment in (("backward", "backward"), ("optimizer", "optimizer step")):
+    for phase, moment in (("backward", "backward"), ("optimizer", "optimizer step")):
         begin = next((place for place, event in enumerate(events) if event.moment == moment), None)
-        phases += [] if begin is None else [(name, begin)]
+        phases += [] if begin is None else [(phase, begin)]
     found = curve(changes, {part: part for part in PARTS}, phases, len(events), resident=resident)
     blocks = tuple(f"{block}." for block in prediction.trace.blocks)
     at_peak = Counter[tuple[str, str]]()
