@@ -17,10 +17,10 @@ def test_it_is_the_last_that_fits_whatever_the_pieces() -> None:
 
         def need(rows: int, base: int = base, slope: int = slope, bend: int = bend, extra: int = extra) -> int:
             asked.append(rows)  # noqa: B023
-            return base + slope * rows + extra * max(0, rows - bend)
+            return (base + slope * rows + extra * max(0, rows - bend)) << 30
 
-        found = largest(need, 1000, start=start, most=most)
-        right = max((rows for rows in range(1, most + 1) if need(rows) <= 1000), default=0)
+        found = largest(need, 1000 << 30, start=start, most=most)
+        right = max((rows for rows in range(1, most + 1) if need(rows) <= 1000 << 30), default=0)
         assert found == Largest(right, is_all=right == most)
 
 
@@ -29,7 +29,7 @@ def test_few_predictions_are_enough_on_a_line() -> None:
 
     def need(rows: int) -> int:
         asked.append(rows)
-        return 10_000 + 70 * rows
+        return (10_000 + 70 * rows) << 30
 
-    assert largest(need, 60_000, start=1, most=5000).value == 714
+    assert largest(need, 60_000 << 30, start=1, most=5000).value == 714
     assert len(asked) <= 5

@@ -11,6 +11,8 @@ MOST_ROWS = 512
 #: How near to the line through two predictions a third has to be, as a part of what one more row or stretch adds, for
 #: the next one to be told from the line.
 _NEAR = 0.25
+#: Segments of the allocator: what one more adds has to be more than these, or it is told from steps instead of a line.
+_SEGMENT = 20 << 20
 
 
 def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, base: int = 0) -> Largest:
@@ -35,7 +37,8 @@ def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, ba
         if known[number] <= limit:
             fits = number
             told = known[number] + slope
-            if len(known) > 3 and abs(at - known[number]) <= _NEAR * slope and told - limit > _NEAR * slope:
+            near = _NEAR * slope
+            if near > _SEGMENT and len(known) > 3 and abs(at - known[number]) <= near < told - limit:
                 return Largest(fits)
         else:
             too_much = number
