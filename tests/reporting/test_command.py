@@ -58,7 +58,7 @@ def test_the_answer_for_a_card_comes_first_and_is_the_same_in_json(
     assert list(ways) == [
         "stock",
         "memopt",
-        "checkpointing",
+        "stock + checkpointing",
         "memopt, levels",
         "memopt + checkpointing",
         "memopt, int8",
