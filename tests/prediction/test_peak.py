@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from memopt.prediction.optimizers import follow
@@ -48,6 +49,21 @@ def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
     assert not any(each.part == "gradients" for each in once.resident)
     trained = sum(each.nbytes for each in once.trace.parameters if each.trained)
     assert sum(each.nbytes for each in twice.resident if each.part == "gradients") == trained
+
+
+@pytest.mark.parametrize(
+    ("setup", "why"),
+    [
+        ({"devices": -2}, r"Devices \(-2\)"),
+        ({"accumulation": 0}, r"micro-batches \(0\)"),
+        ({"sharding": "fsdp"}, "more than one device"),
+        ({"sharding": "zero2", "devices": 2, "optimizer": "adafactor"}, "zero2.*not for adafactor"),
+        ({"sharding": "zero3", "devices": 2, "optimizer": "adamw8bit"}, "zero3.*not for adamw8bit"),
+    ],
+)
+def test_a_setup_that_has_no_formula_is_refused(setup: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Setup(**setup)
 
 
 def _live(events: Any) -> list[int]:

@@ -89,9 +89,10 @@ def report(
         )
     html, snapshot = drawings.checked(html, snapshot, without="--measure" if measure else None)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
-    if sharding != "none" and devices == 1:
-        raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
-    setup = Setup(optimizer, sharding=sharding, devices=devices)
+    try:
+        setup = Setup(optimizer, sharding=sharding, devices=devices)
+    except ValueError as error:
+        raise UsageError(str(error), "Change --devices, --sharding or --optimizer.") from error
     step: dict[str, Any] = {
         "batch": batch,
         "seq": seq,

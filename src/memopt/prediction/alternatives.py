@@ -175,7 +175,7 @@ class _Answer:
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """What else there is, from what changes least."""
         lighter: tuple[Optimizer, ...] = ("adamw8bit", "adafactor")
-        if self.setup.optimizer == "adamw":
+        if self.setup.optimizer == "adamw" and not self.setup.sharding.startswith("zero"):
             for name in lighter:
                 setup = replace(self.setup, optimizer=name, fused=False)
                 yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)

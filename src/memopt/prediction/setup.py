@@ -38,6 +38,23 @@ class Setup:
     context: int = CUDA_CONTEXT
     """Bytes of the CUDA context."""
 
+    def __post_init__(self) -> None:
+        """Check the numbers, and that there is a formula.
+
+        Raises:
+            ValueError: `devices` or `accumulation` is below 1, one device is to share, or ZeRO is to step another
+                optimizer than PyTorch's.
+        """
+        if self.devices < 1 or self.accumulation < 1:
+            raise ValueError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
+        if self.sharding != "none" and self.devices == 1:
+            raise ValueError(f"Sharding '{self.sharding}' needs more than one device.")
+        if self.sharding.startswith("zero") and self.optimizer not in ("adamw", "sgd"):
+            # It steps flat fp32 parts, which have no rows, columns or small tensors.
+            raise ValueError(
+                f"Sharding '{self.sharding}' is predicted for adamw and sgd alone, not for {self.optimizer}."
+            )
+
     def __str__(self) -> str:
         words = [self.optimizer + (" (fused)" if self.fused else "")]
         if self.accumulation > 1:
