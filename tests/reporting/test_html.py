@@ -223,14 +223,6 @@ def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
     assert "Its backward fails." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--html", "--snapshot"])
-def test_a_measurement_draws_nothing_and_says_so(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "acme/tiny", "--measure", option, str(tmp_path / "file")]) == 2
-    assert f"--measure and {option} cannot go together" in capsys.readouterr().err
-
-
 def test_one_file_for_both_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = str(tmp_path / "file")
     assert main(["report", "acme/tiny", "--html", both, "--snapshot", both]) == 2

@@ -33,16 +33,13 @@ SnapshotOption = Annotated[
 ]
 
 
-def checked(html: Path | None, snapshot: Path | None, *, without: str | None = None) -> tuple[Path | None, Path | None]:
-    """The two files, resolved, before any work is done; `without` is an option whose result is not drawn.
+def checked(html: Path | None, snapshot: Path | None) -> tuple[Path | None, Path | None]:
+    """The two files, resolved, before any work is done.
 
     Raises:
         OutputError: one cannot be written.
-        UsageError: they are the same, or stand beside `without`.
+        UsageError: they are the same.
     """
-    given = "--html" if html is not None else "--snapshot" if snapshot is not None else None
-    if without and given:
-        raise UsageError(f"{without} and {given} cannot go together: its result is not drawn.", f"Leave out {given}.")
     files = common.output_file(html, "--html"), common.output_file(snapshot, "--snapshot")
     if files[0] is not None and files[0] == files[1]:
         raise UsageError(f"--html and --snapshot name the same file, '{html}'.", "Name two.")

@@ -8,37 +8,42 @@ from memopt.cli import common
 
 if TYPE_CHECKING:
     from memopt.prediction.measure import Comparison
+    from memopt.prediction.setup import Setup
 
 
-def show(model: str, options: dict[str, Any], *, json_output: bool, **training: Any) -> int:
+def show(model: str, options: dict[str, Any], setup: Setup, *, json_output: bool, **training: Any) -> int:
     """Predict and run a step of the stock and of the patched model, and print both.
 
     Args:
         options: arguments of `memopt.reporting.build.subject`.
+        setup: the optimizer.
         training: fields of `memopt.reporting.training.Training`.
     """
     with common.only_results_on_stdout(), common.waiting("Running real steps"):
-        from memopt.prediction.measure import compare
+        from memopt.prediction.measure import check_measurable, compare
         from memopt.reporting.build import subject
         from memopt.reporting.training import Training
 
+        check_measurable(setup)
         of = subject(model, Training(**training), **options)
-        found = {"stock": compare(of, stock=True), of.recipe.name: compare(of)}
+        found = {"stock": compare(of, setup, stock=True), of.recipe.name: compare(of, setup)}
     if json_output:
         from dataclasses import asdict
 
         rows = {name: asdict(each) for name, each in found.items()}
-        common.print_json(common.document("report", "pass", model={"id": model}, measured=rows))
+        words = f"{of.training}, {setup}"
+        common.print_json(common.document("report", "pass", model={"id": model}, training=words, measured=rows))
     else:
-        _print(model, found)
+        common.print_rich(f"{model}: {of.training}, {setup}")
+        _print(found)
     return common.EXIT_OK
 
 
-def _print(model: str, found: dict[str, Comparison]) -> None:
+def _print(found: dict[str, Comparison]) -> None:
     from rich.table import Table
 
     device = next(iter(found.values())).measured.device
-    table = Table(title=f"{model}: the second step on {device}, MiB", title_justify="left")
+    table = Table(title=f"The second step on {device}, MiB", title_justify="left")
     for heading in ("", "peak in", "predicted", "measured", "off by"):
         table.add_column(heading, justify="left" if heading in ("", "peak in") else "right")
     for name, each in found.items():
@@ -51,4 +56,4 @@ def _print(model: str, found: dict[str, Comparison]) -> None:
             table.add_row(title, moment, *numbers, f"{predicted / measured - 1:+.2%}")
         table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
     what = "live storages" if device == "cpu" else "what its allocator gave"
-    common.print_rich(table, f"Measured: {what}; AdamW, random weights. RSS: of the whole process.")
+    common.print_rich(table, f"Measured: {what}, with random weights. RSS: of the whole process.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,9 @@ from memopt.cli import budgets, common, drawings, measured
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
+
+_Given = Mapping[str, bool]
+"""Options, and whether they are on the command line."""
 
 
 def report(
@@ -87,12 +91,25 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
-    html, snapshot = drawings.checked(html, snapshot, without="--measure" if measure else None)
+    planned = budgets.asked(budget, frontier, out, allow)
+    _check_together(
+        "--budget" if budget is not None else "--frontier" if planned else "--measure" if measure else None,
+        both={"--gpu": gpu is not None, "--verbose": verbose},
+        plan={"--measure": measure, "--checkpointing": checkpointing != "none"},
+        measure={"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1},
+    )
+    html, snapshot = drawings.checked(html, snapshot)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+    if sharding != "none" and devices == 1:
+        raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
+    if devices > 1 and sharding == "none":
+        raise UsageError(
+            f"--devices {devices} does not say what the devices share.", "Add --sharding, e.g. --sharding fsdp."
+        )
     try:
         setup = Setup(optimizer, sharding=sharding, devices=devices)
     except ValueError as error:
-        raise UsageError(str(error), "Change --devices, --sharding or --optimizer.") from error
+        raise UsageError(str(error), "Change --sharding or --optimizer.") from error
     step: dict[str, Any] = {
         "batch": batch,
         "seq": seq,
@@ -104,7 +121,7 @@ def report(
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
-    if budgets.asked(budget, frontier, out, allow):
+    if planned:
         step |= {"recipe": recipe, "setup": setup}
         return budgets.show(model, budget, frontier, out, allow, step, html, snapshot, json_output=json_output)
     if measure:
@@ -113,6 +130,7 @@ def report(
         return measured.show(
             model,
             options,
+            setup,
             json_output=json_output,
             batch=batch or 1,
             precision=precision,
@@ -153,3 +171,16 @@ def report(
         sections = (line for section in comparison.sections for line in ("", *section.lines()))
         common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
     return common.EXIT_OK
+
+
+def _check_together(mode: str | None, *, both: _Given, plan: _Given, measure: _Given) -> None:
+    """Refuse what a plan, a measurement, or both leave out of account.
+
+    Raises:
+        UsageError: it is given beside `mode`.
+    """
+    if mode is None:
+        return
+    left_out = {**both, **(measure if mode == "--measure" else plan)}
+    for option in (option for option, is_given in left_out.items() if is_given):
+        raise UsageError(f"{mode} and {option} cannot go together.", f"Leave out {option}.")

@@ -29,6 +29,7 @@ from memopt.reporting.timeline import losses_of, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
 from memopt.walk.calls.batch import Batch
+from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 
 _SECONDS = 3600
@@ -75,6 +76,17 @@ def compare(of: Subject, setup: Setup | None = None, *, stock: bool = False) -> 
     return Comparison(found.moment, found.peak.nbytes, found.reserved, measured)
 
 
+def check_measurable(setup: Setup) -> None:
+    """Whether such a step can run here.
+
+    Raises:
+        ModelError: it has several devices, or an optimizer that is a formula.
+    """
+    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer == "adamw8bit":
+        what = "bitsandbytes' optimizer" if setup.optimizer == "adamw8bit" else "several devices"
+        raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
+
+
 def measure(
     config: PreTrainedConfig,
     training: Training,
@@ -91,9 +103,7 @@ def measure(
         ModelError: the steps cannot run: out of memory, a missing library, a setup of several devices.
     """
     setup = setup or Setup()
-    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer == "adamw8bit":
-        what = "bitsandbytes' optimizer" if setup.optimizer == "adamw8bit" else "several devices"
-        raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
+    check_measurable(setup)
     options = {"sites": sites, "recipe": recipe, "folded": folded, "inputs": inputs}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -102,7 +112,8 @@ def measure(
             raise
         except Exception as error:  # the process was killed, or the step failed
             raise ModelError(
-                f"The steps could not be measured: {type(error).__name__}: {error}.", "Use a smaller --batch or --seq."
+                f"The steps could not be measured: {type(error).__name__}: {one_line(error)}.",
+                "Use a smaller --batch or --seq.",
             ) from error
 
 

@@ -1,0 +1,78 @@
+"""`memopt report --measure`, and options that a plan or a measurement leaves out of account."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.main import main
+from memopt.prediction import measure
+from memopt.prediction.setup import Optimizer
+from tests.reporting.builders import named_config
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> set[Optimizer]:
+    """The optimizers of the real steps, which run in this process."""
+    found: set[Optimizer] = set()
+
+    def make_optimizer(trained: Any, setup: Any, **options: Any) -> Any:
+        found.add(setup.optimizer)
+        return make(trained, setup, **options)
+
+    make = measure.make_optimizer
+    monkeypatch.setattr(measure, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    return found
+
+
+def test_measured_steps_have_the_optimizer_that_is_asked_for(
+    optimizers: set[Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_config("llama").save_pretrained(tmp_path)
+    step = ["report", str(tmp_path), "--measure", "--optimizer", "sgd", "--seq", "16", "--precision", "fp32"]
+    assert main([*step, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["training"].endswith("sgd")
+    assert set(document["measured"]) == {"stock", "exact-unfolded"}
+    for each in document["measured"].values():
+        assert each["predicted"] == pytest.approx(each["measured"]["allocated"], rel=5e-3)
+    assert optimizers == {"sgd"}
+
+
+@pytest.mark.parametrize("option", ["--html=x", "--snapshot=x", "--gpu=t4", "-v", "--devices=2"])
+def test_a_measurement_refuses_what_it_leaves_out(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--measure", option]) == 2
+    assert "error: --measure and --" in (error := capsys.readouterr().err)
+    assert "cannot go together" in error
+
+
+@pytest.mark.parametrize("mode", ["--budget=24GiB", "--frontier"])
+@pytest.mark.parametrize("option", ["--measure", "--gpu=t4", "-v", "--checkpointing=full"])
+def test_a_plan_refuses_what_it_leaves_out(mode: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", mode, option]) == 2
+    assert f"error: {mode.partition('=')[0]} and --" in (error := capsys.readouterr().err)
+    assert "cannot go together" in error
+
+
+def test_an_optimizer_that_is_a_formula_is_refused_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--measure", "--optimizer", "adamw8bit"]) == 2
+    assert "predicted, not measured. Leave --measure out." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--devices", "2"], "--devices 2 does not say what the devices share. Add --sharding"),
+        (["--sharding", "fsdp"], "--sharding fsdp needs more than one device. Add --devices N."),
+    ],
+)
+def test_devices_and_what_they_share_are_both_said(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "MODEL", *options]) == 2
+    assert words in capsys.readouterr().err
