@@ -33,3 +33,18 @@ def test_few_predictions_are_enough_on_a_line() -> None:
 
     assert largest(need, 60_000 << 30, start=1, most=5000).value == 714
     assert len(asked) <= 5
+
+
+def test_few_predictions_are_enough_on_steps() -> None:
+    """What a small model reserves grows by whole segments: a line through two of its points tells little."""
+    for wide, limit in ((37, 900), (100, 520), (9, 1500), (450, 600)):
+        asked: list[int] = []
+
+        def need(rows: int, wide: int = wide) -> int:
+            asked.append(rows)  # noqa: B023
+            return (500 + 20 * (rows // wide) + (rows > 250)) << 20
+
+        found = largest(need, limit << 20, start=1, most=512, base=500 << 20).value
+        assert need(found) <= limit << 20
+        assert found == 512 or need(found + 1) > limit << 20
+        assert len(asked) <= 24

@@ -11,6 +11,8 @@ MOST_ROWS = 512
 #: How near to the line through two predictions a third has to be, as a part of what one more row or stretch adds, for
 #: the next one to be told from the line.
 _NEAR = 0.25
+#: Predictions after which the line is not followed where it gains little.
+_LOOKS = 4
 #: Segments of the allocator: what one more adds has to be more than these, or it is told from steps instead of a line.
 _SEGMENT = 20 << 20
 
@@ -19,7 +21,8 @@ def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, ba
     """The largest whole number up to `most` of which `need` is at most `limit`.
 
     The bytes of a step are piecewise affine in its rows and nearly so in their length, so the line through two
-    predictions says where to look next. What is answered was predicted, and fits; that one more does not was predicted
+    predictions says where to look next; in the middle, where the allocator's segments make steps of it and the line no
+    longer halves what is left. What is answered was predicted, and fits; that one more does not was predicted
     too, or is told from a line on which the answer lies.
 
     Args:
@@ -32,6 +35,7 @@ def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, ba
     fits, too_much = 0, most + 1
     number = max(1, min(start, most))
     while True:
+        left = too_much - fits
         slope, at = _line(known, number)
         known[number] = need(number)
         if known[number] <= limit:
@@ -46,6 +50,8 @@ def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, ba
             return Largest(fits, is_all=fits == most)
         slope, at = _line(known, number)
         guess = number + int((limit - known[number]) // slope) if slope > 0 else 2 * number
+        if len(known) > _LOOKS and too_much - fits > left // 2:
+            guess = (fits + too_much) // 2
         number = max(fits + 1, min(guess, too_much - 1))
 
 
