@@ -12,6 +12,7 @@ from memopt.cli.main import main
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Frontier, Plan, point_of
+from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER
 from tests.factories import tiny_config
 from tests.reporting.builders import named_config
 
@@ -101,3 +102,13 @@ def test_a_plan_and_a_frontier_can_be_drawn(
     text = file.read_text()
     assert shown in text.replace("\n", " ")
     assert PLAN.words.replace("'", "&#39;") in text
+
+
+def test_a_budget_that_is_none_is_refused_before_the_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", "--budget", "0"]) == 2
+    assert "error: '0' has no unit." in capsys.readouterr().err
+
+
+def test_a_plan_and_its_drawings_have_the_workspaces_of_the_card(asked: dict[str, Any]) -> None:
+    assert main(["report", "MODEL", "--budget", "h100"]) == 0
+    assert asked["setup"].workspace == CUBLAS_WORKSPACE_HOPPER

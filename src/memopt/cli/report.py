@@ -9,6 +9,7 @@ import typer
 
 from memopt.cli import budgets, common, drawings, measured
 from memopt.errors import ModelError, UsageError
+from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
 
@@ -110,6 +111,8 @@ def report(
         setup = Setup(optimizer, sharding=sharding, devices=devices)
     except ValueError as error:
         raise UsageError(str(error), "Change --sharding or --optimizer.") from error
+    for card in (gpu, budget):
+        setup = setup if card is None else setup_on(find_card(card), setup)
     step: dict[str, Any] = {
         "batch": batch,
         "seq": seq,

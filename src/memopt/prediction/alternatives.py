@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.prediction.cards import GIB, Card
+from memopt.prediction.cards import GIB, Card, setup_on
 from memopt.prediction.fit import MOST_ROWS, largest
 from memopt.prediction.peak import Prediction, combine
-from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Optimizer, Setup
+from memopt.prediction.setup import Optimizer, Setup
 from memopt.prediction.tracer import Tracer
 from memopt.reporting.build import Subject
 from memopt.reporting.estimate import max_positions
@@ -18,8 +18,6 @@ from memopt.reporting.training import Checkpointing, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
-#: Cards whose cuBLAS workspace is larger.
-_HOPPER = ("H100", "H200", "B200", "RTX 5090")
 _COMPILE = (
     "Not in the table: torch.compile's activation_memory_budget, whose bytes are known only once the model is compiled "
     "(python -m benchmarks.compiled)."
@@ -187,7 +185,8 @@ class _Answer:
             )
 
     def _remarks(self, found: Prediction) -> Iterator[str]:
-        yield f"Margin: {found.margin / found.reserved:.0%} of what the allocator holds; 'fits' includes it."
+        includes = "" if self.card is None else "; 'fits' includes it"
+        yield f"Margin: {found.margin / found.reserved:.0%} of what the allocator holds{includes}."
         if self.card is None:
             return
         if not self.card.is_named:
@@ -211,9 +210,7 @@ def answer(
     Raises:
         ModelError: the model cannot be traced from its config.
     """
-    if card is not None and card.name.startswith(_HOPPER):
-        setup = replace(setup, workspace=CUBLAS_WORKSPACE_HOPPER)
-    return _Answer(subject, setup, card, tell).headline(source)
+    return _Answer(subject, setup if card is None else setup_on(card, setup), card, tell).headline(source)
 
 
 def _cost(found: Prediction) -> tuple[int, int]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.errors import UsageError
+from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Setup
 
 GIB = 1 << 30
 #: PCI Express of 16 lanes, bytes per second in one direction, by generation.
@@ -42,6 +43,11 @@ class Card:
     """Of the rates."""
     is_named: bool = True
     """False where a size was given, with the rates of a common card."""
+
+    @property
+    def rates(self) -> str:
+        """The name of the card whose rates these are."""
+        return self.name if self.is_named else _RATES_OF_A_SIZE
 
 
 def _card(name: str, gib: float, tera: float, tera_fp32: float, giga: float, pcie: int, sheet: str) -> Card:
@@ -77,6 +83,13 @@ CARDS: tuple[Card, ...] = (
     _card("MI300X", 191.69, 1307.4, 163.4, 5300, 5, "AMD Instinct MI300X"),
 )
 _RATES_OF_A_SIZE = "A100 80GB"
+#: Cards whose cuBLAS workspace is larger.
+_HOPPER = ("H100", "H200", "B200", "RTX 5090")
+
+
+def setup_on(card: Card, setup: Setup) -> Setup:
+    """`setup` with the cuBLAS workspace of `card`."""
+    return replace(setup, workspace=CUBLAS_WORKSPACE_HOPPER) if card.name.startswith(_HOPPER) else setup
 
 
 def find_card(text: str) -> Card:

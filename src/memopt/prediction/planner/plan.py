@@ -41,7 +41,14 @@ class Task:
     trace: TraceOf
     splits: bool = True
     """Whether the batch can be split; not if it was given."""
+    margin: float = 0.0
+    """Of what is reserved: how much has to stay free for a plan to fit."""
     _traces: dict[tuple[str, int], Trace] = field(default_factory=dict, repr=False)
+
+    def limit(self, budget: int) -> int:
+        """The largest total of a step that fits with its margin."""
+        context = self.setup.context if self.training.cuda_kernels else 0
+        return min(budget, context + int((budget - context) / (1 + self.margin)))
 
     def predicted(self, recipe: Recipe, rows: int, accumulation: int) -> Prediction:
         """The step with micro-batches of so many rows; traced once for each recipe and number of rows."""
@@ -91,7 +98,7 @@ class _Route:
 
 
 def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
-    """The fastest plan whose step takes `budget` bytes of the device at most, and the next ones.
+    """The fastest plan whose step takes `budget` bytes of the device at most, with its margin, and the next ones.
 
     Levels of the blocks and of the loss come first; where none of their combinations fits, the batch is split into
     micro-batches whose gradients are summed up.
@@ -103,18 +110,18 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         NegativeVerdict: nothing fits; says what the smallest plan takes.
     """
     name = f"budget-{budget / GIB:.4g}GiB"
-    whole = _whole(task)
+    whole, limit = _whole(task), task.limit(budget)
     plans = []
-    found = fastest_that_fits(whole.model, budget, whole.total)
+    found = fastest_that_fits(whole.model, limit, whole.total)
     route = whole
     if found is None:
-        for route in _splits(whole, budget):
-            found = fastest_that_fits(route.model, budget, route.total)
+        for route in _splits(whole, limit):
+            found = fastest_that_fits(route.model, limit, route.total)
             if found is not None:
                 break
     if found is not None:
-        plans = [route.plan(found, name), *_next(route, found, budget, name)]
-    plans += [each for each in _approximate(task, approximate, whole) if each.total <= budget]
+        plans = [route.plan(found, name), *_next(route, found, limit, name)]
+    plans += [each for each in _approximate(task, approximate, whole) if each.total <= limit]
     if not plans:
         raise _too_small(task, whole, budget)
     best, *others = sorted(plans, key=lambda each: (not each.traced, each.seconds))
@@ -125,7 +132,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     return Choice(
         task.model,
         f"{task.training}, {task.setup}",
-        task.card.name,
+        task.card.rates,
         budget,
         best,
         tuple(distinct.values())[:_OTHERS],
@@ -138,7 +145,7 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
     route = _whole(task)
     error = route.total(_own(route.model)) - route.model.peak(_own(route.model))
     found = (route.plan(chosen, "frontier", error) for chosen in frontier(route.model, points))
-    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.name, tuple(map(point_of, found)))
+    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(map(point_of, found)))
 
 
 def recipes_with(*effects: Effect) -> tuple[Recipe, ...]:
@@ -216,6 +223,7 @@ def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
         for key, traced in task._traces.items()
     }
     (_, rows), least = min(totals.items(), key=lambda item: item[1].total)
+    need = least.total + round(task.margin * least.reserved)
     fixed = sum(each.nbytes for each in least.resident) + sum(each.nbytes for each in least.trace.gradients)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
     remedy = "another optimizer or LoRA" if task.training.train == "full" else "fewer targets"
@@ -225,7 +233,7 @@ def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
         else "Try a shorter sequence, or approximate recipes (--allow approximate)."
     )
     return NegativeVerdict(
-        f"No exact plan of {task.model} fits in {budget / GIB:.2f} GiB: the smallest takes {least.total / GIB:.2f} GiB"
-        f"{micro}, {(least.total - budget) / GIB:.2f} GiB more.",
+        f"No exact plan of {task.model} fits in {budget / GIB:.2f} GiB: the smallest takes {need / GIB:.2f} GiB"
+        f"{micro}, {(need - budget) / GIB:.2f} GiB more.",
         hint,
     )

@@ -10,7 +10,8 @@ from typing import Any
 from memopt.generators import generators_kept
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe
-from memopt.prediction.cards import Card, find_card
+from memopt.prediction.cards import Card, find_card, setup_on
+from memopt.prediction.peak import MARGIN
 from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
@@ -64,10 +65,10 @@ def plan_training(
         lora_rank=lora_rank,
         lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
     )
+    rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
     of = subject(
         model, training, seq=seq, recipe=recipe, inputs=inputs, revision=revision, trust_remote_code=trust_remote_code
     )
-    rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
     task = _task(str(model), of, setup or Setup(), rates)
     return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
 
@@ -87,7 +88,8 @@ def _task(name: str, of: Subject, setup: Setup, card: Card) -> Task:
         return trace(of.config, micro, sites=of.sites, recipe=rules, folded=of.folded, inputs=of.inputs)
 
     levels = levels_of(of.sites, of.recipe.unfolded())
-    return Task(name, of.training, setup, card, levels, traced, splits=of.inputs is None)
+    setup, splits = setup_on(card, setup), of.inputs is None
+    return Task(name, of.training, setup, card, levels, traced, splits=splits, margin=MARGIN)
 
 
 def _size(budget: str | int) -> int:
