@@ -68,6 +68,14 @@ def test_every_byte_of_the_peak_is_named_once() -> None:
     assert STOCK.by_what()["optimizer"] == 2 * GIB
 
 
+def test_a_small_peak_is_told_in_mib() -> None:
+    sizes = {"weights": 44 << 20, "saved tensors": 5 << 19}
+    small = replace(MEMOPT, total=560 << 20, parts=sizes)
+    lines = dict(replace(HEADLINE, stock=replace(small, parts={**sizes, "loss": GIB >> 4}), patched=small).lines())
+    assert "weights 44, gradients 0, optimizer 0, saved activations 2.5, loss 0, other 514 MiB" in lines["of it"]
+    assert lines["saved"].endswith(": loss 64 -> 0 MiB")
+
+
 def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     text = as_text(headline_tables(HEADLINE))
     assert text.count("exact") == 4  # the recipe's name, and three ways

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +100,17 @@ class Headline:
         if self.memory is not None:
             yield "fits", self._fits(self.memory)
         yield "peak", f"{_gib(patched.total)} {_when(patched)}; stock {_gib(stock.total)} {_when(stock)}"
-        yield "of it", ", ".join(f"{name} {_number(size)}" for name, size in patched.by_what().items()) + " GiB"
+        number, unit = self._numbers()
+        yield "of it", ", ".join(f"{name} {number(size)}" for name, size in patched.by_what().items()) + unit
         yield "saved", self._saved()
         if patched.batch is not None and stock.batch is not None:
             yield "largest", self._largest()
         if self.remedy:
             yield "next", self.remedy
+
+    def _numbers(self) -> tuple[Callable[[int], str], str]:
+        """What writes the parts of a peak, and their unit: a small model's are hundredths of a GiB."""
+        return (_mebi, " MiB") if self.stock.total < 2 * _GIB else (_number, " GiB")
 
     def _fits(self, memory: int) -> str:
         verdicts = [("with memopt", self.patched), ("stock", self.stock)]
@@ -121,9 +126,10 @@ class Headline:
         saved = self.stock.total - self.patched.total
         share = saved / self.stock.total if self.stock.total else 0.0
         names = [name for name in ("saved activations", "loss") if before[name] != after[name]]
-        changed = ", ".join(f"{name} {_number(before[name])} -> {_number(after[name])}" for name in names)
+        number, unit = self._numbers()
+        changed = ", ".join(f"{name} {number(before[name])} -> {number(after[name])}" for name in names)
         of_all = f"{_gib(saved)} of {_gib(self.stock.total)} ({100 * share:.0f} %)"
-        return f"{of_all}: {changed} GiB" if changed else of_all
+        return f"{of_all}: {changed}{unit}" if changed else of_all
 
     def _largest(self) -> str:
         said = [f"batch {self.patched.batch} (stock {self.stock.batch})"]
@@ -220,6 +226,11 @@ def _when(way: Way) -> str:
 def _number(nbytes: int) -> str:
     gib = nbytes / _GIB
     return f"{gib:.1f}" if gib >= 0.95 or not nbytes else f"{gib:.2f}" if gib >= 0.005 else "0.00"
+
+
+def _mebi(nbytes: int) -> str:
+    mib = nbytes / (1 << 20)
+    return f"{mib:.0f}" if mib >= 9.5 or not nbytes else f"{mib:.1f}"
 
 
 def _gib(nbytes: int) -> str:
