@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import get_args
 
 import pytest
+import torch
+from torch import distributed
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaForCausalLM
 
 from memopt.prediction.peak import Prediction, combine, predict
 from memopt.prediction.setup import Setup, Sharding
@@ -18,6 +27,13 @@ from tests.reporting.builders import named_config, sites_of
 def _trace() -> Trace:
     config = named_config("llama")
     return predict(config, Training(1, 16), sites=sites_of(config)).trace
+
+
+@pytest.fixture
+def fake_group() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,))
+    distributed.destroy_process_group()
 
 
 def shared(sharding: Sharding, devices: int = 4) -> Prediction:
@@ -63,6 +79,52 @@ def test_gradients_are_divided_where_they_are(sharding: Sharding) -> None:
     assert kept == pytest.approx(sum(each.nbytes for each in _trace().gradients) / 4, rel=0.02)
 
 
+def test_the_peak_under_fsdp_is_that_of_pytorchs_tracker(fake_group: DeviceMesh) -> None:
+    config = named_config("llama", num_hidden_layers=4)
+    found = predict(
+        config,
+        Training(1, 16, precision="fp32", cuda_kernels=False),
+        Setup(sharding="fsdp", devices=fake_group.size()),
+        sites=sites_of(config),
+    )
+    model = LlamaForCausalLM(config).train()
+    for block in model.model.layers:
+        fully_shard(block, mesh=fake_group)
+    fully_shard(model, mesh=fake_group)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = torch.full((1, 16), 3)
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((ids,))
+    with tracker:
+        for _ in range(2):  # the second step has the optimizer's states
+            tracker.reset_mod_stats()
+            output = model(input_ids=ids, labels=ids)
+            output.loss.backward()
+            del output
+            optimizer.step()
+            optimizer.zero_grad()
+    measured = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert found.peak.nbytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_while_gradients_accumulate_their_fp32_copies_do_not_live(sharding: Sharding) -> None:
+    found = combine(_trace(), Setup(sharding=sharding, devices=4, accumulation=2))
+    parts = 4 if sharding != "zero1" else 1
+    gradients = sum(each.nbytes for each in _trace().gradients)
+    assert resident(found, "gradients") == pytest.approx(gradients / parts, rel=0.02)
+    copies = [e for e in found.events if e.storage.operation == "fp32 gradients"]
+    assert [(e.allocated, e.moment) for e in copies] == [(True, "optimizer step"), (False, "optimizer step")]
+
+
+def test_buffers_are_not_divided() -> None:
+    parameters = tuple(replace(each, is_buffer=True) for each in _trace().parameters)
+    trace = replace(_trace(), parameters=parameters)
+    for sharding in ("zero3", "fsdp"):
+        part = combine(trace, Setup(sharding=sharding, devices=4))
+        assert resident(part, "weights") == resident(shared("none"), "weights")
+
+
 def test_fsdp_gathers_the_rest_and_two_blocks() -> None:
     blocks = dict.fromkeys(_trace().blocks, 0)
     total = 0
@@ -73,4 +135,5 @@ def test_fsdp_gathers_the_rest_and_two_blocks() -> None:
                 blocks[block] += each.nbytes
     gathered = [e.storage.nbytes for e in shared("fsdp").events if e.allocated and e.storage.operation == "all-gather"]
     one = max(blocks.values())
-    assert sum(gathered) == pytest.approx(total - sum(blocks.values()) + 3 * one, rel=0.01)
+    # One more for each block behind which another one is gathered.
+    assert sum(gathered) == pytest.approx(total - sum(blocks.values()) + (2 + len(blocks)) * one, rel=0.01)

@@ -110,11 +110,13 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     resident = [*share.resident, *optimizer.states]
     if cuda:
         resident += [Storage(setup.workspace, "workspaces", thread) for thread in ("forward", "backward")]
-    events = [*share.events, *optimizer.events]
+    step = [Event(each, True, "optimizer step") for each in share.copies]
+    step += [*optimizer.events, *(Event(each, False, "optimizer step") for each in share.copies)]
+    events = [*share.events, *step]
     if setup.accumulation > 1:
         # Later micro-batches add to the gradients of the first, and theirs live as long as it takes to do so.
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
-        events = [*share.accumulating(), *optimizer.events]
+        events = [*share.accumulating(), *step]
     else:
         events += [Event(each, False, "optimizer step") for each in share.gradients]
     return Prediction(

@@ -1,8 +1,8 @@
 """What each of several devices holds: what sharding divides, and the buffers that it adds.
 
 DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group a block, and one for the
-rest). ZeRO: deepspeed/runtime/zero (stage_1_and_2.py, stage3.py, config.py), with DeepSpeed's defaults. Bytes are of
-the device that holds most.
+rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: formulas of ours, not measured, with the defaults of
+DeepSpeed's settings (deepspeed/runtime/zero/config.py). Bytes are of the device that holds most.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Share:
     """What of `events` the optimizer's step frees."""
     forms: tuple[Form, ...]
     """What the optimizer steps."""
+    copies: tuple[Storage, ...] = ()
+    """What lives in the optimizer's step alone, beside what it allocates itself."""
     notes: tuple[str, ...] = ()
 
     def accumulating(self) -> Iterator[Event]:
@@ -63,19 +65,21 @@ def shard(traced: Trace, setup: Setup) -> Share:
 def _fsdp(traced: Trace, devices: int) -> Share:
     groups: Counter[str] = Counter()
     for each in traced.parameters:
-        if each.dtype.is_floating_point:
+        if not each.is_buffer:
             groups[_block(traced, each.name)] += each.nbytes
     rest = groups.pop("", 0)
     largest = max(groups.values(), default=0)
-    # Forward leaves the group around the blocks gathered. Of blocks, one runs and the next is gathered: into a flat
-    # buffer, and from there into its parameters.
-    gathered = [_buffer(rest, "all-gather"), *(_buffer(largest, "all-gather") for _ in range(3))]
+    # Forward leaves the group around the blocks gathered. Of blocks, one lives in its parameters and one in a flat
+    # buffer: in forward the same one, or the one before; in backward the next.
+    gathered = [_buffer(rest, "all-gather"), *(_buffer(largest, "all-gather") for _ in range(2))]
+    *weights, batch = traced.resident()
     shards: list[Storage] = []
     gradients: list[Storage] = []
-    for storage in traced.resident():
-        rows = storage.shape[0] if storage.part == "weights" and storage.shape else 0
-        size = storage.nbytes // rows * -(-rows // devices) if rows else storage.nbytes
+    for each, storage in zip(traced.parameters, weights, strict=True):
+        rows = each.shape[0] if each.shape and not each.is_buffer else 0
+        size = each.nbytes // rows * -(-rows // devices) if rows else each.nbytes
         shards.append(replace(storage, nbytes=size))
+    shards.append(batch)
     of_group: defaultdict[str, list[Storage]] = defaultdict(list)
     for gradient in traced.gradients:
         of_group[_block(traced, gradient.module)].append(gradient)
@@ -83,14 +87,17 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     before: list[Storage] = []
 
     def scatter(group: str) -> None:
-        # Gradients are copied into one buffer, which is freed when the next group's turn comes.
+        # The group is freed, and its gradients are copied into one buffer, in place of that of the group before.
         nbytes = sum(each.nbytes for each in of_group[group])
         flat, part = _buffer(nbytes, "reduce-scatter"), Storage(-(-nbytes // devices), "gradients", group)
+        events.extend(Event(each, False, "backward") for each in (*before, gathered.pop()))
         events.extend([Event(flat, True, "backward"), *(Event(each, False, "backward") for each in of_group[group])])
-        events.extend(Event(each, False, "backward") for each in before)
         events.append(Event(part, True, "backward"))
         gradients.append(part)
         before[:] = [flat]
+        if group:
+            gathered.append(_buffer(largest, "all-gather"))
+            events.append(Event(gathered[-1], True, "backward"))
 
     for event in traced.events:
         events.append(event)
@@ -101,10 +108,10 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     events += [Event(each, False, "backward") for each in (*before, *gathered)]
     forms = tuple((_rows_over(each.shape, devices), each.dtype) for each in traced.parameters if each.trained)
     note = (
-        f"FSDP2: a group for each block and one for the rest; {len(gathered)} gathered buffers (the rest, the running "
-        "block, the next one flat and whole); weights, gradients and states in the dtype of the weights, no offload."
+        "FSDP2: a group for each block and one for the rest; gathered are the rest, the running block, and a flat "
+        "buffer of one block; weights, gradients and states in the dtype of the weights, no offload."
     )
-    return Share(tuple(shards), tuple(events), tuple(gradients), forms, (note,))
+    return Share(tuple(shards), tuple(events), tuple(gradients), forms, notes=(note,))
 
 
 def _zero(traced: Trace, devices: int, stage: int) -> Share:
@@ -115,8 +122,8 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
     resident = [each for each in traced.resident() if stage < 3 or each.part != "weights"]
     buffers = [min(_REDUCED, elements) * width] * (2 if stage == 3 else 1)
     if stage == 3:
-        small = sum(each.nbytes for each in traced.parameters if _numel(each) < _PERSISTENT)
-        large = [each for each in traced.parameters if _numel(each) >= _PERSISTENT]
+        large = [each for each in traced.parameters if not each.is_buffer and _numel(each) >= _PERSISTENT]
+        small = sum(each.nbytes for each in traced.parameters) - sum(each.nbytes for each in large)
         resident.append(Storage(small + -(-sum(each.nbytes for each in large) // devices), "weights"))
         buffers.append(min(_LIVE + _PREFETCHED, sum(map(_numel, large))) * width)
     if width < 4:
@@ -133,16 +140,13 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
                 kept = replace(event.storage, nbytes=-(-event.storage.nbytes // devices))
                 events += [Event(kept, True, event.moment), Event(event.storage, False, event.moment)]
                 gradients.append(kept)
-    if width < 4:
-        wide = Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))
-        events.append(Event(wide, True, "optimizer step"))
-        gradients.append(wide)
+    copies = [Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))] if width < 4 else []
     divided = {1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[stage]
     note = (
         f"ZeRO-{stage}: {divided} over {devices} devices; the optimizer steps fp32 copies of the device's part; "
         f"DeepSpeed's default buckets ({_REDUCED:,} elements), no offload."
     )
-    return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), (note,))
+    return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), tuple(copies), (note,))
 
 
 def _block(traced: Trace, name: str) -> str:

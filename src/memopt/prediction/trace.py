@@ -41,6 +41,7 @@ class Parameter:
     dtype: torch.dtype
     nbytes: int
     trained: bool
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,15 @@ def trace(
 def parameters_of(model: nn.Module) -> Iterator[Parameter]:
     """Every parameter and buffer of `model`, each storage once."""
     seen: set[int] = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    buffers = dict(model.named_buffers())
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
         nbytes = 0
         for storage in storages([tensor]):
             if storage_id(storage) not in seen:
                 seen.add(storage_id(storage))
                 nbytes += storage.nbytes()
         if nbytes:
-            yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad)
+            yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad, name in buffers)
 
 
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
