@@ -39,6 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = write_checkpoint_files(root / "source", rms_tensors(), config=CONFIG)
     for name in ("generation_config.json", "chat_template.jinja", "preprocessor_config.json", "modeling_own.py"):
         (source / name).write_text(f"{{}} of {name}")
+    (source / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     (source / "model.onnx").write_bytes(b"other weights")
     plan = plan_of([rms_norm(0), rms_norm(1)], "ignore=[model.layers.1.norm]")
     write_checkpoint(open_source(str(source)), plan, root / "patched")
@@ -113,6 +114,38 @@ def test_a_file_that_differs_from_the_sources_fails_by_name(patched: Path, name:
     found = failed(patched)
     assert set(found) == {"weights.side_files"}
     assert f"{name} differs" in found["weights.side_files"].detail
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("license: mit", "license: none", "README.md differs"),
+        ("# A model", "# Another model", "README.md differs"),
+        ("<!-- memopt end -->", "", "README.md differs"),
+        ("with recipe `exact`", "with recipe `other`", "README.md differs in what memopt wrote"),
+        ("- memopt # memopt", "- other # memopt", "README.md differs in what memopt wrote"),
+        ("", None, "README.md differs in what memopt wrote"),
+    ],
+)
+def test_a_model_card_that_is_not_the_sources_with_the_section_fails(
+    folders: Path, patched: Path, old: str, new: str | None, words: str
+) -> None:
+    card = patched / "README.md"
+    text = card.read_text()
+    assert old in text
+    card.write_text((folders / "source" / "README.md").read_text() if new is None else text.replace(old, new))
+    assert set(failed(patched)) == {"weights.files", "weights.side_files"}
+    forge(patched, "README.md")
+    found = failed(patched)
+    assert set(found) == {"weights.side_files"}
+    assert found["weights.side_files"].detail.split(";")[0] == words
+
+
+def test_the_section_of_another_version_is_checked_by_its_digest(patched: Path) -> None:
+    rewrite(patched / "memopt.json", lambda manifest: manifest.update(memopt_version="0.0.1"))
+    assert "weights.side_files" not in failed(patched)
+    (patched / "README.md").write_text((patched / "README.md").read_text().replace("# A model", "# B"))
+    assert "weights.side_files" in failed(patched)
 
 
 @pytest.mark.parametrize("listed", [True, False])

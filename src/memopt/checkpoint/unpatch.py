@@ -1,4 +1,5 @@
-"""Writes the stock folder of a patched one: folds taken back, no key in config.json, no memopt.json."""
+"""Writes the stock folder of a patched one: folds taken back, no key in config.json, no memopt.json, no section
+of memopt's in README.md."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.card import CARD, MAX_BYTES, source_card
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.manifest import CONFIG_KEY
 from memopt.checkpoint.shards import write_at
@@ -61,9 +63,21 @@ def write_unpatched(
             total = sum(info.nbytes for name, info in original.tensors.items() if name in touched)
             done = unfold(patched, original, folds, put)
         copy_side_files(patched, stage, tell)
+        _restore_card(stage / CARD)
         (stage / "config.json").write_bytes(_stock_config(patched, original))
         keep_private(patched, stage)
     return done
+
+
+def _restore_card(path: Path) -> None:
+    """The source's model card in place of the one that `memopt patch` wrote; none where the source had none."""
+    if not path.is_file() or path.stat().st_size > 2 * MAX_BYTES:  # memopt extends no card of that size
+        return
+    card = source_card(path.read_bytes())
+    if card is None:
+        path.unlink()
+    else:
+        path.write_bytes(card)
 
 
 def _stock_config(patched: CheckpointSource, original: CheckpointSource | None) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 import memopt
 from memopt.checkpoint.arithmetic import RangeChanges, epsilon
 from memopt.checkpoint.atomic import check_space, check_target, restrict, staged
+from memopt.checkpoint.card import CARD, patched_card
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
     CONFIG_KEY,
@@ -93,7 +94,8 @@ def write_checkpoint(
         plan = folds.revise(plan)
         copy_side_files(source, stage, remember)
         _write_config(source, plan, folds, stage)
-        manifest = _manifest(source, plan, folds, shards, stage, workers, notes, inputs)
+        manifest = _manifest(source, plan, folds, shards, stage, workers, inputs)
+        manifest = replace(_write_card(source, manifest, stage, remember), notes=tuple(notes))
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         keep_private(source, stage)
     changed = folds.operations()
@@ -209,6 +211,17 @@ def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: 
     (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
 
 
+def _write_card(source: CheckpointSource, manifest: Manifest, stage: Path, note: Callable[[str], None]) -> Manifest:
+    """Write the model card, where one can be written; the manifest with it among its files."""
+    content, why_not = patched_card(source.root, manifest)
+    if why_not:
+        note(why_not)
+    if content is None:
+        return manifest
+    (stage / CARD).write_bytes(content)
+    return replace(manifest, files=dict(sorted({**manifest.files, CARD: _record(stage / CARD)}.items())))
+
+
 def _manifest(
     source: CheckpointSource,
     plan: Plan,
@@ -216,7 +229,6 @@ def _manifest(
     shards: Mapping[str, WrittenShard],
     stage: Path,
     workers: _Workers,
-    notes: list[str],
     inputs: InputsRecord | None,
 ) -> Manifest:
     """The manifest, with digests of the files in `stage` and of the source's weights."""
@@ -242,7 +254,6 @@ def _manifest(
         entries=plan.entries,
         folds=tuple(_fold_record(source, fold, changes) for fold in folds.folds),
         files=dict(sorted(files.items())),
-        notes=tuple(notes),
         inputs=inputs,
         changed_outputs=plan.changed_outputs(),
     )

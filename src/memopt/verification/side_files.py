@@ -1,7 +1,7 @@
 """Level "weights", beside the weights: all else that a loader reads, and whether what memopt.json says can be true.
 
-config.json is compared key for key, every other file byte for byte; memopt.json with itself and with the key in
-config.json. No model is built.
+config.json is compared key for key, every other file byte for byte, README.md with the source's and what patch adds to
+it; memopt.json with itself and with the key in config.json. No model is built.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import memopt
+from memopt.checkpoint.card import CARD, MAX_BYTES, patched_card, source_card
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences, once
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
@@ -58,7 +60,7 @@ def verify_side_files(
     yield _check(
         "side_files",
         "tokenizer, code and all other files",
-        list(_file_differences(source, patched)),
+        list(_file_differences(manifest, source, patched)),
         metric="files that are missing, added or differ",
         reference="the source's files",
         n=len(source.side_files),
@@ -177,12 +179,15 @@ def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: Checkpoin
         yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
 
 
-def _file_differences(source: CheckpointSource, patched: CheckpointSource) -> Iterator[str]:
+def _file_differences(manifest: Manifest, source: CheckpointSource, patched: CheckpointSource) -> Iterator[str]:
     before = set(source.side_files)
     after = {*patched.side_files, *patched.left_out}
     if (patched.root / INDEX).exists() and patched.weights.index is None:
         after.add(INDEX)
-    for name in sorted(before | after):
+    card, _ = patched_card(source.root, manifest)
+    if card is not None:
+        yield from _card_differences(card, source, patched, older=manifest.memopt_version != memopt.__version__)
+    for name in sorted((before | after) - ({CARD} if card is not None else set())):
         if name not in after:
             yield f"{name} is missing"
         elif name not in before:
@@ -192,6 +197,22 @@ def _file_differences(source: CheckpointSource, patched: CheckpointSource) -> It
     one, other = _formats(source), _formats(patched)
     if one != other:
         yield f"the weights' metadata name the format {', '.join(other)} instead of {', '.join(one)}"
+
+
+def _card_differences(
+    card: bytes, source: CheckpointSource, patched: CheckpointSource, *, older: bool
+) -> Iterator[str]:
+    """How README.md of the patched folder differs from `card`; of an `older` memopt, in the source's part only."""
+    one, other = source.root / CARD, patched.root / CARD
+    before = one.read_bytes() if one.is_file() else None
+    if other.is_file():
+        found = other.read_bytes() if other.stat().st_size <= 2 * MAX_BYTES else b""
+        if source_card(found) != before:
+            yield f"{CARD} differs"
+        elif found != card and not older:
+            yield f"{CARD} differs in what memopt wrote"
+    elif before is not None or not older:
+        yield f"{CARD} is missing"
 
 
 def _formats(checkpoint: CheckpointSource) -> list[str]:
