@@ -69,10 +69,19 @@ def test_an_optimizer_that_is_a_formula_is_refused_before_any_work(capsys: pytes
     [
         (["--devices", "2"], "--devices 2 does not say what the devices share. Add --sharding"),
         (["--sharding", "fsdp"], "--sharding fsdp needs more than one device. Add --devices N."),
+        (["--train", "lora", "--lora-targets", ","], "--lora-targets names no linear. Give names, or all-linear."),
     ],
 )
-def test_devices_and_what_they_share_are_both_said(
+def test_what_says_only_half_of_a_setup_is_refused(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "MODEL", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_batch_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named_config("llama").save_pretrained(tmp_path)
+    assert main(["report", str(tmp_path), "--batch", str(10**14), "--seq", "16", "--gpu", "t4"]) == 2
+    assert f"error: Batch {10**14} x 16 tokens is too large to trace here. Use a smaller --batch." in (
+        capsys.readouterr().err
+    )

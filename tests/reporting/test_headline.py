@@ -76,6 +76,11 @@ def test_a_small_peak_is_told_in_mib() -> None:
     assert lines["saved"].endswith(": loss 64 -> 0 MiB")
 
 
+def test_the_document_says_where_the_search_of_the_batch_ended() -> None:
+    ways = replace(HEADLINE, stock=replace(STOCK, batch=Largest(512, is_all=True))).to_dict()["ways"]
+    assert [(way["largest_batch"], way["larger_batch_may_fit"]) for way in ways[:2]] == [(512, True), (3, False)]
+
+
 def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     text = as_text(headline_tables(HEADLINE))
     assert text.count("exact") == 4  # the recipe's name, and three ways

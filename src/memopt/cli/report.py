@@ -101,6 +101,8 @@ def report(
     )
     html, snapshot = drawings.checked(html, snapshot)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
+    if not targets:
+        raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     if sharding != "none" and devices == 1:
         raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
     if devices > 1 and sharding == "none":
@@ -139,7 +141,7 @@ def report(
             precision=precision,
             train=train,
             lora_rank=lora_rank,
-            lora_targets=targets or (ALL_LINEAR,),
+            lora_targets=targets,
             checkpointing=checkpointing,
         )
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"):

@@ -164,6 +164,9 @@ def traced(
                 f"--seq {training.seq} is more than the {limit} positions in the config of {type(model).__name__}."
             )
             raise ModelError(message, "Use a smaller --seq.") from error
+        if "can't allocate memory" in str(error):
+            size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
+            raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
         raise ModelError(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
             None if inputs is not None else PASS_INPUTS,

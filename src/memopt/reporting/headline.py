@@ -210,6 +210,7 @@ def _way_dict(way: Way, memory: int | None) -> dict[str, Any]:
         "gradient_error": way.gradient_error,
         "fits": None if memory is None else way.fits(memory),
         "largest_batch": None if way.batch is None else way.batch.value,
+        "larger_batch_may_fit": None if way.batch is None else way.batch.is_all,
         "longest_sequence": None if way.seq is None else way.seq.value,
     }
 
