@@ -24,7 +24,7 @@ def add_adapters(
         sites: tells which linears the blocks have.
         rank: rank of every adapter.
         targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
-            (``q`` for ``q_proj`` or ``query``).
+            (``q`` for ``q_proj`` or ``query``), or whole module names.
         fp32: adapters in fp32 beside 16-bit weights.
 
     Raises:
@@ -57,8 +57,9 @@ def check_peft() -> None:
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
     inside = tuple(f"{block}." for block in sites.blocks) or ""
     names = sorted({site.module.rpartition(".")[2] for site in sites.linears if site.module.startswith(inside)})
-    chosen: list[str] = []
-    for target in targets:
+    modules = {site.module for site in sites.linears}
+    chosen = [target for target in targets if target in modules]
+    for target in (each for each in targets if each not in modules):
         found = [name for name in names if name == target] or [name for name in names if name.startswith(target)]
         if not found:
             raise ModelError(f"No linear of the model is named '{target}'.", f"It has: {', '.join(names)}.")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 import memopt
 from memopt.errors import ModelError, NegativeVerdict
-from memopt.prediction.planner import live
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.planner import live, plan
 from memopt.prediction.planner.choice import Choice
+from memopt.prediction.setup import Setup
+from memopt.prediction.trace import Trace
 from tests.factories import tiny_inputs, tiny_model
 
 
@@ -44,6 +48,31 @@ def test_a_budget_that_nothing_fits_leaves_the_model_as_it_was() -> None:
     with pytest.raises(NegativeVerdict, match=r"No exact plan of LlamaForCausalLM fits in 0\.10 GiB"):
         memopt.patch(model, budget="100MiB", seq=32)
     assert not memopt.summary(model).modules
+
+
+class Seen(Exception):
+    """The first trace of a plan."""
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], r".*layers\.1\.mlp\.up_proj"])
+def test_a_plan_has_the_adapters_of_the_model(monkeypatch: pytest.MonkeyPatch, targets: Any) -> None:
+    def first(traced: Trace, setup: Setup) -> NoReturn:
+        raise Seen(traced)
+
+    monkeypatch.setattr(plan, "combine", first)
+    config = peft.LoraConfig(r=4, target_modules=targets)
+    model = peft.get_peft_model(tiny_model("llama", torch.bfloat16), config)  # its adapters are in fp32
+    with pytest.raises(Seen) as seen:
+        live.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+    trained = sorted((tuple(each.shape), str(each.dtype)) for each in model.parameters() if each.requires_grad)
+    [traced] = seen.value.args
+    assert sorted((each.shape, str(each.dtype)) for each in traced.parameters if each.trained) == trained
+
+
+def test_adapters_other_than_loras_are_refused() -> None:
+    config = peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"])
+    with pytest.raises(ModelError, match="IA3Config is neither"):
+        live.plan_model(peft.get_peft_model(tiny_model("llama"), config), "24GiB", load_recipe("exact-unfolded"))
 
 
 def test_a_model_without_a_config_needs_a_recipe() -> None:

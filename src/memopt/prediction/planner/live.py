@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from memopt.reporting.build import Subject, default_seq, reads_tokens
 from memopt.reporting.training import ALL_LINEAR, Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
+from memopt.walk.sites import Sites
 
 _PRECISIONS: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -26,7 +28,9 @@ _PRECISIONS: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float
 def plan_model(
     model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
 ) -> Choice:
-    """The fastest plan within which `model` trains, as it is: its dtype, its frozen weights, its LoRA adapters.
+    """The fastest plan within which `model` trains, as it is: its dtype, its LoRA adapters.
+
+    Without adapters all weights count as trained, frozen ones too.
 
     Args:
         budget: memory of the device: ``24GiB``, the name of a card, or a number of bytes.
@@ -35,7 +39,7 @@ def plan_model(
         seq: tokens in a row, else what the config allows up to 2048.
 
     Raises:
-        ModelError: `model` has no transformers config that it can be traced from.
+        ModelError: `model` has no transformers config that it can be traced from, or adapters other than LoRA's.
         NegativeVerdict: nothing fits.
     """
     base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -49,16 +53,32 @@ def plan_model(
     weights = Counter[torch.dtype]()
     for each in parameters:
         weights[each.dtype] += each.nbytes
+    sites = find_sites(build_meta(config))
     adapters: Any = next(iter(getattr(model, "peft_config", {}).values()), None)
-    targets = getattr(adapters, "target_modules", None) or ALL_LINEAR
+    adapted = [name for name, module in base.named_modules() if getattr(module, "lora_A", None)]
+    if adapters is not None and not adapted:
+        raise ModelError(
+            f"A budget is for LoRA or full fine-tuning, and {type(adapters).__name__} is neither.",
+            "Pass a recipe instead.",
+        )
+    known = (_PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in _PRECISIONS)
+    precision: Precision = next(known, "bf16")
     training = Training(
         batch=batch or 1,
         seq=(seq or default_seq(config)) if reads_tokens(config) else None,
-        precision=next((_PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in _PRECISIONS), "bf16"),
+        precision=precision,
         train="full" if adapters is None else "lora",
         lora_rank=getattr(adapters, "r", 8),
-        lora_targets=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
+        adapter_fp32=precision != "fp32" and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
     held = sum(each.nbytes for each in parameters)
-    of = Subject(config, training, find_sites(build_meta(config)), recipe)
+    of = Subject(config, training, sites, recipe)
     return plan_subject(type(base).__name__, of, budget, held=held)
+
+
+def _short(adapted: Sequence[str], sites: Sites) -> tuple[str, ...]:
+    """The last parts of these modules' names, where no other linear has one of them; else their whole names."""
+    last = {name.rpartition(".")[2] for name in adapted}
+    alike = {site.module for site in sites.linears if site.module.rpartition(".")[2] in last}
+    return tuple(sorted(last)) if alike == set(adapted) else tuple(adapted)
