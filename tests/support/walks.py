@@ -43,7 +43,18 @@ _ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_versi
 
 
 #: Rooms of src/memopt that stand above the walk, which imports none of them.
-ABOVE = {"__main__", "api", "checkpoint", "cli", "patches", "pipeline", "plan", "reporting", "sampling", "verification"}
+ABOVE = {
+    "__main__",
+    "api",
+    "checkpoint",
+    "cli",
+    "patches",
+    "pipeline",
+    "plan",
+    "prediction",
+    "reporting",
+    "sampling",
+} | {"verification"}
 #: Libraries whose models and operations a walk observes.
 _LIBRARIES = ("torch", "transformers", "peft", "numpy")
 _KEPT_SECONDS = 14 * 24 * 3600
