@@ -63,7 +63,10 @@ def assert_nothing_cheaper_fits(task: Task, budgets: int) -> None:
         assert plan.traced
         assert plan.total <= budget
         best = min(time for levels, time in times.items() if totals[levels] <= budget)
-        assert round(plan.seconds * 1e9) == best
+        if plan.accumulation == 1:
+            assert round(plan.seconds * 1e9) == best
+        else:  # a split is tried where the search found no whole batch that fits, and costs no more than one that does
+            assert round(plan.seconds * 1e9) <= best
 
 
 def test_a_plan_fits_with_its_margin(llama: Task) -> None:
