@@ -57,7 +57,7 @@ _CAUSAL: dict[str, Any] = {**_WIDE, "vocab_size": 499, "num_key_value_heads": 2,
 _ENCODER: dict[str, Any] = {**_WIDE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _WHISPER: dict[str, Any] = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 176, "decoder_ffn_dim": 176,
-    "num_mel_bins": 16, "max_source_positions": 128, "max_target_positions": 128, "dropout": 0.0, "pad_token_id": 0,
+    "num_mel_bins": 24, "max_source_positions": 128, "max_target_positions": 128, "dropout": 0.0, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "suppress_tokens": [],
     "begin_suppress_tokens": [],
 }  # fmt: skip

@@ -336,9 +336,10 @@ def step_arguments(
 
 
 def _with_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    if "input_ids" in inputs and "attention_mask" in forward_parameters(model):
-        # Without a mask transformers reads the positions to look for packed sequences.
-        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        if ids in inputs and mask in forward_parameters(model):
+            # Without a mask transformers reads the positions to look for packed sequences.
+            inputs.setdefault(mask, torch.ones_like(inputs[ids]))
     return inputs
 
 
