@@ -20,10 +20,9 @@ from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
-from memopt.reporting.adapters import check_peft
 from memopt.reporting.build import chosen_recipe, compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
@@ -189,16 +188,7 @@ def report(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    if train == "lora":
-        check_peft()
-    training = Training(
-        batch=batch or 1,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
-        checkpointing=checkpointing,
-    )
+    training = training_of(batch, precision, train, lora_rank, lora_targets, checkpointing)
     comparison = compare_training(
         model,
         training,

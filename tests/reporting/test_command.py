@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import pytest
 from transformers import AutoConfig
 
 from memopt.cli.main import main
-from memopt.pipeline import patch_checkpoint
+from memopt.errors import ModelError
+from memopt.pipeline import patch_checkpoint, report
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.answer import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
+from memopt.prediction.planner.training import plan_training
 from memopt.reporting.training import Training
 from tests.factories import tiny_model
 from tests.reporting.builders import named_config, sites_of
@@ -156,3 +161,14 @@ def test_a_wrong_precision_is_a_usage_error(llama: Path, capsys: pytest.CaptureF
 def test_the_help_does_not_import_torch() -> None:
     code = "import sys, memopt.cli.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ask", [report, headline, plan_training])
+def test_without_peft_a_report_for_lora_builds_nothing(
+    ask: Callable[..., object], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
+    monkeypatch.setattr("memopt.reporting.build.build_meta", lambda config: pytest.fail("a model was built"))
+    with pytest.raises(ModelError, match="needs peft"):
+        ask(str(llama), train="lora")

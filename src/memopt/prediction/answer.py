@@ -11,10 +11,9 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
-from memopt.reporting.adapters import check_peft
 from memopt.reporting.build import subject
 from memopt.reporting.headline import Headline
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, Training
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
 
 
 def headline(
@@ -51,16 +50,7 @@ def headline(
     folder = Path(model).expanduser()
     if batch is None and seq is None and inputs is None and folder.is_dir() and is_patched(folder):
         inputs = patched_folder(folder).batch()
-    if train == "lora":
-        check_peft()
-    training = Training(
-        batch=batch or 1,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
-        checkpointing=checkpointing,
-    )
+    training = training_of(batch, precision, train, lora_rank, lora_targets, checkpointing)
     about = subject(
         model,
         training,

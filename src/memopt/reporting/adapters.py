@@ -51,7 +51,7 @@ def add_adapters(
 def check_peft() -> None:
     """Raises a ModelError where peft is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install 'memopt[peft]'")
+        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")
 
 
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:

@@ -13,6 +13,7 @@ from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.reporting.adapters import check_peft
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import max_positions, trace_account
 from memopt.reporting.training import Training
@@ -151,6 +152,8 @@ def _subject(
     batch: Batch | None,
     trust_remote_code: bool,
 ) -> Subject:
+    if training.train == "lora":
+        check_peft()
     notes = []
     if batch is not None:
         training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))

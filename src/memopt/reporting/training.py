@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,3 +41,22 @@ class Training:
             words.append("full fine-tuning")
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
         return ", ".join(words)
+
+
+def training_of(
+    batch: int | None,
+    precision: Precision,
+    train: Train,
+    lora_rank: int,
+    lora_targets: Sequence[str],
+    checkpointing: Checkpointing = "none",
+) -> Training:
+    """The training that arguments of `memopt.report` name: one row without `batch`, every linear without targets."""
+    return Training(
+        batch=batch or 1,
+        precision=precision,
+        train=train,
+        lora_rank=lora_rank,
+        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
+        checkpointing=checkpointing,
+    )

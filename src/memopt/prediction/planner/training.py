@@ -18,7 +18,7 @@ from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_wi
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace, trace
 from memopt.reporting.build import Subject, subject
-from memopt.reporting.training import ALL_LINEAR, Precision, Train, Training
+from memopt.reporting.training import ALL_LINEAR, Precision, Train, training_of
 
 #: Whose rates are taken where none is named.
 _USUAL_CARD = "A100 80GB"
@@ -58,13 +58,7 @@ def plan_training(
         NegativeVerdict: nothing fits; says what the smallest plan takes.
         UsageError: `budget` or `card` is not known.
     """
-    training = Training(
-        batch=batch or 1,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
-    )
+    training = training_of(batch, precision, train, lora_rank, lora_targets)
     rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
     of = subject(
         model, training, seq=seq, recipe=recipe, inputs=inputs, revision=revision, trust_remote_code=trust_remote_code
