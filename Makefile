@@ -13,8 +13,8 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo $(DEMO_MODELS:%=demo-%) test quick mutation mutation-sources test-all test-faults test-kernels \
-  coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
+.PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) test test-train test-distributed quick mutation \
+  mutation-sources test-all test-faults test-kernels coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +36,25 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# Trainers, engines and quantised linears lie in an environment of their own: importing some changes what transformers does.
+TRAIN_VENV := .venv-train
+TRAIN_STAMP := $(TRAIN_VENV)/.installed
+TRAIN = $(TRAIN_VENV)/bin/python
+
+setup-train: $(TRAIN_STAMP) ## make the environment of the trainers' tests and the examples in .venv-train
+
+# DeepSpeed comes as a source package whose build reads the torch that is there.
+$(TRAIN_STAMP): pyproject.toml constraints.txt constraints-train.txt
+	@echo "==> Making the environment $(TRAIN_VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(TRAIN_VENV)
+	@$(TRAIN_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@$(TRAIN_INSTALL) setuptools wheel ninja py-cpuinfo
+	@$(TRAIN_INSTALL) --no-build-isolation "$$(grep '^deepspeed==' constraints-train.txt)"
+	@$(TRAIN_INSTALL) -e '.[integrations]'
+	@touch $@
+
+TRAIN_INSTALL = $(TRAIN) -m pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-train.txt
 
 # --- demo ----------------------------------------------------------------------------------------------------------
 
@@ -79,7 +98,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(DURAT
 DURATIONS = --durations=10 --durations-min=0.5
 
 # Triton decides while it is imported whether kernels are compiled or interpreted, so the latter is a run of its own.
-COMPILED = $(PYTEST) --ignore=tests/triton
+COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed)
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
 
 test: $(STAMP) ## run the tests that need no GPU, without the slow ones
@@ -105,6 +124,14 @@ mutation: $(STAMP) ## plant faults in patched folders and models, verify right o
 
 mutation-sources: $(STAMP) ## plant faults in a copy of the sources and show that the tests notice each (over ten minutes)
 	@$(BIN)/python -m tests.mutations
+
+TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m "not slow and not gpu"
+
+test-train: $(TRAIN_STAMP) ## run memopt under TRL, Lightning, Liger, bitsandbytes and others, and the examples for a few steps
+	@$(TRAIN_PYTEST) -n 2 --dist worksteal tests/train
+
+test-distributed: $(TRAIN_STAMP) ## run memopt in two processes under DDP, FSDP2 and DeepSpeed (no GPU needed)
+	@$(TRAIN_PYTEST) -n 0 tests/distributed
 
 test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"
@@ -174,4 +201,4 @@ clean: ## remove what was built: patched models, caches, packages
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 distclean: clean ## also remove the environment and the fetched models
-	rm -rf $(VENV) models
+	rm -rf $(VENV) $(TRAIN_VENV) models

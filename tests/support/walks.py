@@ -46,8 +46,11 @@ _ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_versi
 ABOVE = {
     "__main__",
     "api",
+    "axolotl",
     "checkpoint",
     "cli",
+    "emit",
+    "integrations",
     "patches",
     "pipeline",
     "plan",
