@@ -111,6 +111,22 @@ def test_a_lost_gradient_of_a_norm_weight_fails_gradient(folders, monkeypatch):
     assert statuses(verify(folders / "bert-patched", level="gradient"))["gradient.worst_error_ratio"] == "fail"
 
 
+@pytest.mark.parametrize(("stock_too", "status"), [(False, "fail"), (True, "skip")])
+def test_an_operation_that_this_machine_lacks_is_a_fault_where_stock_modules_run(
+    folders, monkeypatch, stock_too, status
+):
+    def missing(*arguments, **keywords):
+        raise NotImplementedError("no kernel for this device")
+
+    if stock_too:
+        monkeypatch.setattr(torch.Tensor, "backward", missing)
+    else:
+        monkeypatch.setattr(norm_steps, "norm_backward", missing)
+    verdict = verify(folders / "llama-patched", level="gradient")
+    assert statuses(verdict) == {"gradient.machine": status}
+    assert "no kernel for this device" in verdict.checks[0].detail
+
+
 def test_keeping_what_the_plan_gives_up_fails_memory(folders, monkeypatch):
     def without_a_scope(stock, rewrite, module, *args, **kwargs):
         return stock(module, *args, **kwargs)

@@ -110,6 +110,30 @@ def verify_gradient(
     )
 
 
+def stock_runs(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> bool:
+    """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's.
+
+    False where the model does not fit into memory at these precisions, since nothing is known then.
+    """
+    load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
+
+    def step(model: nn.Module, dtype: torch.dtype) -> None:
+        training_step(model, probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code), dtype)
+
+    def stored_step(model: nn.Module) -> Reference | None:
+        dtype = stored_dtype(model)
+        step(model, dtype)
+        return choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=4)
+
+    try:
+        reference = load_run_free(load, stored_step)
+        if reference is not None:
+            load_run_free(functools.partial(load, dtype=reference.dtype), lambda model: step(model, reference.dtype))
+    except NotImplementedError:
+        return False
+    return reference is not None
+
+
 def _rounded_at_random(stock: _Stock, runs: int, model: nn.Module) -> list[Step]:
     with torch.random.fork_rng(devices=[]), RandomRounding(stock.dtype):
         seed_cpu(0)

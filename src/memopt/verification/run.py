@@ -9,7 +9,7 @@ from typing import Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
-from memopt.checks import LEVELS, Check, Level
+from memopt.checks import LEVELS, Check, Level, Status
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.generators import generators_kept
 from memopt.patches.registry import patches
@@ -120,8 +120,16 @@ def _run(
     except NoInputs as error:
         return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
     except NotImplementedError as error:  # as flex attention's backward is on the CPU
-        why = f"this machine cannot run the model: {error}"
-        return [Check(id=f"{level}.machine", level=level, subject=str(folder), status="skip", detail=why)]
+        from memopt.verification.gradient import stock_runs
+
+        stock_does = stock_runs(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+        why = (
+            "stock modules run on this machine, patched ones end in"
+            if stock_does
+            else "this machine cannot run the model"
+        )
+        status: Status = "fail" if stock_does else "skip"
+        return [Check(f"{level}.machine", level, str(folder), status, detail=f"{why}: {error}")]
     except (NegativeVerdict, ModelError) as error:
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
 
