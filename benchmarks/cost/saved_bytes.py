@@ -3,6 +3,7 @@
     python -m benchmarks.saved_bytes                  print the table of the exact rewrites
     python -m benchmarks.saved_bytes --approximate    of the approximate recipes, next to the exact one
     python -m benchmarks.saved_bytes --outputs        of recomputed outputs of linears, which are exact
+    python -m benchmarks.saved_bytes --adapters       of adapters, autocast and dropouts (`benchmarks.adapter_bytes`)
     python -m benchmarks.saved_bytes --check          and exit 1 where a number falls short of its target
 
 Setting: bf16, SDPA, no dropout (but in one row), hidden size 512, random weights. A block's bytes are those of a model
@@ -35,6 +36,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
+from benchmarks import adapter_bytes
 from memopt.reporting.account import account, live_bytes
 
 HIDDEN = 512
@@ -84,6 +86,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--approximate", action="store_true", help="measure the approximate recipes")
     which.add_argument("--outputs", action="store_true", help="measure recomputed outputs of linears")
+    which.add_argument("--adapters", action="store_true", help="measure adapters, autocast and dropouts")
     parser.add_argument("--check", action="store_true", help="exit 1 where a number falls short of its target")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
     arguments = parser.parse_args()
@@ -91,16 +94,23 @@ def main() -> int:
     option, cases = "", CASES
     if arguments.approximate or arguments.outputs:
         option, cases = (" --approximate", APPROXIMATE) if arguments.approximate else (" --outputs", OUTPUTS)
-    rows = [measure(case) for case in cases]
-    Console(width=None if sys.stdout.isatty() else 104 + 60 * bool(option)).print(table(rows))
+    rows: list[Row] | list[adapter_bytes.Row]
+    if arguments.adapters:
+        option, rows = " --adapters", adapter_bytes.rows()
+        shown = adapter_bytes.table(rows)
+    else:
+        rows = [measure(case) for case in cases]
+        shown = table(rows)
+    Console(width=None if sys.stdout.isatty() else 104 + 60 * bool(option)).print(shown)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         command = f"python -m benchmarks.saved_bytes{option} --check"
         arguments.json.write_text(json.dumps(document(rows, command), indent=2) + "\n")
     short = [row for row in rows if not row.passed]
     for row in short:
-        what = f"{row.name}, {row.trained}, {row.recipe}"
-        print(f"falls short: {what}: {row.patched:.3f} units, target {row.target}", file=sys.stderr)
+        what = f"{row.name}, {row.trained}, {row.recipe}" if isinstance(row, Row) else row.name
+        most = row.target if isinstance(row, Row) else row.limit
+        print(f"falls short: {what}: {row.patched:.3f} units, target {most}", file=sys.stderr)
     return 1 if arguments.check and short else 0
 
 
@@ -159,7 +169,7 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
-def document(rows: list[Row], command: str) -> dict[str, Any]:
+def document(rows: list[Row] | list[adapter_bytes.Row], command: str) -> dict[str, Any]:
     """The rows with what is needed to repeat them."""
     return {
         "command": command,

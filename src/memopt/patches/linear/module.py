@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.linear.function import reads_spec, recomputed_linear
+from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.probes.isolate import with_stand_ins
@@ -128,7 +128,10 @@ def _forward(
         return stock(module, *args, **kwargs)
     x = args[0] if args else next(iter(kwargs.values()))
     spec = reads_spec(x, weight)
-    if spec is None or steps_aside():
+    casts = spec is None and saves_a_cast_weight(x, weight)
+    if not (casts or spec) or steps_aside():
         return stock(module, *args, **kwargs)
+    if spec is None:
+        return cast_linear(x, weight.t() if rewrite.transposed else weight, bias)
     fuses = rewrite.fuses and not is_watched(module)
     return recomputed_linear(x, weight.t() if rewrite.transposed else weight, bias, spec, fuses=fuses)

@@ -1,0 +1,92 @@
+"""Training in mixed precision: what autocast copies, and a loss scale that overflows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import memopt
+from memopt.kernels.linear import function as linear
+from memopt.reporting.account import account
+from tests.factories import tiny_inputs, tiny_model
+
+
+def stock(name: str, lora: bool) -> nn.Module:
+    model = tiny_model(name).train()
+    if not lora:
+        return model
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def run(model: nn.Module, dtype: torch.dtype, inputs: dict[str, Any]) -> Tensor:
+    with torch.autocast("cpu", dtype):
+        loss: Tensor = model(**inputs).loss
+    return loss
+
+
+def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    loss().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_no_copy_of_a_blocks_weight_is_saved_under_autocast(
+    name: str, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    theirs, inputs = stock(name, lora), tiny_inputs(name)
+    ours = memopt.patch(copy.deepcopy(theirs))
+    blocks = [each for each, _ in ours.named_modules() if each.endswith((".layers.1", ".layer.1"))]
+
+    def copies(model: nn.Module) -> int:
+        counted = account(model, lambda: run(model, torch.bfloat16, inputs), blocks=blocks)
+        saved = [each for each in counted.of_block(blocks[0]) if len(each.shape) == 2]
+        return sum(each.nbytes for each in saved if each.cause == "weight copy")
+
+    matrices = [each for each in theirs.get_submodule(blocks[0]).parameters() if each.dim() == 2]
+    assert copies(theirs) == 2 * sum(each.numel() for each in matrices)
+    assert copies(ours) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_is_cast_again_has_the_gradients_of_the_stock_linear(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    torch.manual_seed(0)
+    module, x = nn.Linear(24, 16), torch.randn(2, 5, 24)
+
+    def gradients_of(run_linear: Callable[..., Tensor]) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            assert linear.saves_a_cast_weight(given, module.weight)
+            y = run_linear(given, module.weight, module.bias)
+        return list(torch.autograd.grad(y.float().square().sum(), [given, module.weight, module.bias]))
+
+    for mine, theirs in zip(gradients_of(linear.cast_linear), gradients_of(nn.functional.linear), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+def test_a_weight_that_is_cast_again_can_be_differentiated_twice() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(24, 16).requires_grad_(), torch.randn(5, 24, requires_grad=True)
+
+    def penalty(run_linear: Callable[..., Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run_linear(x, module.weight, module.bias).float().square().sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        (again,) = torch.autograd.grad(dx.square().sum(), module.weight)
+        return again
+
+    mine, theirs = penalty(linear.cast_linear), penalty(nn.functional.linear)
+    # Stock adds the two products that make it in bf16 and not in fp32: three roundings of half an eps each.
+    assert (mine - theirs).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * theirs.abs().max()
