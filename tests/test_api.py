@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ from safetensors import safe_open
 import memopt
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
+from memopt.patches.swap import is_swapped
 from memopt.pipeline import patch_checkpoint
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
@@ -181,3 +184,34 @@ def test_patching_a_checkpointed_model_warns_that_little_is_left_to_save(caplog)
     model.gradient_checkpointing_enable()
     memopt.patch(model)
     assert ["activation checkpointing is on" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_module_that_later_gets_another_forward_does_not_count_as_patched():
+    """... as Liger's does, which its Trainer option puts on the instances."""
+    model = memopt.patch(tiny_model("llama"))
+    before = memopt.summary(model).modules
+    norm = model.model.norm
+    norm.forward = types.MethodType(_other_norm, norm)
+    assert memopt.summary(model).modules == before - 1
+    assert f"1 modules were patched, and later got a forward of {__name__}" in str(memopt.summary(model))
+    assert "model.norm" in memopt.summary(model).remarks[0]
+    for module in model.modules():
+        if is_swapped(module):
+            module.forward = types.MethodType(_other_norm, module)
+    assert not is_patched(model)
+    with pytest.raises(NegativeVerdict, match="already patched"):
+        memopt.patch(model)
+    memopt.unpatch(model)
+    assert not any(map(is_swapped, model.modules()))
+
+
+def test_a_hook_of_accelerate_around_a_forward_leaves_it_patched():
+    model = memopt.patch(tiny_model("llama"))
+    before = memopt.summary(model)
+    accelerate.hooks.add_hook_to_module(model.model.norm, accelerate.hooks.ModelHook())
+    assert "forward" in vars(model.model.norm)
+    assert str(memopt.summary(model)) == str(before)
+
+
+def _other_norm(self, x):
+    return x * self.weight

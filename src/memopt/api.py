@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
-from memopt.errors import ModelError, NegativeVerdict, RecipeError
+from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.generators import generators_kept
+from memopt.partitioned import shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.record import Record, drop_record, keep_record, record_of
 from memopt.patches.registry import patches
-from memopt.patches.swap import is_swapped
+from memopt.patches.swap import is_swapped, shadowed
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.torch_compat import warn_once_of_missing
@@ -57,10 +58,11 @@ def patch(
     Raises:
         NegativeVerdict: the model is already patched, nothing in it can be, or nothing fits in `budget`.
         InputsError: the file of inputs cannot be read.
+        ModelError: a tool has partitioned the model, and left its parameters empty.
         RecipeError: the recipe is unknown, or folds weights.
     """
     warn_once_of_missing()
-    if is_patched(model):
+    if is_patched(model) or shadowed(model):
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
     rules = load_recipe(recipe)
     if rules.folds:
@@ -68,6 +70,7 @@ def patch(
             f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
             "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
         )
+    _check_values(model)
     with generators_kept():
         if budget is not None:
             rules = _within(model, budget, rules, batch, seq)
@@ -92,8 +95,14 @@ def summary(model: nn.Module) -> Summary:
     """
     from memopt.reporting.summary import summarize
 
-    swapped = sum(is_swapped(module) for module in model.modules())
-    return summarize(swapped, record_of(model), (line for patch in patches() for line in patch.remarks(model)))
+    swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
+    remarks = [
+        f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in the place of memopt's: "
+        f"{first_of([name or 'the model' for name in names])}"
+        for owner, names in others.items()
+    ]
+    remarks += [line for patch in patches() for line in patch.remarks(model)]
+    return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
 
 
 @generators_kept()
@@ -170,6 +179,20 @@ def load(
         applied = apply(model, plan, folded=names)
     _finish(model, plan, applied)
     return model
+
+
+def _check_values(model: nn.Module) -> None:
+    """
+    Raises:
+        ModelError: most parameters are empty, and DeepSpeed does not say what they are.
+    """
+    empty = [name for name, parameter in model.named_parameters() if 0 in shape_of(parameter)]
+    if 2 * len(empty) > sum(1 for _ in model.parameters()):
+        raise ModelError(
+            f"{len(empty)} parameters of {type(model).__name__} are empty here ({empty[0]} for example): a tool has "
+            "partitioned them.",
+            "Patch the model before that tool takes it.",
+        )
 
 
 def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:

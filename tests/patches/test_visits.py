@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.patches.apply import apply
+from memopt.patches.sampled_linear.dataset import remember_gradients
 from memopt.patches.sampled_linear.module import patch_sampled_linear
 from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import INDEX, Visits, declare_index, patch_visits, visits_of
@@ -394,10 +395,41 @@ def test_under_peft_the_base_model_takes_the_index(adapters: str) -> None:
     assert torch.equal(bert(**batch, memopt_index=torch.arange(2)).loss, bert(**batch).loss)
 
 
-def test_a_model_whose_forward_was_replaced_samples_without_what_it_could_know() -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_whose_forward_was_replaced_notes_what_the_model_without_its_head_is_given(when: str) -> None:
+    """... as TRL does, whose forward calls that and computes the loss itself."""
+    bert: Any = tiny_model("bert")
+    own = bert.forward
+
+    def fused(input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return nn.functional.cross_entropy(bert.classifier(bert.bert(input_ids, **kwargs).pooler_output), labels)
+
+    plan = memopt.plan_for(bert, "sampled")
+    if when == "before":
+        bert.forward = fused
+    applied = apply(bert, plan)
+    bert.forward = fused
+    assert not applied.refused
+    assert INDEX in inspect.signature(bert.bert.forward).parameters
+    (visits,) = visits_of(bert)
+    memory = remember_gradients(bert, 2, 8)
+    inputs = tiny_inputs("bert", 2, 8)
+    inputs["attention_mask"][:, 5:] = 0
+    for _ in range(3):
+        bert(**inputs, memopt_index=torch.arange(2)).backward()
+    visits.padding.settle()
+    memory.flush()
+    assert any(visits.padding.leaves_out(linear) for linear in range(len(visits.padding)))
+    assert memory.written
+    bert.forward = own
+    bert(**inputs, memopt_index=torch.arange(2)).loss.backward()  # one note, of the outer call
+    assert memory.calls == 4
+
+
+def test_a_model_whose_forwards_were_replaced_samples_without_what_it_could_know() -> None:
     bert: Any = tiny_model("bert")
     plan = memopt.plan_for(bert, "sampled")
-    bert.forward = bert.forward
+    bert.forward, bert.bert.forward = bert.forward, bert.bert.forward
     applied = apply(bert, plan)
     assert applied.done["sampled_linear"]
     assert [name for name, reason in applied.refused if "padding" in reason] == [""]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from memopt.partitioned import gathered
 from memopt.patches.base import PlanView
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.scopes import choose_scopes
-from memopt.patches.swap import is_swapped, unswap
+from memopt.patches.swap import is_swapped, replaced_by, unswap
 
 #: What :attr:`Applied.done` calls modules that do nothing but run in a scope.
 SCOPE = "scope"
@@ -73,7 +75,9 @@ class _Live:
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
         try:
-            rewrite(self.modules[name], *arguments, **options)
+            # The proof of a scope, which holds a whole block, is not by values.
+            with nullcontext() if patch == SCOPE else gathered(self.modules[name]):
+                rewrite(self.modules[name], *arguments, **options)
             self.rewritten.setdefault(patch, []).append(name)
         except ValueError as reason:
             self.refuse(name, str(reason))
@@ -91,5 +95,5 @@ def undo(model: nn.Module) -> int:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether any module of `model` is patched."""
-    return any(is_swapped(module) for module in model.modules())
+    """Whether any module of `model` runs memopt's forward."""
+    return any(is_swapped(module) and replaced_by(module) is None for module in model.modules())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -138,6 +139,49 @@ def is_watched(module: nn.Module) -> bool:
     if forward or forward_pre or backward or backward_pre or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules
+
+
+def replaced_by(module: nn.Module) -> str | None:
+    """Where the function comes from that was put in the place of the forward of `module`'s class, on the instance.
+
+    None where there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
+    names arguments does something with them: TRL's computes the loss where it is asked to, and calls the stock forward
+    elsewhere.
+    """
+    own, owner, names_arguments = _layers(type(module).forward), None, False
+    for layer in _layers(vars(module).get("forward")):
+        if layer in own:
+            return owner if names_arguments else None
+        owner = owner or getattr(layer, "__globals__", {}).get("__name__", type(layer).__module__)
+        names_arguments = names_arguments or _names_arguments(layer)
+    return owner
+
+
+def _layers(forward: Any) -> list[Any]:
+    """The functions of a forward: what it wraps comes behind it."""
+    layers = []
+    while forward is not None:
+        layers.append(getattr(forward, "__func__", getattr(forward, "func", forward)))  # of a method, of a partial
+        forward = getattr(forward, "__wrapped__", None)
+    return layers
+
+
+def shadowed(model: nn.Module) -> dict[str, list[str]]:
+    """Swapped modules of `model` that do not run their forward, by :func:`replaced_by`."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if is_swapped(module) and (owner := replaced_by(module)) is not None:
+            found.setdefault(owner, []).append(name)
+    return found
+
+
+def _names_arguments(function: Callable[..., Any]) -> bool:
+    """Whether a wrapper of a forward has arguments of its own, behind the module."""
+    try:
+        _, *more = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):  # without a signature, or without an argument
+        return False
+    return any(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in more)
 
 
 def swap_state(module: nn.Module) -> object:

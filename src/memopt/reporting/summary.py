@@ -16,7 +16,7 @@ class Summary:
     """What a patched model is; `print` shows it in a few lines."""
 
     modules: int
-    """Number of modules that are patched; 0 for a stock model."""
+    """Number of modules that run memopt's forward; 0 for a stock model."""
     plan: PlanView | None = None
     """The action and reason of each site; None where the model carries no record."""
     refused: tuple[tuple[str, str], ...] = ()
@@ -30,7 +30,7 @@ class Summary:
         return None if self.plan is None else self.plan.recipe.name
 
     def __str__(self) -> str:
-        if not self.modules:
+        if not (self.modules or self.remarks):
             return "This model is not patched; memopt.patch(model) patches it."
         if self.plan is None:
             return f"Part of a patched model: {self.modules} of its modules are patched. Undo: memopt.unpatch(model)"
@@ -50,6 +50,6 @@ class Summary:
 
 def summarize(modules: int, record: Record | None, remarks: Iterable[str] = ()) -> Summary:
     """Summary of a model with `modules` patched modules and the record that it carries."""
-    if record is None or not modules:
+    if record is None:
         return Summary(modules)
     return Summary(modules, record.plan, record.refused, tuple(remarks))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
+from memopt.partitioned import shape_of
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.walk.probes.isolate import with_stand_ins
@@ -56,12 +57,12 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     """Whether `module` holds a weight and perhaps a bias, and its forward is x W^T + b (transposed: x W + b)."""
     parameters = dict(module.named_parameters(recurse=False))
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+    if weight is None or len(shape_of(weight)) != 2 or not weight.is_floating_point():
         return False
     has_more = len(parameters) > 1 + (bias is not None) or next(module.buffers(), None) is not None
     if has_more or next(module.children(), None) is not None:
         return False
-    size = weight.size(1 if transposed else 0)
+    size = shape_of(weight)[1 if transposed else 0]
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> nn.Parameter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
-from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers, module_hooks
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
@@ -74,14 +73,13 @@ def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str]
 
 
 def replaced_forwards(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Whose function runs in the place of a forward around patched heads, and these heads; not where it wraps it."""
+    """Where a forward around patched heads comes from that was put in the place of a module's own, and these heads."""
     named = dict(model.named_modules())
     heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
     for name, module in named.items():
-        forward = vars(module).get("forward")
         inside = [head for head in heads if not name or head.startswith(f"{name}.")]
-        if forward is not None and inside and inspect.unwrap(forward) is not inspect.unwrap(type(module).forward):
-            yield str(forward.__module__), inside
+        if inside and (owner := replaced_by(module)) is not None:
+            yield owner, inside
 
 
 @torch.no_grad()

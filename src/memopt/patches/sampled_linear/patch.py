@@ -128,8 +128,9 @@ class SampledLinearPatch(Patch):
         from memopt.patches.sampled_linear.visits import patch_visits
 
         visits = next(iter(samplings_in(live.model).values())).visits
+        linears = [live.modules[name] for name in live.done(self.name)]
         try:
-            patch_visits(live.model, visits)
+            patch_visits(live.model, visits, linears)
         except ValueError as reason:
             live.refuse("", f"its sampled linears are told of neither padding nor samples: {reason}")
 

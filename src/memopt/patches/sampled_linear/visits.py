@@ -1,8 +1,10 @@
 """What sampled linears know of a call of their model: which rows are padding, and which samples the batch holds.
 
 The model's own forward notes its attention masks, and the sample index that came with the batch, for the time of the
-call; its linears look there. A linear in a call of another model, or outside of any, knows nothing and draws rows by
-their own norms.
+call; its linears look there. So does the forward of the one module in it that holds every sampled linear (the model
+without its head), where no call is noted yet: trainers that compute the loss themselves (TRL) put another forward in
+the place of the model's, which calls that module. A linear in a call of another model, or outside of any, knows nothing
+and draws rows by their own norms.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +54,20 @@ class Visits:
 
     def call(self, linear: int, x: Tensor) -> LinearCall | None:
         """What linear number `linear` knows of this call with the input `x`; None where that is nothing."""
+        visit = self._current()
+        rows = None if visit is None else visit.rows(x)
+        return None if rows is None else LinearCall(self, linear, rows)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model goes on."""
+        return self._current() is not None
+
+    def _current(self) -> Visit | None:
         visit = _visit.get()
         while visit is not None and visit.visits is not self:
             visit = visit.outer
-        rows = None if visit is None else visit.rows(x)
-        return None if rows is None else LinearCall(self, linear, rows)
+        return visit
 
     @contextlib.contextmanager
     def visit(self, masks: Sequence[Tensor], index: Tensor | None) -> Iterator[None]:
@@ -159,24 +170,45 @@ class VisitRewrite:
     """What a model whose calls are noted knows."""
 
     visits: Visits
+    is_inner: bool = False
+    """Whether it notes a call only where none is noted yet."""
 
 
-def patch_visits(model: nn.Module, visits: Visits) -> None:
+def patch_visits(model: nn.Module, visits: Visits, linears: Collection[nn.Module] = ()) -> None:
     """Let `model`, or the base model inside a PEFT model, note its calls in `visits`, and take a ``memopt_index``.
 
+    Args:
+        linears: those that are sampled.
+
     Raises:
-        ValueError: the module cannot be swapped.
+        ValueError: neither the module nor the one inside that holds `linears` can be swapped.
     """
-    module = _entry(model)
-    swap_forward(module, _forward, VisitRewrite(visits))
-    visits.belong_to(module)
-    declare_index(module)
+    entry = _entry(model)
+    inner, refusals = _inner(entry, linears), []
+    for module in (entry,) if inner is None else (entry, inner):
+        try:
+            swap_forward(module, _forward, VisitRewrite(visits, module is inner))
+            visits.belong_to(module)
+        except ValueError as reason:
+            refusals.append(reason)
+    if len(refusals) > (inner is not None):
+        raise refusals[0]
+    declare_index(model)
+
+
+def _inner(model: nn.Module, linears: Collection[nn.Module]) -> nn.Module | None:
+    """The child of `model` that holds all of `linears`."""
+    for child in model.children() if linears else ():
+        inside = {id(module) for module in child.modules()}
+        if all(id(linear) in inside for linear in linears):
+            return None if isinstance(child, nn.ModuleList | nn.ModuleDict) else child
+    return None
 
 
 def visits_of(model: nn.Module) -> list[Visits]:
-    """What :func:`patch_visits` was given for modules of `model`."""
+    """What :func:`patch_visits` was given for modules of `model`, once each."""
     states = [swap_state(module) for module in model.modules() if is_swapped(module)]
-    return [state.visits for state in states if isinstance(state, VisitRewrite)]
+    return list({id(state.visits): state.visits for state in states if isinstance(state, VisitRewrite)}.values())
 
 
 def declare_index(model: nn.Module) -> None:
@@ -211,7 +243,7 @@ def _entry(model: nn.Module) -> nn.Module:
 @wraps_any_forward
 def _forward(stock: Callable[..., Any], rewrite: VisitRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     index = kwargs.pop(INDEX, None)
-    if steps_aside():
+    if steps_aside() or (rewrite.is_inner and rewrite.visits.is_open):
         return stock(module, *args, **kwargs)
     if not (isinstance(index, Tensor) and _has_values(index)):
         index = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.partitioned import shape_of
 from memopt.torch_compat import storage_id
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.limits import watched_build
@@ -63,7 +64,9 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _meta_twin(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+    if shape_of(tensor) != tensor.shape:
+        twin = torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
+    elif type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
         source = tensor.untyped_storage()
         key = storage_id(source)
         if key not in storages:
