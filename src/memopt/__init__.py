@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, summary, unpatch
+    from memopt.integrations.trainer import TrainerCallback
     from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
@@ -24,15 +25,17 @@ _HOMES = {
         ("PatchResult", "UnpatchResult", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
     ),
     "verify": "memopt.verification.run",
+    "TrainerCallback": "memopt.integrations.trainer",
     **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),
     **dict.fromkeys(("Recipe", "load_recipe"), "memopt.plan.recipe"),
 }
-_ROOMS = ("plan", "verification", "reporting", "sampling")
+_ROOMS = ("plan", "verification", "reporting", "sampling", "integrations")
 
 __all__ = [
     "PatchResult",
     "Plan",
     "Recipe",
+    "TrainerCallback",
     "UnpatchResult",
     "__version__",
     "load",

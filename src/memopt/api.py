@@ -250,7 +250,8 @@ def _say(model: nn.Module, plan: Plan) -> None:
             _logger.setLevel(logging.INFO)
     undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
     _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+    # Of the model, in contrast to the recipe's own.
+    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
         _logger.warning(
             "activation checkpointing is on, so a block keeps its input alone: what memopt saves is in the one block "
             "that runs again and in the loss. Without checkpointing it saves in every block and nothing runs again "

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from memopt.errors import InputsError
 from memopt.patches.sampled_linear.dataset import IndexedDataset, remember_gradients
 from memopt.patches.sampled_linear.gradient_memory import GradientMemory
-from memopt.patches.sampled_linear.visits import INDEX, declare_index
+from memopt.patches.sampled_linear.visits import INDEX, declare_index, visits_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,13 @@ class GradientMemoryCallback(TrainerCallback):
     InputsError or ModelError at the start of training where the data set is no IndexedDataset, or nothing is sampled.
     """
 
-    def __init__(self, max_tokens: int | None = None) -> None:
+    def __init__(self, max_tokens: int | None = None, *, required: bool = True) -> None:
         """
         Args:
             max_tokens: how many tokens of a sample are remembered; None takes the longest of 1,000 samples.
+            required: whether it is an error where there is nothing to remember, or no sample has a number.
         """
-        self.max_tokens = max_tokens
+        self.max_tokens, self.required = max_tokens, required
         self.memory: GradientMemory | None = None
         """While training goes on."""
         self._checked = False
@@ -56,14 +57,22 @@ class GradientMemoryCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        dataset = _indexed(getattr(train_dataloader, "dataset", None))
         assert model is not None
+        if not (self.required or visits_of(model)):
+            return
+        try:
+            dataset = _indexed(getattr(train_dataloader, "dataset", None))
+        except InputsError as error:
+            if self.required:
+                raise
+            logger.info("rows are drawn by their own norms, with more noise than from a memory of gradients: %s", error)
+            return
         self.memory = remember_gradients(model, dataset, self.max_tokens or _longest(dataset))
         self._checked = False
         logger.info("%s", self.memory)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.memory is None or self._checked:
+        if self.memory is None or not self.memory.is_kept or self._checked:
             return
         self._checked = True
         self.memory.flush()

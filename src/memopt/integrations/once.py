@@ -1,0 +1,63 @@
+"""Patch the model that somebody's trainer brings, unless it is patched already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from memopt.api import patch, summary
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
+
+logger = logging.getLogger("memopt")
+
+
+@dataclass(frozen=True)
+class Patching:
+    """The arguments of `memopt.patch`, for a model that comes later."""
+
+    recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE
+    inputs: Mapping[str, Any] | str | Path | None = None
+    budget: str | int | None = None
+    batch: int | None = None
+    seq: int | None = None
+
+    def patch_once(
+        self, model: nn.Module, *, batch: int | None = None, seq: int | None = None, say: bool = True
+    ) -> None:
+        """Patch `model`, and say so.
+
+        Args:
+            batch, seq: of the trainer, where a plan for `budget` needs them and they were not given.
+            say: whether this process is the one that speaks.
+        """
+        before = summary(model)
+        with contextlib.nullcontext() if say else _silent():
+            if before.modules:
+                logger.info("the model is patched already, by recipe '%s', and is left as it is", before.recipe)
+                return
+            sizes = {} if self.budget is None else {"batch": self.batch or batch, "seq": self.seq or seq}
+            patch(model, self.recipe, inputs=self.inputs, budget=self.budget, **sizes)
+
+
+def say_remarks(model: nn.Module, said: set[str]) -> None:
+    """Warn of what the trainer has set on a patched model since, each remark once."""
+    for remark in summary(model).remarks:
+        if remark not in said:
+            said.add(remark)
+            logger.warning("%s", remark)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

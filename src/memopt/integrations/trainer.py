@@ -1,0 +1,132 @@
+"""`memopt.TrainerCallback`: one line in `transformers.Trainer`, and in every trainer of TRL."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import transformers
+from torch import nn
+
+from memopt.errors import ModelError
+from memopt.integrations.once import Patching, logger, say_remarks
+from memopt.patches.apply import is_patched
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
+from memopt.sampling import GradientMemoryCallback
+
+M = TypeVar("M", bound=nn.Module)
+#: Liger's kernels for modules that memopt patches; the others replace a function, or the forward of the whole model.
+_LAYERS_OF_LIGER = ("rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared")
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Patches the model of a Trainer when it has been built and nothing has wrapped it yet.
+
+        Trainer(model, args, ..., callbacks=[memopt.TrainerCallback()])
+        SFTTrainer(model, args=args, ..., callbacks=[memopt.TrainerCallback("exact-levels")])
+
+    Losses and gradients are those of `memopt.patch(model, recipe)` by hand. A model that is patched already is left
+    alone. The logger ``memopt`` says what was patched, and when training begins what the trainer has taken over: a loss
+    that it computes itself, activation checkpointing of the blocks.
+
+    - ``gradient_checkpointing=True`` runs around memopt; where the recipe has ``checkpointing``, its choice holds.
+    - ``use_liger_kernel=True``: Liger's kernels of norms and MLPs are switched off where ``liger_kernel_config`` does
+      not name them, since they would replace memopt's.
+    - ``model_init``: the model that `train` builds is patched before its first step. Where FSDP or ZeRO-3 has sharded
+      it by then, wrap the function: ``model_init=callback.model_init(function)``.
+    - A recipe that samples linears remembers gradients if the data set is a `memopt.sampling.IndexedDataset`.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
+        *,
+        inputs: Mapping[str, Any] | str | Path | None = None,
+        budget: str | int | None = None,
+        batch: int | None = None,
+        seq: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: as in `memopt.patch`, like `inputs` and `budget`; its errors are raised when the Trainer is made.
+            batch: rows of a step, for `budget`; else ``per_device_train_batch_size``.
+            seq: tokens in a row, for `budget`; else TRL's ``max_length``, or what `memopt.patch` takes.
+            max_tokens: as in `memopt.sampling.GradientMemoryCallback`.
+        """
+        self._patching = Patching(recipe, inputs, budget, batch, seq)
+        self._gradients = GradientMemoryCallback(max_tokens, required=False)
+        self._said: set[str] = set()
+
+    def model_init(self, function: Callable[..., M]) -> Callable[..., M]:
+        """`function`, a Trainer's ``model_init``, with its model patched."""
+
+        @functools.wraps(function)
+        def build(*trial: Any) -> M:
+            model = function(*trial)
+            self._patching.patch_once(model)
+            return model
+
+        return build
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        if args.use_liger_kernel:
+            _keep_liger_out(args)
+        if model is not None:
+            self._patch(model, args, state)
+            self._gradients.on_init_end(args, state, control, model=model, **kwargs)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        assert model is not None
+        if not is_patched(model):  # the one of `model_init`
+            _check_whole(model, args)
+            self._patch(model, args, state)
+        if state.is_local_process_zero:
+            say_remarks(model, self._said)
+        self._gradients.on_train_begin(args, state, control, model=model, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._gradients.on_step_end(args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._gradients.on_train_end(args, state, control, **kwargs)
+
+    def _patch(self, model: nn.Module, args: Any, state: Any) -> None:
+        self._patching.patch_once(
+            model,
+            batch=args.per_device_train_batch_size,
+            seq=getattr(args, "max_length", None),
+            say=state.is_local_process_zero,
+        )
+
+
+def _check_whole(model: nn.Module, args: Any) -> None:
+    """
+    Raises:
+        ModelError: FSDP or ZeRO-3 has sharded the model.
+    """
+    sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
+    if sharded or getattr(args, "fsdp", None):
+        raise ModelError(
+            "The Trainer has built its model by `model_init`, and sharded it before memopt could see it.",
+            "Give it the function of the callback: model_init=callback.model_init(function).",
+        )
+
+
+def _keep_liger_out(args: Any) -> None:
+    """Switch Liger's kernels for norms and MLPs off, where the user did not ask for each: `train` would put them in the
+    place of memopt's."""
+    given = dict(args.liger_kernel_config or {})
+    off = [name for name in _LAYERS_OF_LIGER if name not in given]
+    args.liger_kernel_config = {**dict.fromkeys(off, False), **given}
+    logger.warning(
+        "use_liger_kernel=True: norms and MLPs are memopt's, so %s are off; what else liger_kernel_config switches on "
+        "is left to Liger: by default the rotary embedding and the loss. liger_kernel_config={'%s': True} "
+        "would give it these modules as well",
+        ", ".join(off) or "none of Liger's kernels",
+        (off or _LAYERS_OF_LIGER)[0],
+    )

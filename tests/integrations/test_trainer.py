@@ -1,0 +1,170 @@
+"""`memopt.TrainerCallback` under `transformers.Trainer`; TRL's trainers are in tests/train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import memopt
+from memopt.errors import ModelError, NegativeVerdict
+from memopt.patches.apply import is_patched
+from memopt.sampling import IndexedDataset
+from tests.factories import tiny_inputs, tiny_model
+
+STEPS = 3
+
+
+def samples(name: str) -> list[dict[str, Any]]:
+    batch = tiny_inputs(name, 2 * STEPS, 12)
+    return [{key: value[row] for key, value in batch.items()} for row in range(2 * STEPS)]
+
+
+def trainer(folder: Path, model: Any, *callbacks: Any, name: str = "llama", **settings: Any) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=1e-2,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        **settings,
+    )
+    built = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    data: Any = samples(name)
+    return Trainer(args=arguments, train_dataset=data, callbacks=list(callbacks), **built)
+
+
+def losses(run: Trainer) -> list[float]:
+    run.train()
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
+def test_losses_are_those_of_patching_by_hand(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    with_callback = losses(trainer(tmp_path, model, memopt.TrainerCallback(), **settings))
+    assert is_patched(model)
+    assert with_callback == losses(trainer(tmp_path, memopt.patch(tiny_model("llama")), **settings))
+    stock = losses(trainer(tmp_path, tiny_model("llama"), **settings))
+    assert with_callback == pytest.approx(stock, rel=1e-2 if "bf16" in settings else 1e-5)
+
+
+class Models:
+    """A `model_init` that keeps what it built."""
+
+    def __init__(self, wrap: Callable[..., Any] = lambda build: build) -> None:
+        self.built: list[nn.Module] = []
+        self.init = wrap(self._build)
+
+    def _build(self) -> nn.Module:
+        self.built.append(tiny_model("llama"))
+        return self.built[-1]
+
+
+def test_the_model_that_train_builds_by_model_init_is_patched_as_well(tmp_path: Path) -> None:
+    models, callback = Models(), memopt.TrainerCallback()
+    first = losses(trainer(tmp_path, models.init, callback))
+    assert len(models.built) == 2
+    assert all(map(is_patched, models.built))
+    wrapped = Models(callback.model_init)
+    assert losses(trainer(tmp_path, wrapped.init, callback)) == first
+    assert all(map(is_patched, wrapped.built))
+    assert first == losses(trainer(tmp_path, memopt.patch(tiny_model("llama"))))
+
+
+def test_a_model_that_was_sharded_before_it_was_seen_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    class Sharding(TrainerCallback):
+        def on_train_begin(self, *arguments: Any, model: nn.Module, **kwargs: Any) -> None:
+            next(model.parameters()).ds_id = 0  # type: ignore[attr-defined]
+
+    run = trainer(tmp_path, Models().init, Sharding(), memopt.TrainerCallback())
+    with pytest.raises(ModelError, match=r"model_init=callback\.model_init"):
+        run.train()
+
+
+def test_a_model_that_is_patched_already_is_left_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = memopt.patch(tiny_model("llama"), "exact-levels")
+    with caplog.at_level(logging.INFO, "memopt"):
+        trainer(tmp_path, model, memopt.TrainerCallback())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model is patched already, by recipe 'exact-levels', and is left as it is"
+    ]
+    assert memopt.summary(model).recipe == "exact-levels"
+
+
+def test_a_model_in_which_nothing_can_be_patched_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    with pytest.raises(NegativeVerdict), pytest.warns(UserWarning, match="knows little"):
+        trainer(tmp_path, nn.Linear(4, 4), memopt.TrainerCallback())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [("exact-levels", "the recipe's choice of blocks holds"), ("exact-unfolded", "runs around memopt")],
+)
+def test_whose_checkpointing_applies_is_said_once(
+    tmp_path: Path, recipe: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(recipe), gradient_checkpointing=True)
+    with caplog.at_level(logging.WARNING, "memopt"):
+        run.train()
+        run.train()
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_plan_for_a_budget_takes_its_batch_from_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memopt.integrations import once
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(once, "patch", lambda model, recipe, **kwargs: given.update(kwargs))
+    trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(budget="1GiB", seq=12))
+    assert given == {"inputs": None, "budget": "1GiB", "batch": 2, "seq": 12}
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_recipe_that_samples_remembers_gradients_of_numbered_samples(
+    tmp_path: Path, indexed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data: Any = samples("bert")
+    with caplog.at_level(logging.INFO, "memopt"):
+        callback = memopt.TrainerCallback("sampled", max_tokens=12)
+        run = trainer(tmp_path, tiny_model("bert"), callback, name="bert")
+        run.train_dataset = IndexedDataset(data) if indexed else data
+        run.train()
+    assert ("memory of gradients takes" in caplog.text) is indexed
+    assert ("IndexedDataset(dataset)" in caplog.text) is not indexed
+
+
+def test_liger_gets_no_module_that_memopt_patches_unless_it_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(
+        tmp_path,
+        tiny_model("llama"),
+        memopt.TrainerCallback(),
+        use_liger_kernel=True,
+        liger_kernel_config={"rope": False, "rms_norm": True},
+    )
+    config = run.args.liger_kernel_config
+    assert config == {
+        "rope": False,
+        "rms_norm": True,
+        **dict.fromkeys(("layer_norm", "swiglu", "geglu", "relu_squared"), False),
+    }
+    assert "left to Liger" in caplog.text
+
+
+def test_importing_memopt_does_not_import_the_trainer() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, memopt; memopt.patch, memopt.integrations; sys.exit('transformers.trainer' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
