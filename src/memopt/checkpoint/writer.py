@@ -32,7 +32,7 @@ from memopt.checkpoint.patched import config_key, digest_of_affines
 from memopt.checkpoint.shards import WrittenShard, read_floats, restore, write_shard
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
-from memopt.errors import NegativeVerdict
+from memopt.errors import NegativeVerdict, OutputError
 from memopt.plan.plan import Plan
 
 _MAX_WORKERS = 2  # shards at a time; each has two threads more for its digests
@@ -60,6 +60,7 @@ def write_checkpoint(
     *,
     force: bool = False,
     inputs: InputsRecord | None = None,
+    emitted: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> WriteResult:
@@ -68,13 +69,17 @@ def write_checkpoint(
     Args:
         force: replace an `out` that memopt wrote and that nobody changed.
         inputs: the batch that the walk ran with, for the manifest.
+        emitted: files to add, for training engines: name -> content.
         progress: called with (bytes written, bytes to write).
         note: called with each sentence that a user should read.
 
     Raises:
-        OutputError: `out` cannot be used or written.
+        OutputError: `out` cannot be used or written, or the source has a file of the name of one that is to be added.
         NegativeVerdict: the source is a patched checkpoint.
     """
+    added = dict(emitted or {})
+    if taken := sorted(added.keys() & {*source.side_files, *source.left_out}):
+        raise OutputError(f"'{source.model}' has its own {taken[0]}.", "Remove it there first, or emit elsewhere.")
     if CONFIG_KEY in source.config:
         raise NegativeVerdict(f"'{source.model}' is already patched.", "Patch the model that it was made from.")
     out = check_target(out, source.root, force=force)
@@ -96,6 +101,7 @@ def write_checkpoint(
         _write_config(source, plan, folds, stage)
         manifest = _manifest(source, plan, folds, shards, stage, workers, inputs)
         manifest = replace(_write_card(source, manifest, stage, remember), notes=tuple(notes))
+        manifest = _write_added(added, manifest, stage)
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         keep_private(source, stage)
     changed = folds.operations()
@@ -220,6 +226,14 @@ def _write_card(source: CheckpointSource, manifest: Manifest, stage: Path, note:
         return manifest
     (stage / CARD).write_bytes(content)
     return replace(manifest, files=dict(sorted({**manifest.files, CARD: _record(stage / CARD)}.items())))
+
+
+def _write_added(added: Mapping[str, bytes], manifest: Manifest, stage: Path) -> Manifest:
+    """Write the files for training engines; the manifest with them."""
+    for name, content in added.items():
+        (stage / name).write_bytes(content)
+    files = dict(sorted({**manifest.files, **{name: _record(stage / name) for name in added}}.items()))
+    return replace(manifest, files=files, emitted=tuple(sorted(added)))
 
 
 def _manifest(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from memopt.cli import common, drawings
-from memopt.errors import UsageError
+from memopt.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from memopt.prediction.planner.choice import Choice
 
 Allowed = Literal["approximate"]
 BudgetOption = Annotated[
@@ -22,7 +26,12 @@ BudgetOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="Write the plan of --budget as a recipe.", show_default=False),
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Write the plan of --budget as a recipe; with --emit a folder.",
+        show_default=False,
+    ),
 ]
 AllowOption = Annotated[
     Allowed | None,
@@ -31,12 +40,19 @@ AllowOption = Annotated[
 FrontierOption = Annotated[bool, typer.Option("--frontier", help="Print plans by memory and time.")]
 
 
-def asked(budget: str | None, frontier: bool, out: Path | None, allow: Allowed | None) -> bool:
+def asked(budget: str | None, frontier: bool, out: Path | None, allow: Allowed | None, emit: Sequence[str]) -> bool:
     """Whether a plan or a frontier is asked for.
 
     Raises:
-        UsageError: an option is given that needs another one.
+        UsageError: an option is given that needs another one, or --emit names no engine.
     """
+    if emit:
+        from memopt.emit.engines import check_kinds
+
+        check_kinds(emit)
+        if out is None or budget is None or frontier:
+            hint = "Give both, e.g. --budget 24GiB --out plan."
+            raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
     if (out is not None or allow) and (budget is None or frontier):
         raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
     return budget is not None or frontier
@@ -52,10 +68,11 @@ def show(
     html: Path | None = None,
     snapshot: Path | None = None,
     *,
+    emit: Sequence[str] = (),
     json_output: bool,
 ) -> int:
     """Print the plan for `budget`, or the frontier with its rates; `step` are arguments of `plan_training`."""
-    file = common.output_file(out, "--out")
+    file = _folder(out) if emit and out is not None else common.output_file(out, "--out")
     allowed = () if allow is None else (allow,)
     with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"):
         from memopt.prediction.planner.choice import Choice
@@ -70,14 +87,43 @@ def show(
         )
         drawings.write_plan(chosen, model, step, html, snapshot)
     if file is not None and isinstance(chosen, Choice):
-        from memopt.files import write_output
-        from memopt.plan.recipe import dump_recipe
-
-        write_output(file, dump_recipe(chosen.plan.recipe).encode())
-        common.note(f"Wrote {file}; use it with memopt.patch(model, '{file}')")
+        _write(model, chosen, file, emit)
     if json_output:
         key = "plan" if isinstance(chosen, Choice) else "frontier"
         common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}))
     else:
         print(chosen)
     return common.EXIT_OK
+
+
+def _folder(path: Path) -> Path:
+    """The folder of --out, made where it is missing.
+
+    Raises:
+        OutputError: it is a file, or cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--out '{path}' is no folder: {error.strerror}.", "With --emit, name a folder.") from error
+    return path
+
+
+def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> None:
+    """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines."""
+    from memopt.files import write_output
+    from memopt.plan.recipe import dump_recipe
+
+    recipe, files = out, {out.name: dump_recipe(chosen.plan.recipe).encode()}
+    if emit:
+        from memopt.emit.engines import RECIPE_FILE, files_of
+        from memopt.emit.planned import planned_step
+
+        recipe = out / RECIPE_FILE
+        files, notes = files_of(planned_step(model, str(recipe), chosen), emit)
+        for text in notes:
+            common.note(f"note: {text}")
+    for name, content in files.items():
+        write_output(recipe.with_name(name), content)
+    common.note(f"Wrote {', '.join(str(recipe.with_name(name)) for name in files)}")
+    common.note(f"Use it with memopt.patch(model, '{recipe}')")

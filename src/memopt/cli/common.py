@@ -39,6 +39,15 @@ RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit 
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
 ]  # fmt: skip
+EmitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--emit",
+        metavar="ENGINE",
+        help="Also write its configuration: trainer, accelerate, deepspeed, fsdp, axolotl, torchtitan; repeatable.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SCHEMA_VERSION = 1
 EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2

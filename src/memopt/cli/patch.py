@@ -44,6 +44,7 @@ def patch(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a folder that memopt wrote and nobody changed.")
     ] = False,
+    emit: common.EmitOption = None,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
@@ -72,6 +73,7 @@ def patch(
             allow_pickle=allow_pickle,
             force=force,
             dry_run=dry_run,
+            emit=emit or (),
             opened=_opened,
             progress=progress,
             note=lambda text: common.note(f"note: {text}"),
@@ -119,6 +121,8 @@ def _print(result: PatchResult, verbose: bool) -> None:
     print(
         f"Wrote {result.out}: {nbytes} of weights, " + (f"{tensors} ({changed}) changed." if changed else "unchanged.")
     )
+    if written.manifest.emitted:
+        print(f"Beside them: {', '.join(written.manifest.emitted)}.")
     if written.changed_tensors:
         print(_FOLD_SENTENCE)
     near_zero = sum(record.near_zero for record in written.manifest.folds)

@@ -74,6 +74,7 @@ def report(
     budget: budgets.BudgetOption = None,
     out: budgets.OutOption = None,
     allow: budgets.AllowOption = None,
+    emit: common.EmitOption = None,
     frontier: budgets.FrontierOption = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
@@ -92,7 +93,7 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
-    planned = budgets.asked(budget, frontier, out, allow)
+    planned = budgets.asked(budget, frontier, out, allow, emit or ())
     _check_together(
         "--budget" if budget is not None else "--frontier" if planned else "--measure" if measure else None,
         both={"--gpu": gpu is not None, "--verbose": verbose},
@@ -128,7 +129,9 @@ def report(
     }
     if planned:
         step |= {"recipe": recipe, "setup": setup}
-        return budgets.show(model, budget, frontier, out, allow, step, html, snapshot, json_output=json_output)
+        return budgets.show(
+            model, budget, frontier, out, allow, step, html, snapshot, emit=emit or (), json_output=json_output
+        )
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
         options["trust_remote_code"] = trust_remote_code

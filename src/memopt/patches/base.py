@@ -267,6 +267,13 @@ class Patch:
         """What takes less work than `plan` and saves more, exactly, in words -> its settings (KEY=VALUE)."""
         return {}
 
+    # --- files of training engines: no torch --------------------------------------------------------------------------
+
+    def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
+        """What the recipe means in settings that engines have of their own: ``gradient_checkpointing`` (``some`` or
+        ``all`` of `blocks`, the model's), ``attn_implementation``."""
+        return {}
+
     # --- scopes: no torch --------------------------------------------------------------------------------------------
 
     def families(self, recipe: RecipeView) -> frozenset[str]:

@@ -19,6 +19,7 @@ from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affin
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.checks import Check, Status
+from memopt.emit.engines import file_names
 from memopt.errors import ModelError, first_of
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
@@ -140,6 +141,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "it lists no site of the model"
     if not manifest.source.files:
         yield "it lists no file of the source"
+    for name in sorted({*manifest.emitted} - (file_names() & manifest.files.keys())):
+        yield f"{name} is no file that `--emit` writes"
     known = {patch.kind: patch for patch in patches() if patch.kind}
     for entry in manifest.entries:
         patch = known.get(entry.kind)
@@ -187,7 +190,8 @@ def _file_differences(manifest: Manifest, source: CheckpointSource, patched: Che
     card, _ = patched_card(source.root, manifest)
     if card is not None:
         yield from _card_differences(card, source, patched, older=manifest.memopt_version != memopt.__version__)
-    for name in sorted((before | after) - ({CARD} if card is not None else set())):
+    own = {CARD} if card is not None else set[str]()
+    for name in sorted((before | after) - own - (set(manifest.emitted) - before)):
         if name not in after:
             yield f"{name} is missing"
         elif name not in before:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
-from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, Rules
+from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, RecipeView, Rules
 from memopt.walk.sites import Sites
 
 SET = "set implementation"
@@ -53,6 +53,10 @@ class AttentionPatch(Patch):
 
     def targets(self, plan: PlanView) -> tuple[str, ...]:
         return ()
+
+    def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
+        rules = recipe.rules(AttentionRules)
+        return {} if rules.is_off else {"attn_implementation": rules.implementation}
 
     def apply(self, live: Live) -> None:
         if any(entry.rewritten for entry in live.plan.rewrites if entry.kind == self.kind):

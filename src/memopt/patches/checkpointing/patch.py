@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from memopt.patches.base import LEFT, OFF, Entry, Live, Patch, PlanView, Rules, any_matches, matches, one_or_more
+from memopt.patches.base import (
+    LEFT,
+    OFF,
+    Entry,
+    Live,
+    Patch,
+    PlanView,
+    RecipeView,
+    Rules,
+    any_matches,
+    matches,
+    one_or_more,
+)
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
@@ -91,6 +103,13 @@ class CheckpointingPatch(Patch):
         blocks, offloaded = ",".join((*there, *elsewhere)), ",".join(elsewhere)
         offload = "input" if not there else f"[{offloaded}]" if offloaded else OFF
         return (f"{self.key}.method=full", f"{self.key}.blocks=[{blocks}]", f"{self.key}.offload={offload}")
+
+    def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
+        rules = recipe.rules(CheckpointingRules)
+        if rules.is_off:
+            return {}
+        whole = rules.method == "full" and rules.offload == OFF and all(_is_counted(block, rules) for block in blocks)
+        return {"gradient_checkpointing": "all" if whole else "some"}
 
     def apply(self, live: Live) -> None:
         if live.plan.recipe.rules(CheckpointingRules).is_off:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memopt.plan.recipe import Recipe, dump_recipe
+from memopt.prediction.setup import Setup
+from memopt.reporting.training import Training
 
 GIB = 1 << 30
 
@@ -71,6 +73,11 @@ class Choice:
     plan: Plan
     others: tuple[Plan, ...] = ()
     assumptions: tuple[str, ...] = ()
+    step: Training = field(default_factory=Training)
+    """The whole batch."""
+    setup: Setup = field(default_factory=Setup)
+    blocks: tuple[str, ...] = ()
+    """Of the model."""
 
     def __str__(self) -> str:
         """What `memopt report --budget` prints."""

@@ -137,6 +137,9 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         best,
         tuple(distinct.values())[:_OTHERS],
         notes,
+        task.training,
+        task.setup,
+        task.levels.blocks,
     )
 
 

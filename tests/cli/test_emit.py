@@ -1,0 +1,87 @@
+"""`--emit`: configuration files of training engines beside a patched checkpoint, and beside a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from memopt.cli.main import main
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.planner import training
+from memopt.prediction.planner.choice import Choice, Plan
+from memopt.reporting.training import Training
+from memopt.verification.weights import verify_weights
+from tests.cli.conftest import Run
+
+Memopt = Callable[..., Run]
+OUT = Path("tiny-llama-memopt")
+
+
+def failed(folder: Path) -> dict[str, str]:
+    return {check.id: check.detail for check in verify_weights(folder) if check.status == "fail"}
+
+
+def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memopt, llama: Path, tmp_path: Path) -> None:
+    run = memopt("patch", llama, "--emit", "axolotl", "--emit", "deepspeed")
+    assert run.code == 0, run.err
+    assert "Beside them: axolotl.yaml, deepspeed.json, recipe.yaml." in run.out
+    assert json.loads((OUT / "memopt.json").read_text())["emitted"] == ["axolotl.yaml", "deepspeed.json", "recipe.yaml"]
+    assert yaml.safe_load((OUT / "axolotl.yaml").read_text())["base_model"] == str(OUT)
+    assert load_recipe(OUT / "recipe.yaml").folds
+    assert failed(OUT) == {}
+    assert memopt("unpatch", OUT, "--out", tmp_path / "stock").code == 0
+    assert {path.name for path in (tmp_path / "stock").iterdir()} == {path.name for path in llama.iterdir()}
+    with (OUT / "axolotl.yaml").open("a") as file:
+        file.write("micro_batch_size: 8\n")
+    assert failed(OUT) == {"weights.files": "axolotl.yaml was changed"}
+    assert memopt("patch", llama, "--force").code == 2  # what a user edited is not replaced
+
+
+def test_a_file_that_is_added_cannot_pass_as_emitted(memopt: Memopt, llama: Path) -> None:
+    assert memopt("patch", llama, "--emit", "trainer").code == 0
+    manifest = json.loads((OUT / "memopt.json").read_text())
+    (OUT / "training_args.yaml").rename(OUT / "added_tokens.json")
+    manifest["files"]["added_tokens.json"] = manifest["files"].pop("training_args.yaml")
+    manifest["emitted"] = ["added_tokens.json", "recipe.yaml"]
+    (OUT / "memopt.json").write_text(json.dumps(manifest, indent=1))
+    assert failed(OUT) == {"weights.manifest": "added_tokens.json is no file that `--emit` writes"}
+
+
+def test_a_file_of_the_models_own_is_not_replaced(memopt: Memopt, llama: Path) -> None:
+    (llama / "axolotl.yaml").write_text("base_model: other\n")
+    run = memopt("patch", llama, "--emit", "axolotl")
+    assert (run.code, OUT.exists()) == (2, False)
+    assert "has its own axolotl.yaml" in run.err
+
+
+@pytest.mark.parametrize("command", ["patch", "report"])
+def test_an_unknown_engine_is_refused_before_the_model_is_looked_for(memopt: Memopt, command: str) -> None:
+    run = memopt(command, "MODEL", "--emit", "deepsped")
+    assert run.code == 2
+    assert "'deepsped' is no engine. Did you mean 'deepspeed'?" in run.err
+
+
+@pytest.mark.parametrize("options", [["--budget", "24GiB"], ["--out", "plan"], ["--frontier", "--out", "plan"]])
+def test_report_needs_a_plan_and_a_folder(memopt: Memopt, options: list[str]) -> None:
+    run = memopt("report", "MODEL", "--emit", "trainer", *options)
+    assert run.code == 2
+    assert "--emit writes the plan of --budget into the folder --out" in run.err
+
+
+def test_report_writes_the_plan_and_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    recipe = load_recipe("exact-unfolded", ("checkpointing.method=full",))
+    plan = Plan(recipe, "2 blocks checkpointed", 2, 4, 1 << 30, 0.5, 0.25)
+    choice = Choice("MODEL", "batch 8", "A100", 2 << 30, plan, step=Training(8, 64), blocks=("model.layers.0",))
+    monkeypatch.setattr(training, "plan_training", lambda *_, **__: choice)
+    out = tmp_path / "new" / "plan"
+    code = main(["report", "MODEL", "--budget", "2GiB", "--emit", "trainer", "--emit", "torchtitan", "--out", str(out)])
+    assert code == 0
+    assert load_recipe(out / "recipe.yaml") == recipe
+    assert yaml.safe_load((out / "training_args.yaml").read_text())["gradient_accumulation_steps"] == 4
+    assert "activation-checkpoint:full" in (out / "torchtitan.args").read_text()
+    assert f"memopt.patch(model, '{out / 'recipe.yaml'}')" in capsys.readouterr().err
