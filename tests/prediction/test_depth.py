@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -9,6 +11,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.depth import UnlikeError, put_back, take_out
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import Tracer, _form
+from memopt.reporting import estimate
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -33,9 +36,7 @@ def test_the_step_of_a_few_blocks_extends_to_that_of_all(name: str, recipe: str 
     short = tracer(name, recipe)
     assert _form(short.at(training)) == _form(short._trace(training))
     assert short.extends
-    assert {each.name for each in short.at(training).parameters} == {
-        each.name for each in short._trace(training).parameters
-    }
+    assert short.at(training).parameters == short._trace(training).parameters
 
 
 def test_blocks_that_are_not_alike_are_all_traced() -> None:
@@ -54,3 +55,16 @@ def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
     events = [e for e in whole.events if e.storage is not whole.events[odd].storage]
     with pytest.raises(UnlikeError, match="not alike"):
         put_back(events, (), run)
+
+
+def test_blocks_that_share_parameters_are_all_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        model = build_meta(*args, **kwargs)
+        for odd, even in zip(model.model.layers[1::2], model.model.layers[::2], strict=True):
+            odd.mlp.up_proj.weight = even.mlp.up_proj.weight
+        return model
+
+    short, training = tracer("llama"), Training(2, 16, train="lora")
+    monkeypatch.setattr(estimate, "build_meta", build)
+    assert short.at(training).parameters == short._trace(training).parameters
+    assert short.extends is False

@@ -47,23 +47,26 @@ class Run:
     left_out: int
     """Number of blocks that were left out: a multiple of `group`."""
 
+    def like(self, place: int) -> int:
+        """The place of the traced block that the one at `place`, which was left out, is like."""
+        return self.start - self.group + (place - self.start) % self.group
+
 
 def take_out(model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS) -> tuple[Run, ...]:
     """Take alike blocks out of `model`, which keeps `groups` groups of them, and all that are unlike.
 
     Args:
-        model: ready to be trained; changed in place.
-        blocks: names of its repeated blocks, without the prefix of adapters.
+        model: without adapters; changed in place.
+        blocks: names of its repeated blocks.
         groups: at least four.
     """
     lists: dict[str, list[str]] = {}
-    prefix = next((name.removesuffix(blocks[0]) for name, _ in model.named_modules() if name.endswith(blocks[0])), "")
     for name in blocks:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     runs = []
     for parent, names in lists.items():
-        holder = model.get_submodule(f"{prefix}{parent}")
-        run = _run_of(tuple(names), [_signature(model.get_submodule(f"{prefix}{name}")) for name in names], groups)
+        holder = model.get_submodule(parent)
+        run = _run_of(tuple(names), [_signature(model.get_submodule(name)) for name in names], groups)
         if run is not None and isinstance(holder, nn.ModuleList):
             for name in run.names[run.start : run.start + run.left_out]:
                 del holder._modules[name.rpartition(".")[2]]
@@ -137,10 +140,10 @@ class _Extension:
     """The traced blocks of a run are numbered without those that were left out; `_full` numbers all."""
 
     def __init__(self, events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int) -> None:
-        self._given, self._group, self._count, self._cut = events, run.group, count, run.start
+        self._given, self._run, self._group, self._count, self._cut = events, run, run.group, count, run.start
         self._names = run.names[: run.start + count] + run.names[run.start + run.left_out :]
         self._traced = run.names[: run.start] + run.names[run.start + run.left_out :]
-        self._place = _places(self._traced)
+        self._place = places(self._traced)
         self._segments = list(self._segmented())
         self._address: dict[Storage, _Address] = {}
         self._storage: dict[_Address, Storage] = {}
@@ -246,7 +249,7 @@ class _Extension:
 
     def _copied(self, phase: Literal["F", "B"], place: int) -> Iterator[tuple[int, Event]]:
         """The events of the block `place`, which was left out, each with the number of the one that it is like."""
-        like = self._cut - self._group + (place - self._cut) % self._group
+        like = self._run.like(place)
         number = 0
         for moment in self._by_segment[phase, like]:
             event = self._given[moment]
@@ -291,7 +294,7 @@ class _Extension:
         return storage
 
 
-def _places(names: Sequence[str]) -> Callable[[str], int]:
+def places(names: Sequence[str]) -> Callable[[str], int]:
     """Module -> place among `names` of the block that it is or lies in, adapters' prefixes aside; -1 outside."""
 
     @cache

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.plan.recipe import Recipe
-from memopt.prediction.depth import Run, take_out
+from memopt.prediction.depth import Run, UnlikeError, places, take_out
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
@@ -86,30 +86,41 @@ def trace(
 
     Args:
         groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+
+    Raises:
+        UnlikeError: the parameters of blocks that were left out cannot be told from those of the others.
     """
-    parameters: list[Parameter] = []
     runs: list[Run] = []
+    weights = 0
 
-    def prepare(trained: nn.Module) -> None:
-        parameters.extend(parameters_of(trained))
-        if groups is not None:
-            runs.extend(take_out(trained, sites.blocks, groups))
+    def shrink(model: PreTrainedModel) -> None:
+        nonlocal weights
+        # Adapters come later and go to alike blocks alike, unless single modules are named.
+        if groups is not None and not any("." in target for target in training.lora_targets):
+            weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+            runs.extend(take_out(model, sites.blocks, groups))
 
-    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, prepare=prepare) as model:
+    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, shrink=shrink) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
         found = record(model.trained, model.run, during_backward=model.choices())
         events, numbers = step_events(found)
-        return Trace(
-            training,
-            tuple(parameters),
-            batch,
-            events,
-            living(events),
-            model.notes,
-            sites.blocks,
-            tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations),
-            tuple(runs),
-        )
+        operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
+        parameters = tuple(parameters_of(model.trained))
+    for run in runs:
+        parameters = with_all_blocks(parameters, run)
+    if runs and sum(each.nbytes for each in parameters if not _is_adapter(each)) != weights:
+        raise UnlikeError("blocks share parameters")
+    return Trace(
+        training,
+        parameters,
+        batch,
+        events,
+        living(events),
+        model.notes,
+        sites.blocks,
+        operations,
+        tuple(runs),
+    )
 
 
 def parameters_of(model: nn.Module) -> Iterator[Parameter]:
@@ -124,6 +135,29 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
                 nbytes += storage.nbytes()
         if nbytes:
             yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad, name in buffers)
+
+
+def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Parameter, ...]:
+    """`parameters` of a model with those of the blocks of `run` that were left out."""
+    place_of, names, end = places(run.names), run.names, run.start + run.left_out
+    found: list[Parameter] = []
+    for is_buffer in (False, True):
+        those = [each for each in parameters if each.is_buffer == is_buffer]
+        behind = next((at for at, each in enumerate(those) if place_of(each.name) >= end), len(those))
+        found += those[:behind]
+        for place in range(run.start, end):
+            like = run.like(place)
+            found += (
+                replace(each, name=each.name.replace(names[like], names[place], 1))
+                for each in those
+                if place_of(each.name) == like
+            )
+        found += those[behind:]
+    return tuple(found)
+
+
+def _is_adapter(parameter: Parameter) -> bool:
+    return ".lora_" in parameter.name
 
 
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:

@@ -58,13 +58,16 @@ class Tracer:
         if self.extends is False:
             return None
         try:
+            if self.extends:
+                return _deepened(self._trace(training, LEAST_GROUPS))
+            deeper = self._trace(training, LEAST_GROUPS + 1)
+            if not deeper.runs:
+                return deeper
             shallow = self._trace(training, LEAST_GROUPS)
-            if self.extends is None and shallow.runs:
-                wanted = _form(self._trace(training, LEAST_GROUPS + 1))
-                if _form(_deepened(shallow, 1)) != wanted:  # the first step of a process may prove a head beside
-                    shallow = self._trace(training, LEAST_GROUPS)
-                self.extends = _form(_deepened(shallow, 1)) == wanted
-            return _deepened(shallow) if self.extends or not shallow.runs else None
+            if _form(_deepened(shallow, 1)) != _form(deeper):  # the first step of a process may prove a head beside
+                deeper = self._trace(training, LEAST_GROUPS + 1)
+            self.extends = _form(_deepened(shallow, 1)) == _form(deeper)
+            return _deepened(shallow) if self.extends else None
         except (UnlikeError, ModelError):
             self.extends = False
             return None

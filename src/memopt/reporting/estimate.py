@@ -123,21 +123,20 @@ def traced(
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
     inputs: Batch | None = None,
-    prepare: Callable[[nn.Module], None] = lambda trained: None,
+    shrink: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> Iterator[TracedModel]:
     """The model of `config` on fake tensors; inside, forward and backward can run. Arguments as `trace_account`'s.
 
     Args:
-        prepare: called with the model on fake tensors, patched and with its adapters.
+        shrink: called with the model on the meta device, patched and without adapters.
 
     Raises:
         ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
     """
-    model, trained, notes = build_trained(config, training, sites=sites, recipe=recipe, folded=folded)
+    model, trained, notes = build_trained(config, training, sites=sites, recipe=recipe, folded=folded, shrink=shrink)
     weights, autocast = DTYPES[training.precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
-    prepare(trained)
 
     def choices() -> contextlib.AbstractContextManager[Any]:
         return CudaChoices() if training.cuda_kernels else pieces_computed()
@@ -180,8 +179,9 @@ def build_trained(
     sites: Sites,
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
+    shrink: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> tuple[PreTrainedModel, nn.Module, list[str]]:
-    """The model of `config` on the meta device, the same with its adapters, and notes; arguments as `trace_account`'s.
+    """The model of `config` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
 
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
@@ -191,6 +191,7 @@ def build_trained(
     _widen_as_loaded(model, weights)
     _group_experts(model)
     patched = [] if recipe is None else _patch(model, sites, recipe, folded)
+    shrink(model)
     model.train(training.dropout)
     trained: nn.Module = model
     if training.train == "lora":
