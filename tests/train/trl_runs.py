@@ -41,7 +41,7 @@ _DATA: Mapping[str, Any] = {
 }
 
 
-def trainer(kind: str, model: Any, folder: Path, *callbacks: Any, more: Mapping[str, Any] = {}, **settings: Any) -> Any:  # noqa: B006
+def trainer(kind: str, model: Any, folder: Path, *callbacks: Any, more: Mapping[str, Any] = {}, **settings: Any) -> Any:
     """The trainer `kind` of TRL ("SFT", "DPO", "KTO") for `STEPS` steps on the CPU; `more` are its own arguments."""
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder),
