@@ -34,8 +34,8 @@ class TrainerCallback(transformers.TrainerCallback):
     - ``gradient_checkpointing=True`` runs around memopt; where the recipe has ``checkpointing``, its choice holds.
     - ``use_liger_kernel=True``: Liger's kernels of norms and MLPs are switched off where ``liger_kernel_config`` does
       not name them, since they would replace memopt's.
-    - ``model_init``: the model that `train` builds is patched before its first step. Where FSDP or ZeRO-3 has sharded
-      it by then, wrap the function: ``model_init=callback.model_init(function)``.
+    - ``model_init``: the model that `train` builds is patched before its first step. Where FSDP, ZeRO-3 or
+      Liger has changed it by then, wrap the function: ``model_init=callback.model_init(function)``.
     - A recipe that samples linears remembers gradients if the data set is a `memopt.sampling.IndexedDataset`.
     """
 
@@ -83,7 +83,7 @@ class TrainerCallback(transformers.TrainerCallback):
     ) -> None:
         assert model is not None
         if not is_patched(model):  # the one of `model_init`
-            _check_whole(model, args)
+            _check_untouched(model, args)
             self._patch(model, args, state)
         if state.is_local_process_zero:
             say_remarks(model, self._said)
@@ -104,15 +104,16 @@ class TrainerCallback(transformers.TrainerCallback):
         )
 
 
-def _check_whole(model: nn.Module, args: Any) -> None:
+def _check_untouched(model: nn.Module, args: Any) -> None:
     """
     Raises:
-        ModelError: FSDP or ZeRO-3 has sharded the model.
+        ModelError: FSDP or ZeRO-3 has sharded the model, or Liger has patched it.
     """
     sharded = any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
-    if sharded or getattr(args, "fsdp", None):
+    if sharded or getattr(args, "fsdp", None) or args.use_liger_kernel:
+        done = "patched it with Liger's kernels" if args.use_liger_kernel else "sharded it"
         raise ModelError(
-            "The Trainer has built its model by `model_init`, and sharded it before memopt could see it.",
+            f"The Trainer has built its model by `model_init`, and {done} before memopt could see it.",
             "Give it the function of the callback: model_init=callback.model_init(function).",
         )
 
