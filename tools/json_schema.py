@@ -114,6 +114,30 @@ class Unpatch(Done):
     notes: list[str]
 
 
+class Fit(Part):
+    form: Literal["folded", "stock"]
+    base_model: str
+    commit: str | None
+    folds: str
+    affines: str
+
+
+class ConvertedAdapter(Done):
+    """Of ``--adapter``."""
+
+    command: Literal["patch", "unpatch"]
+    model: str
+    adapter: str
+    output: str
+    fits: Fit
+    """The model that the written adapter fits, with digests of its folds and of the stock norms."""
+    base: str
+    """What its config names as its base model."""
+    changed: list[str]
+    tensors: int
+    notes: list[str]
+
+
 class RecipeSummary(Part):
     name: str
     description: str
@@ -240,7 +264,9 @@ class Prediction(Done):
     """Not in it."""
 
 
-DOCUMENT: TypeAdapter[Any] = TypeAdapter(Patch | Verify | Report | Prediction | Unpatch | Recipes | OneRecipe | Failure)
+DOCUMENT: TypeAdapter[Any] = TypeAdapter(
+    Patch | Verify | Report | Prediction | Unpatch | ConvertedAdapter | Recipes | OneRecipe | Failure
+)
 
 
 def validate(text: str) -> None:

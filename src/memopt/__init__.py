@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memopt.adapters import convert_adapter
     from memopt.api import load, patch, plan_for, summary, unpatch
     from memopt.integrations.trainer import TrainerCallback
     from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
@@ -24,6 +25,7 @@ _HOMES = {
     **dict.fromkeys(
         ("PatchResult", "UnpatchResult", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
     ),
+    "convert_adapter": "memopt.adapters",
     "verify": "memopt.verification.run",
     "TrainerCallback": "memopt.integrations.trainer",
     **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),
@@ -38,6 +40,7 @@ __all__ = [
     "TrainerCallback",
     "UnpatchResult",
     "__version__",
+    "convert_adapter",
     "load",
     "load_recipe",
     "make_plan",

@@ -132,7 +132,7 @@ def patch_checkpoint(
         config = load_config(checkpoint.root, trust_remote_code=trust_remote_code)
         for text in check_names(checkpoint, config).notes:
             tell(text)
-    sites, driven = _walk(checkpoint, batch, trust_remote_code)
+    sites, driven = walk_source(checkpoint, batch, trust_remote_code)
     plan = make_plan(sites, rules)
     _tell(plan, tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
@@ -263,8 +263,8 @@ def unpatch_checkpoint(
     target = Path(out) if out is not None else Path(f"{patched.root.name}-unpatched")
     original, folds = None, tuple[Fold, ...]()
     if record.folded_norms():
-        original = _original(record, against, allow_pickle)
-        folds = _folds(record, patched, original, trust_remote_code)
+        original = original_of(record, against, allow_pickle)
+        folds = folds_of(record, patched, original, trust_remote_code)
     notes: list[str] = []
 
     def tell(text: str) -> None:
@@ -298,7 +298,7 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
     )
 
 
-def _original(record: PatchedFolder, against: str | Path | None, allow_pickle: bool) -> CheckpointSource:
+def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle: bool) -> CheckpointSource:
     """The model that a patched folder was made from."""
     model, revision = (str(against), None) if against is not None else record.origin()
     if model is None:
@@ -313,14 +313,14 @@ def _original(record: PatchedFolder, against: str | Path | None, allow_pickle: b
     return source
 
 
-def _folds(
+def folds_of(
     record: PatchedFolder, patched: CheckpointSource, original: CheckpointSource, trust_remote_code: bool
 ) -> tuple[Fold, ...]:
     """The folds of a patched folder; without memopt.json they are planned again, and must be those of the key."""
     if record.manifest is not None:
         folds = tuple(each.fold for each in record.manifest.folds)
     else:
-        sites, _ = _walk(original, None, trust_remote_code)
+        sites, _ = walk_source(original, None, trust_remote_code)
         planned = FoldPlan.from_plan(make_plan(sites, record.recipe), original.tensors, original.weights.aliases)
         folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
     key = patched.config.get(CONFIG_KEY)
@@ -340,7 +340,7 @@ def _folds(
     return folds
 
 
-def _walk(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
+def walk_source(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
     """Sites, and the batch that the walk ran with: the user's, the processor's, or None for guessed inputs."""
     config = load_config(source.root, trust_remote_code=trust_remote_code)
     return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)

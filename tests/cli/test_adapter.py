@@ -1,4 +1,4 @@
-"""A folder with a PEFT adapter is no model: every command says so, and names the base model."""
+"""A folder with a PEFT adapter is no model: every command says so and names the base model; `--adapter` converts it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Run
 
@@ -41,3 +43,55 @@ def test_an_adapter_beside_a_model_is_refused_too(memopt: Memopt, saved_llama: P
     """transformers would load the adapter's base model instead of the folder's own weights."""
     both = adapter(Path(shutil.copytree(saved_llama, tmp_path / "both")))
     assert "adapter of 'org/base-7b'" in memopt("patch", both).err
+
+
+@pytest.fixture
+def trained(llama: Path) -> Path:
+    """An adapter of the tiny Llama."""
+    folder = adapter(llama.parent / "lora", str(llama))
+    keys = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight" for one in "AB")
+    shapes = ((4, 64), (64, 4))
+    tensors = {key: torch.randn(shape) for key, shape in zip(keys, shapes, strict=True)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_an_adapter_is_converted_for_the_patched_folder_and_back(memopt: Memopt, llama: Path, trained: Path) -> None:
+    assert memopt("patch", llama).code == 0
+    run = memopt("patch", "tiny-llama-memopt", "--adapter", trained)
+    assert (run.code, run.err) == (0, "")
+    assert "Wrote lora-folded: an adapter of the folded model, 1 of 2 tensors changed" in run.out
+    assert "PeftModel.from_pretrained(memopt.load(" in run.out
+    run = memopt("unpatch", "tiny-llama-memopt", "--adapter", "lora-folded", "--out", "back", "--json")
+    document = json.loads(run.out)
+    assert (run.code, document["output"], document["fits"]["form"]) == (0, "back", "stock")
+    assert document["base"] == str(llama)
+    name = "adapter_model.safetensors"
+    before, after = load_file(trained / name), load_file(Path("back", name))
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=2**-22, atol=0.0)
+
+
+def test_before_the_model_is_patched_the_command_for_that_is_named(memopt: Memopt, llama: Path, trained: Path) -> None:
+    run = memopt("patch", llama, "--adapter", trained)
+    assert run.code == 0
+    assert f"memopt patch {llama} --out {llama.parent / 'tiny-llama-memopt'}" in run.out
+
+
+def test_an_adapter_that_does_not_fit_ends_the_command(memopt: Memopt, llama: Path, trained: Path) -> None:
+    assert memopt("patch", llama).code == 0
+    run = memopt("unpatch", "tiny-llama-memopt", "--adapter", trained)
+    assert (run.code, run.out) == (2, "")
+    assert "it was trained on the stock model" in run.err
+    assert not Path("lora-stock").exists()
+
+
+def test_options_that_mean_nothing_for_an_adapter(memopt: Memopt, llama: Path, trained: Path) -> None:
+    assert memopt("patch", llama, "--adapter", trained, "--force").code == 2
+
+
+def test_a_converted_adapter_is_still_no_model(memopt: Memopt, llama: Path, trained: Path) -> None:
+    assert memopt("patch", llama, "--adapter", trained).code == 0
+    run = memopt("verify", "lora-folded")
+    assert run.code == 2
+    assert "holds a PEFT adapter" in run.err

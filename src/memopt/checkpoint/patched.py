@@ -19,6 +19,7 @@ from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, fold_to_dict, read_
 from memopt.checkpoint.sources.source import MANIFEST, read_config
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe, modernised
+from memopt.walk.models.adapter import refuse_adapter
 
 KEY_SCHEMA_VERSION = 2
 
@@ -96,8 +97,10 @@ def patched_folder(folder: Path) -> PatchedFolder:
     """What the patched folder says of itself.
 
     Raises:
-        ModelError: it is no patched folder, or its memopt.json or, without one, its key is damaged.
+        ModelError: it is no patched folder (an adapter's memopt.json is that of none), or its memopt.json or, without
+            one, its key is damaged.
     """
+    refuse_adapter(folder)
     config = {} if (folder / MANIFEST).is_file() else _config(folder)
     if CONFIG_KEY not in config:
         manifest = read_manifest(folder)

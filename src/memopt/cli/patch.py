@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import adapters, common
+from memopt.errors import UsageError
 
 if TYPE_CHECKING:
     from memopt.checkpoint.sources.source import CheckpointSource
@@ -39,6 +40,7 @@ def patch(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.", show_default=False),
     ] = None,
+    adapter: adapters.AdapterOption = None,
     inputs: common.InputsOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     force: Annotated[
@@ -57,8 +59,24 @@ def patch(
 ) -> int:
     """Write a patched checkpoint of MODEL.
 
-    The result is a plain checkpoint with the same tensor names, which stock transformers loads too.
+    The result is a plain checkpoint with the same tensor names, which stock transformers loads too. With --adapter it
+    is an adapter: one that was trained on MODEL, for the patched folder (MODEL may be that folder).
     """
+    if adapter is not None:
+        if dry_run or force or emit or inputs is not None:
+            raise UsageError("--dry-run, --force, --emit and --inputs are not for --adapter.", "Leave them out.")
+        return adapters.convert(
+            "patch",
+            adapter,
+            model,
+            out,
+            json_output=json_output,
+            recipe=recipe,
+            overrides=settings or (),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+        )
     with common.only_results_on_stdout(), common.progress("Writing") as progress:
         from memopt.pipeline import patch_checkpoint
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import adapters, common
 
 if TYPE_CHECKING:
     from memopt.pipeline import UnpatchResult
@@ -29,6 +29,7 @@ def unpatch(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-unpatched.", show_default=False)
     ] = None,
+    adapter: adapters.AdapterOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL where it has no safetensors file.")
@@ -37,8 +38,21 @@ def unpatch(
 ) -> int:
     """Write the stock form of DIR: norms get their weights back, and the linears behind them are divided by these.
 
-    What was not trained is the original's bit by bit. Exits with 1 if a norm had to keep its folded form.
+    What was not trained is the original's bit by bit. Exits with 1 if a norm had to keep its folded form. With
+    --adapter the result is an adapter: one that was trained on DIR, for the stock model.
     """
+    if adapter is not None:
+        return adapters.convert(
+            "unpatch",
+            adapter,
+            str(directory),
+            out,
+            json_output=json_output,
+            back=True,
+            against=against,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+        )
     with common.only_results_on_stdout(), common.progress("Restoring") as progress:
         from memopt.pipeline import unpatch_checkpoint
 

@@ -113,7 +113,7 @@ def open_source(
     else:
         opened = _format_of(root, allow_pickle).open(root)
     known = {shard.name for shard in opened.shards} | {INDEX, MANIFEST, "config.json"}
-    side_files, left_out = _other_files(root, known)
+    side_files, left_out = other_files(root, known)
     return CheckpointSource(
         model=model,
         root=root,
@@ -184,7 +184,7 @@ def _has_weights(root: Path) -> bool:
     return any(path.name.endswith(suffixes) for path in root.iterdir())
 
 
-def _other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(files to copy, weight files left out) among all files below `root`."""
     side_files: list[str] = []
     left_out: list[str] = []

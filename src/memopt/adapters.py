@@ -1,0 +1,181 @@
+"""The verb for adapters: one of the stock model becomes one of its folded form, and back. `memopt` re-exports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memopt.checkpoint.adapters.convert import convert
+from memopt.checkpoint.adapters.folder import Adapter, open_adapter
+from memopt.checkpoint.adapters.writer import Fit, write_adapter
+from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.patched import digest_of_affines, digest_of_folds, is_patched, patched_folder
+from memopt.checkpoint.sources.source import CheckpointSource, open_source
+from memopt.errors import MemoptError, ModelError, NegativeVerdict
+from memopt.generators import generators_kept
+from memopt.pipeline import Note, default_folder, folds_of, original_of, walk_source
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class AdapterResult:
+    """What :func:`convert_adapter` did."""
+
+    adapter: Path
+    """The adapter that was read."""
+    out: Path
+    """The folder that was written."""
+    fits: Fit
+    """The model that the written adapter fits."""
+    base: str
+    """What its config names as its base model."""
+    changed: tuple[str, ...]
+    """Tensors that differ from the adapter's."""
+    tensors: int
+    notes: tuple[str, ...]
+    """Sentences that a user should read."""
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """A model in both forms."""
+
+    original: CheckpointSource
+    folds: tuple[Fold, ...]
+    folded: str
+    """Where the folded form is, or is written by default."""
+
+    def fit(self, form: str) -> Fit:
+        affines = digest_of_affines(self.folds, self.original.read_range)
+        name = self.original.model if self.original.commit else self.original.root.name
+        folds = digest_of_folds(self.folds)
+        return Fit("stock" if form == "stock" else "folded", name, self.original.commit, folds, affines)
+
+
+@generators_kept()
+def convert_adapter(
+    adapter: str | Path,
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    back: bool = False,
+    against: str | Path | None = None,
+    recipe: str | Path | Recipe = DEFAULT_CHECKPOINT_RECIPE,
+    overrides: Iterable[str] = (),
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    note: Note | None = None,
+) -> AdapterResult:
+    """Write `adapter`, trained on a stock model, as one of the folded model; with `back`, the other way round.
+
+    Both compute the same function, but for one rounding of each stored element. Training goes on from there on the
+    other side's path (docs/fine-tuning.md).
+
+    Args:
+        adapter: folder of a PEFT adapter.
+        model: a folder that `memopt patch` wrote; without `back` also the model itself, a folder or a hub id.
+        out: the folder to write; by default the adapter's name and ``-folded`` or ``-stock`` in the current folder.
+        back: from the folded model to the stock one.
+        against: the model that the patched folder was made from; by default where memopt.json says it was.
+        recipe, overrides: how `model` is folded, where it is not patched yet.
+        revision, trust_remote_code, allow_pickle: as in `patch_checkpoint`.
+        note: called with each note of the result as soon as it is known.
+
+    Raises:
+        ModelError: a folder cannot be read, or the adapter was not trained on this model.
+        NegativeVerdict: nothing is folded, or the adapter has no exact form on the other side.
+        OutputError: `out` cannot be used or written.
+    """
+    notes: list[str] = []
+
+    def tell(text: str) -> None:
+        notes.append(text)
+        if note is not None:
+            note(text)
+
+    opened = open_adapter(adapter)
+    source = open_source(str(model), revision=revision, allow_pickle=allow_pickle)
+    if is_patched(source.root):
+        forms = _of_patched(source, against, trust_remote_code, allow_pickle)
+    elif back:
+        raise ModelError(f"'{model}' is not patched.", "Give the patched folder that the adapter was trained on.")
+    else:
+        forms = _of_stock(source, load_recipe(recipe, overrides), trust_remote_code)
+    if not forms.folds:
+        raise NegativeVerdict(f"No norm of '{model}' is folded, so the adapter fits the stock and the patched model.")
+    _check_fit(opened, forms, forms.fit("folded" if back else "stock"), tell)
+    converted = convert(opened, forms.original, forms.folds, back=back)
+    for text in converted.notes:
+        tell(text)
+    fit = forms.fit("stock" if back else "folded")
+    target = Path(out) if out is not None else Path(f"{opened.source.root.name}-{fit.form}")
+    stock = forms.original.model if forms.original.commit else str(forms.original.root)
+    base = stock if back else forms.folded
+    write_adapter(opened, converted, fit, target, base=base, note=tell)
+    tensors = len(converted.tensors)
+    return AdapterResult(opened.source.root, target, fit, base, converted.changed, tensors, tuple(notes))
+
+
+def _of_patched(
+    patched: CheckpointSource, against: str | Path | None, trust_remote_code: bool, allow_pickle: bool
+) -> _Forms:
+    record = patched_folder(patched.root)
+    if not record.folded_norms():
+        return _Forms(patched, (), str(patched.root))
+    original = original_of(record, against, allow_pickle)
+    return _Forms(original, folds_of(record, patched, original, trust_remote_code), str(patched.root))
+
+
+def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) -> _Forms:
+    sites, _ = walk_source(source, None, trust_remote_code)
+    folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases).folds
+    if any(source.tensors[name].dtype == "F16" for fold in folds for name in fold.touched):
+        raise ModelError(
+            f"Which folds of '{source.model}' overflow F16 is known once they are written.",
+            "Patch it first, and give the patched folder.",
+        )
+    return _Forms(source, folds, str(default_folder(source.model).resolve()))
+
+
+def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> None:
+    """Raise where the adapter is known to be of another model, or of the other form of this one."""
+    if adapter.record is not None:
+        found = adapter.record.get("fits")
+        right = {key: getattr(expected, key) for key in ("form", "folds", "affines")}
+        if not isinstance(found, dict) or any(found.get(key) != value for key, value in right.items()):
+            what = (
+                f"the {found.get('form')} form of {found.get('base_model')}" if isinstance(found, dict) else "nothing"
+            )
+            raise adapter.misfit(f"its memopt.json says that it fits {what}, with other weights or folds")
+        return
+    base = adapter.config.get("base_model_name_or_path")
+    folder = Path(str(base)).expanduser()
+    if not base or not folder.is_dir():
+        if base != forms.original.model:
+            tell(f"The adapter's base model '{base}' is not here: names and shapes fit, its weights were not compared.")
+        return
+    if is_patched(folder) != (expected.form == "folded"):
+        was, other = ("folded", "unpatch") if is_patched(folder) else ("stock", "patch")
+        raise adapter.misfit(f"it was trained on the {was} model '{folder}', see `memopt {other} --adapter`")
+    if digests := _digests(folder, forms.folds):
+        wrong = digests != ((expected.folds, expected.affines) if expected.form == "folded" else (expected.affines,))
+        if wrong:
+            raise adapter.misfit(f"its base model '{folder}' has other norms")
+
+
+def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
+    """(folds, affines) of a patched folder, (affines,) of a stock one; empty where it cannot tell."""
+    try:
+        source = open_source(str(folder), allow_pickle=True)
+        key = source.config.get(CONFIG_KEY)
+        if isinstance(key, dict):
+            return str(key.get("folds")), str(key.get("affines"))
+        return (digest_of_affines(folds, source.read_range),)
+    except KeyError:  # it has no such norm
+        return ("",)
+    except MemoptError:
+        return ()

@@ -1,0 +1,171 @@
+"""A folder of a PEFT adapter: its config, its tensors, and what module of the base model each belongs to.
+
+PEFT names a tensor ``base_model.model.MODULE.PART``: PART is that of an adapter (``lora_A.weight``), or a tensor of the
+module itself that was trained as a whole (``modules_to_save``, biases).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memopt.checkpoint.fold import map_names
+from memopt.checkpoint.sources.base import Shard
+from memopt.checkpoint.sources.header import FLOAT_DTYPES, TensorInfo, read_header
+from memopt.checkpoint.sources.safetensors import SafetensorsFiles
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, other_files
+from memopt.errors import ModelError
+from memopt.files import MAX_JSON_BYTES, check_folder, parse_json, read_small
+from memopt.walk.models.adapter import ADAPTER_CONFIG
+
+WEIGHTS = "adapter_model.safetensors"
+KIND = "adapter"
+_PREFIX = "base_model.model."
+#: First part of the names of what an adapter adds to a module.
+_ADDED = re.compile(r"\.(lora|hada|lokr|oft|boft|vera|ia3)_|\.(token_adapter|trainable_tokens)\.")
+
+
+class Part(NamedTuple):
+    """One tensor of an adapter."""
+
+    key: str
+    module: str | None
+    """The module that it belongs to, by its name in the base model's files; None where they have no such module."""
+    leaf: str
+    """The rest of the name."""
+    added: bool
+    """Whether it is a parameter of the adapter, and no trained tensor of the module itself."""
+
+    @property
+    def name(self) -> str:
+        """The module as the adapter names it."""
+        return self.key.removeprefix(_PREFIX).replace(".base_layer.", ".").removesuffix(f".{self.leaf}")
+
+    @property
+    def base(self) -> str | None:
+        """Name in the base model's files of what it replaces or stands beside."""
+        return None if self.module is None else f"{self.module}.{'weight' if self.added else self.leaf}"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An opened adapter folder."""
+
+    source: CheckpointSource
+    """Its one file of weights; `config` is that of the adapter."""
+    record: Mapping[str, Any] | None
+    """Its memopt.json, where memopt converted it."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.source.config
+
+    @property
+    def kind(self) -> str:
+        return str(self.config.get("peft_type"))
+
+    def parts(self, base: Mapping[str, TensorInfo]) -> list[Part]:
+        """Every tensor, by the modules of a base model whose files have the tensors `base`.
+
+        Raises:
+            ModelError: the files have no module that the adapter stands beside, or one of another size.
+        """
+        parts = list(_parts(self.source.tensors, base))
+        rows = {part.module: self.source.tensors[part.key] for part in parts if part.leaf in _ROWS}
+        for part in parts:
+            info = self.source.tensors[part.key]
+            if info.dtype not in FLOAT_DTYPES:
+                raise self.misfit(f"{part.key} is stored as {info.dtype}")
+            if part.added and part.module is None:
+                raise self.misfit(f"the model has no module for {part.key}")
+            if part.leaf in _COLUMNS and part.module not in rows:
+                raise self.misfit(f"{part.key} has no B")
+            weight = base.get(part.base or "")
+            if part.leaf in _COLUMNS and weight is not None:
+                sizes = (rows[part.module].shape[0], *info.shape[1:])
+                if sorted(sizes) != sorted(weight.shape):
+                    raise self.misfit(
+                        f"{part.key} and its pair are for a weight {sizes}, the model's is {weight.shape}"
+                    )
+        return parts
+
+    def misfit(self, why: str) -> ModelError:
+        return ModelError(
+            f"The adapter '{self.source.root}' does not fit the model: {why}.", "Give the model that it was trained on."
+        )
+
+
+_COLUMNS, _ROWS = ("lora_A.weight", "lora_A"), ("lora_B.weight", "lora_B")
+
+
+def open_adapter(folder: str | Path) -> Adapter:
+    """Open the folder of a PEFT adapter; reads headers only.
+
+    Raises:
+        ModelError: it is none, or a file in it is damaged or a pickle.
+    """
+    root = Path(folder).expanduser().resolve()
+    if not (root / ADAPTER_CONFIG).is_file():
+        raise ModelError(f"'{folder}' has no {ADAPTER_CONFIG}.", "Give the folder of a PEFT adapter.")
+    check_folder(root)
+    if not (root / WEIGHTS).is_file():
+        raise ModelError(f"'{root}' has no {WEIGHTS}.", "Save it with PEFT's save_pretrained(DIR).")
+    config = _read(root / ADAPTER_CONFIG)
+    record = _read(root / MANIFEST) if (root / MANIFEST).is_file() else None
+    if record is not None and record.get("kind") != KIND:
+        raise ModelError(f"'{root / MANIFEST}' is that of a model, not of an adapter.", "Keep them in two folders.")
+    weights = SafetensorsFiles((Shard(WEIGHTS, read_header(root / WEIGHTS), root / WEIGHTS),), None)
+    side_files, left_out = other_files(root, {WEIGHTS, MANIFEST, ADAPTER_CONFIG})
+    return Adapter(CheckpointSource(str(folder), root, None, None, weights, side_files, left_out, config), record)
+
+
+def pattern_value(patterns: object, module: str, default: Any) -> Any:
+    """PEFT's rule for ``rank_pattern`` and ``alpha_pattern``: the first key that is the end of the module's name."""
+    for key, value in patterns.items() if isinstance(patterns, dict) else ():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def _parts(keys: Iterable[str], base: Collection[str]) -> Iterator[Part]:
+    names = {key: key.removeprefix(_PREFIX).replace(".base_layer.", ".") for key in keys}
+    modules = {parent for name in base for parent in _parents(name)}
+    found = map_names({parent for name in names.values() for parent in _parents(name)}, modules)
+    owning = {name.rpartition(".")[0] for name in base}
+    for key, name in names.items():
+        owners = [parent for parent in _parents(name) if parent in found] if key.startswith(_PREFIX) else []
+        owner = found[owners[-1]] if owners else None
+        leaf = name.removeprefix(f"{owners[-1]}.") if owners else name
+        if f"{owner}.{leaf}" in base:
+            yield Part(key, owner, leaf, added=False)
+        elif owner in owning:
+            yield Part(key, owner, leaf, added=True)
+        else:  # of a module that the files have not: a head for another task, or one that the adapter does not fit
+            yield Part(key, None, name, added=bool(_ADDED.search(name)) and key.startswith(_PREFIX))
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Every module that the parameter `name` is in, outermost first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(read_small(path, MAX_JSON_BYTES))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{path}' is not readable JSON: {error}.", "Copy it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"'{path}' is not a JSON object.", "Copy it again.")
+    return value
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """A small JSON file, as PEFT writes them."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -1,0 +1,83 @@
+"""Both forms of the model that an adapter belongs to: which modules read folded norms, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memopt.checkpoint import arithmetic
+from memopt.checkpoint.adapters.folder import Adapter, Part
+from memopt.checkpoint.arithmetic import Floats
+from memopt.checkpoint.fold import Fold, FoldedConsumer, FoldPlan
+from memopt.checkpoint.shards import read_floats
+from memopt.checkpoint.sources.header import TensorInfo
+from memopt.checkpoint.sources.source import CheckpointSource
+from memopt.errors import NegativeVerdict
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The weight of a module that reads folded norms; one number a coordinate of its input."""
+
+    name: str
+    axis: int
+    scale: Floats
+    shift: Floats
+    norm: str
+
+
+class Sides:
+    """An adapter, its model without folds, and the folds; `back` is the way from the folded model."""
+
+    def __init__(self, adapter: Adapter, base: CheckpointSource, folds: tuple[Fold, ...], back: bool) -> None:
+        self.adapter, self.base, self.back = adapter, base, back
+        self.operations = FoldPlan(folds).operations()
+        self.parts = {part.key: part for part in adapter.parts(base.tensors)}
+        self.whole = {part.base: part for part in self.parts.values() if not part.added and part.base}
+        readers: dict[str, list[tuple[Fold, FoldedConsumer]]] = {}
+        for fold in folds:
+            for consumer in fold.consumers:
+                readers.setdefault(consumer.weight, []).append((fold, consumer))
+        self.readers = {name: self.reader(name, parts) for name, parts in readers.items()}
+        self.folds = folds
+
+    def reader(self, name: str, parts: list[tuple[Fold, FoldedConsumer]]) -> Reader:
+        axis = parts[0][1].axis
+        size = self.base.tensors[name].shape[axis]
+        scale, shift = np.ones(size), np.zeros(size)
+        for fold, consumer in parts:
+            gamma = read_floats(self.base, fold.weight)
+            scale = scale * arithmetic.fold_scale(gamma, fold.offset, size, consumer.channels)
+            if fold.bias:
+                beta = read_floats(self.base, fold.bias)
+                shift = shift + arithmetic.fold_shift(beta, consumer.scale, size, consumer.channels)
+        return Reader(name, axis, scale, shift, parts[0][0].norm)
+
+    def reader_of(self, part: Part) -> Reader | None:
+        """The reader of folded norms that a part of the adapter stands beside or replaces."""
+        return self.readers.get(part.base or "")
+
+    def reads_shift(self, part: Part) -> bool:
+        """Whether a folded norm that its module reads has a bias."""
+        reader = self.reader_of(part)
+        return reader is not None and bool(reader.shift.any())
+
+    def lora(self) -> list[Part]:
+        """The parts A of LoRA on linears, each of which has a B."""
+        return [part for part in self.parts.values() if part.leaf == "lora_A.weight"]
+
+    def tensor(self, name: str) -> tuple[CheckpointSource, TensorInfo]:
+        """Where a weight of the model is: in the adapter, if that trained it as a whole."""
+        part = self.whole.get(name)
+        if part is not None:
+            return self.adapter.source, self.adapter.source.tensors[part.key]
+        return self.base, self.base.tensors[name]
+
+    def refusal(self, why: str) -> NegativeVerdict:
+        side = "the stock model" if self.back else "the folded model"
+        return NegativeVerdict(
+            f"The adapter '{self.adapter.source.root}' has no exact form on {side}: {why}.",
+            "Merge it into the model that it was trained on (merge_and_unload), or train without folds "
+            "(memopt.patch(model), or recipe 'exact-unfolded').",
+        )
