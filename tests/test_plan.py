@@ -161,9 +161,11 @@ def test_the_exact_alternative_is_named_with_every_plan_that_samples() -> None:
 @pytest.mark.parametrize(("recipe", "action"), [("exact", "keep"), ("wta-crs", "seed")])
 def test_dropouts_keep_seeds_where_the_recipe_says_so(recipe: str, action: str) -> None:
     drop, off = DropoutSite("drop", 0.1), DropoutSite("off", 0.0)
-    function = DropoutSite("attention", 0.1, is_module=False)
-    plan = make_plan(Sites("M", "m", dropouts=(drop, off, function)), load_recipe(recipe))
-    assert {entry.site: entry.action for entry in plan.entries} == {"drop": action, "off": "keep", "attention": "keep"}
+    functions = [DropoutSite(name, 0.1, is_module=False) for name in (f"{BLOCK}.attention", BLOCK, "", "layers")]
+    sites = Sites("M", "m", dropouts=(drop, off, *functions), blocks=(BLOCK,))
+    actions = {entry.site: entry.action for entry in make_plan(sites, load_recipe(recipe)).entries}
+    assert {name: actions.pop(name) for name in ("off", "", "layers")} == dict.fromkeys(("off", "", "layers"), "keep")
+    assert set(actions.values()) == {action}
 
 
 def test_patterns_that_match_no_linear_are_told() -> None:

@@ -25,6 +25,7 @@ from memopt.walk.probes.isolate import with_stand_ins
 
 #: Where sizes, strides and an offset say all about a tensor. Of a sharded one they say what its shards do not.
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
+OFF_WHERE_COMPILED = "dropouts keep masks; seeds need eager mode"
 _SHAPES = ((16, 256), (8, 16, 32), (4, 8, 8, 16))
 #: Of a share of dropped elements, in standard deviations. Seeds are fixed, so a verdict is always the same one.
 _SIGMAS = 6
@@ -52,23 +53,22 @@ def _forward(
 ) -> Tensor:
     given, p = (*args, *kwargs.values()), getattr(module, rewrite.probability)
     drops = module.training and isinstance(p, (int, float)) and 0 < p <= 1 and not getattr(module, "inplace", False)
-    if not drops or len(given) != 1 or not _is_plain(given[0]) or _steps_aside(given[0]):
+    if not drops or len(given) != 1 or not may_be_seeded(given[0]):
         return stock(module, *args, **kwargs)
     return seeded_dropout(given[0], float(p), draw_seed())
 
 
-def _steps_aside(x: Tensor) -> bool:
+def may_be_seeded(x: Any) -> bool:
+    """Whether a seed may stand for a mask of `x` here: a plain tensor of numbers, in eager mode."""
+    if type(x) not in _PLAIN_TYPES or x.layout is not torch.strided or x.is_nested or not x.is_floating_point():
+        return False
     # Whether gradients are recorded must not matter: checkpointing runs a module without them first and with them
     # later, from the same state of the generator, and has to see one mask.
     with torch.enable_grad():
-        if steps_aside(off="dropouts keep masks; seeds need eager mode"):
-            return True
+        if steps_aside(off=OFF_WHERE_COMPILED):
+            return False
     # A captured graph would draw one mask for all its replays.
-    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) in _PLAIN_TYPES and x.layout is torch.strided and not x.is_nested and x.is_floating_point()
+    return not (x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _probability_of(module: nn.Module) -> str:

@@ -22,6 +22,7 @@ class DropoutPatch(Patch):
     name = kind = noun = "dropout"
     plural = "dropouts"
     after = ("sampled_linear",)
+    requires = ("replay",)
     actions: ClassVar[Mapping[str, str]] = {"seed": "seeded"}
     key, rules = "dropouts", DropoutRules
 
@@ -35,15 +36,30 @@ class DropoutPatch(Patch):
             return LEFT, "keeps its mask; not rewritten by this recipe"
         if not plan.recipe.selects(site.name):
             return LEFT, EXCLUDED
-        if not site.is_module:
+        if site.is_module:
+            return "seed", "keeps the seed of its mask"
+        # What surrounds the blocks would look at every function of the model for one dropout.
+        if not site.name or any(block.startswith(f"{site.name}.") for block in plan.sites.blocks):
             return LEFT, "a function in the forward of this module keeps its mask"
-        return "seed", "keeps the seed of its mask"
+        return "seed", "a function in the forward of this module keeps the seed of its mask"
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        count = sum(site.probability > 0 for site in plan.sites.dropouts)
+        if count and plan.recipe.rules(DropoutRules).is_off:
+            yield (
+                f"Dropouts that save masks in train mode, and what reads them a dropped-out copy: {count}. "
+                "dropouts.method=seed saves seeds: the same distribution, other random numbers."
+            )
 
     def apply(self, live: Live) -> None:
+        from memopt.patches.dropout.functions import patch_functions
         from memopt.patches.dropout.module import patch_dropout
 
         for site in live.plan.chosen("dropout"):
-            live.attempt(self.name, site.name, patch_dropout)
+            if site.is_module:
+                live.attempt(self.name, site.name, patch_dropout)
+            else:
+                live.attempt(self.name, site.name, patch_functions, live.scopes.get(site.name))
 
 
 PATCH = DropoutPatch()

@@ -1,0 +1,86 @@
+"""Dropouts that a module calls as functions, attention's among them: inside its forward they draw masks from seeds.
+
+While such a module runs in train mode, `torch.nn.functional.dropout` and `scaled_dot_product_attention` are looked at
+by a function mode; everything else passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memopt.kernels.base.counter import draw_seed
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.dropout.function import seeded_dropout
+from memopt.patches.compiled import is_being_compiled
+from memopt.patches.dropout.attention import seeded_attention
+from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
+from memopt.patches.scope import ScopeRewrite, run_scoped
+from memopt.patches.swap import swap_forward, wraps_any_forward
+
+
+@dataclass(frozen=True)
+class FunctionsRewrite:
+    """What a module knows whose forward calls dropouts as functions."""
+
+    scope: ScopeRewrite | None
+    """The scope that the module opens too; None where it opens none."""
+
+
+def patch_functions(module: nn.Module, scope: ScopeRewrite | None) -> None:
+    """Let the dropouts that the forward of `module` calls keep seeds.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    swap_forward(module, _forward, FunctionsRewrite(scope))
+
+
+@wraps_any_forward
+def _forward(stock: Callable[..., Any], rewrite: FunctionsRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not module.training or (torch.compiler.is_compiling() and is_being_compiled(OFF_WHERE_COMPILED)):
+        return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
+    with _Seeded():
+        return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
+
+
+class _Seeded(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or inplace or not 0 < p <= 1 or not may_be_seeded(input):
+        return F.dropout(input, p, training, inplace)
+    return seeded_dropout(input, p, draw_seed())
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    has_a_kernel = query.is_cuda or runs_triton(query)
+    if not 0 < dropout_p <= 1 or has_a_kernel or not all(map(may_be_seeded, (query, key, value))):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return seeded_attention(query, key, value, attn_mask, dropout_p, draw_seed(), **options)
