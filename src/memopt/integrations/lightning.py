@@ -1,0 +1,62 @@
+"""`Trainer(callbacks=[MemoptCallback()])` for Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch import nn
+from transformers import PreTrainedModel
+
+from memopt.integrations.once import Patching, say_remarks
+from memopt.patches.apply import is_patched
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
+
+
+class MemoptCallback(Callback):  # type: ignore[misc]
+    """Patches the Hugging Face models inside a LightningModule, PEFT's wrappers among them, before they are wrapped.
+
+    What `configure_model` builds is patched when fitting starts; where the strategy shards models (FSDP, DeepSpeed),
+    call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched. Raises what
+    `memopt.patch` does.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path | Recipe = DEFAULT_MEMORY_RECIPE,
+        *,
+        inputs: Mapping[str, Any] | str | Path | None = None,
+        budget: str | int | None = None,
+        batch: int | None = None,
+        seq: int | None = None,
+    ) -> None:
+        """The arguments are those of `memopt.patch`."""
+        self._patching = Patching(recipe, inputs, budget, batch, seq)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        for model in _models(pl_module):
+            self._patching.patch_once(model, say=trainer.is_global_zero)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for model in _models(pl_module) or [pl_module]:
+            if not is_patched(model):
+                self._patching.patch_once(model, say=trainer.is_global_zero)
+            if trainer.is_global_zero:
+                say_remarks(model, set())
+
+
+def _models(module: nn.Module) -> list[nn.Module]:
+    """The outermost models of transformers and PEFT inside `module`."""
+    return list(_outermost(module))
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config"):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
