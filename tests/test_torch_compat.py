@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -166,11 +167,12 @@ def test_unpack_hooks_are_those_of_the_scope_that_saved() -> None:
     x, y = leaf(), leaf()
     plain = x * y
     with saved_tensors_hooks(_pack, _unpack):
-        hooked = x * y
+        hooked, rows = x * y, (x * 2)[torch.tensor([1])]
     assert torch_compat.unpack_hooks(plain.grad_fn) == [None, None]
     assert torch_compat.unpack_hooks(hooked.grad_fn) == [_unpack, _unpack]
-    (plain.sum() + hooked.sum()).backward()
-    for released in (plain, hooked):
+    assert torch_compat.unpack_hooks(rows.grad_fn) == [_unpack]
+    (plain.sum() + hooked.sum() + rows.sum()).backward()
+    for released in (plain, hooked, rows):
         with pytest.raises(RuntimeError):
             torch_compat.unpack_hooks(released.grad_fn)
 
@@ -193,6 +195,12 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
         "ClampBackward1": (lambda z: z.clamp(0.25, 0.5), {"min": 0.25, "max": 0.5}),
         "GluBackward0": (lambda z: F.glu(z, -1), {"dim": 2**64 - 1}),
         "PowBackward0": (lambda z: z**3, {"exponent": 3}),
+        "BaddbmmBackward0": (
+            lambda z: torch.baddbmm(torch.ones(2, 4, 4), z, z.mT, beta=3, alpha=0.5),
+            {"beta": 3, "alpha": 0.5},
+        ),
+        "IndexBackward0": (lambda z: z[torch.tensor([1])], {"indices": (torch.tensor([1]),)}),
+        "SelectBackward0": (lambda z: z.select(-1, -2), {"dim": 2**64 - 1, "index": 2**64 - 2}),
         "TransposeBackward0": (lambda z: z.transpose(0, -1), {"dim0": 0, "dim1": 2**64 - 1}),
         "PermuteBackward0": (lambda z: z.permute(2, 0, -2), {"dims": (2, 0, 2**64 - 2)}),
         "ConstantPadNdBackward0": (lambda z: F.pad(z, (1, 2)), {"pad": (1, 2)}),
@@ -240,6 +248,8 @@ def test_a_node_shows_what_it_saved(name: str) -> None:
             assert torch.equal(shown, z)
         elif field in ("result", "output"):
             assert torch.equal(shown, output)
+        elif field in ("batch1", "batch2"):
+            assert torch.equal(shown if field == "batch1" else shown.mT, z)
         else:
             assert (tuple(shown) if isinstance(shown, (list, tuple)) else shown) == expected[field]
 
@@ -442,6 +452,12 @@ def test_autocast_is_seen_on_every_device(device: str) -> None:
         assert torch_compat.any_autocast_enabled()
     finally:
         torch.set_autocast_enabled(device, False)
+
+
+def test_parametrizations_are_cached_where_somebody_said_so() -> None:
+    assert not torch_compat.parametrizations_are_cached()
+    with parametrize.cached():
+        assert torch_compat.parametrizations_are_cached()
 
 
 def test_dropouts_are_told_by_their_base_class() -> None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, or a linear's.
-NORMALISED, ELEMENTWISE, PRODUCT, LINEAR = "normalised", "elementwise", "product", "linear output"
-FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR})
+#: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, a linear's, or a weight
+#: that was computed from others.
+NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT = "normalised", "elementwise", "product", "linear output", "weight"
+FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT})
 #: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
 Node = Any
 

@@ -56,6 +56,10 @@ class Recomputed:
             return self._value
         return next((value for (steps, *_), value in self.values.items() if not steps), None)
 
+    def keep(self, value: Tensor) -> None:
+        """Keep the output as its node produced it for the readers to come."""
+        self._value = value
+
     def rows(self, recompute: Recompute, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """The output in `dtype` as a matrix of rows, for one of its readers; the last one lets it go."""
         rows = self._rows

@@ -1,5 +1,5 @@
-"""From a tensor that holds the values of another, cast, padded, dropped out or in another layout, to the node that made
-those, and back."""
+"""From a tensor that holds the values of another, or a part of them, cast, padded, dropped out or in another layout, to
+the node that made those, and back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,8 +16,9 @@ from memopt.saved.rules import signed
 from memopt.torch_compat import input_metadata, saved, shows_saved
 
 _CAST, _CLONE, _CAT = "ToCopyBackward0", "CloneBackward0", "CatBackward0"
-_TRANSPOSE, _PERMUTE, _CONSTANT_PAD = (
-    name if shows_saved(name) else None for name in ("TransposeBackward0", "PermuteBackward0", "ConstantPadNdBackward0")
+_TRANSPOSE, _PERMUTE, _CONSTANT_PAD, _INDEX, _SELECT = (
+    f"{name}Backward0" if shows_saved(f"{name}Backward0") else None
+    for name in ("Transpose", "Permute", "ConstantPadNd", "Index", "Select")
 )
 _VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
 _MODES = {
@@ -27,13 +29,14 @@ _MODES = {
 }
 _FILL_KEY = "memopt.fill"
 #: Nodes that `source_of` looks through, beside those of dropouts.
-_STEPS = frozenset({_CAST, _CLONE, _CAT, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, *_VIEWS, *_MODES})
+_STEPS = frozenset({_CAST, _CLONE, _CAT, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, _INDEX, _SELECT, *_VIEWS, *_MODES})
 
 #: What was done to a tensor on its way: ("cast", dtype), ("clone", None), ("view", size), ("transpose", (a, b)),
-#: ("permute", dims), ("reflect" or "replicate", pads), ("constant", Padding) or ("mask", Mask); pads as
-#: `torch.nn.functional.pad` takes them.
+#: ("permute", dims), ("select", (dim, index)), ("rows", Node), ("reflect" or "replicate", pads), ("constant", Padding)
+#: or ("mask", Mask); pads as `torch.nn.functional.pad` takes them, the node one that saved the indices of its rows.
 Step = tuple[str, Any]
-_COPIES = frozenset({"clone", "constant", *_MODES.values()})
+_COPIES = frozenset({"clone", "constant", "rows", *_MODES.values()})
+_PARTS = frozenset({"rows", "select"})
 
 
 class Mask(Protocol):
@@ -99,6 +102,19 @@ class Source:
         return sum(what in _COPIES for what, _ in self.steps)
 
     @property
+    def reads_parts(self) -> bool:
+        """Whether some of its rows were read: experts each read theirs, and the whole is the same for all."""
+        return any(what in _PARTS for what, _ in self.steps)
+
+    @property
+    def is_cast_part(self) -> bool:
+        """Whether a part was read from it, or from a view of it, and then at most cast."""
+        last = max((i for i, (what, _) in enumerate(self.steps) if what in _PARTS), default=None)
+        if last is None or any(what != "cast" for what, _ in self.steps[last + 1 :]):
+            return False
+        return self.copies <= 1 and not any(what in ("cast", "mask") for what, _ in self.steps[:last])
+
+    @property
     def is_only_cast(self) -> bool:
         return all(what == "cast" for what, _ in self.steps)
 
@@ -157,6 +173,10 @@ def source_of(node: Node) -> Source:
             steps.append(("transpose", (signed(saved(node, "dim0")), signed(saved(node, "dim1")))))
         elif name == _PERMUTE:
             steps.append(("permute", tuple(map(signed, saved(node, "dims")))))
+        elif name == _SELECT:
+            steps.append(("select", (signed(saved(node, "dim")), signed(saved(node, "index")))))
+        elif name == _INDEX:
+            steps.append(("rows", node))
         elif name in _MODES:
             steps.append((_MODES[name], tuple(map(signed, saved(node, "padding")))))
         elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
@@ -200,6 +220,11 @@ def done_again(value: Tensor, step: Step) -> Tensor:
     if what == "mask":
         mask: Mask = how
         return mask.on(value)
+    if what == "select":
+        return value.select(*how)
+    if what == "rows":
+        rows: Tensor = torch.ops.aten.index(value, saved(how, "indices"))
+        return rows
     if what in ("reflect", "replicate"):
         return F.pad(value, how, mode=what)
     return value.transpose(*how) if what == "transpose" else value.permute(how)

@@ -44,11 +44,11 @@ def recomputed_of(node: Node) -> Recomputed:
 class Handle:
     """Stands for a tensor that can be recomputed from `node`. It counts as a reader from `taken` on."""
 
-    __slots__ = ("_form", "_node", "_offset", "_recomputed", "_rule", "_size", "_stride")
+    __slots__ = ("_form", "_node", "_offset", "_reads_parts", "_recomputed", "_rule", "_size", "_stride")
 
     def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
         node = source.node
-        self._node, self._rule = node, rule
+        self._node, self._rule, self._reads_parts = node, rule, source.reads_parts
         for what, how in source.steps:
             if what == "constant":
                 how.read(base)
@@ -83,16 +83,18 @@ class Handle:
     def _make(self) -> Tensor:
         steps, stride, device = self._form
         value = self._recomputed.as_produced()
-        if value is None:
-            remaking.depth += 1
-            try:
-                # Whether backward is run inside an autocast region must not matter.
-                with torch.no_grad(), _without_autocast(device):
+        remaking.depth += 1
+        try:
+            # Whether backward is run inside an autocast region must not matter.
+            with torch.no_grad(), _without_autocast(device):
+                if value is None:
                     value = self._rule.recompute(self._node)
-            finally:
-                remaking.depth -= 1
-        for step in steps:
-            value = done_again(value, step)
+                    if self._reads_parts:
+                        self._recomputed.keep(value)
+                for step in steps:
+                    value = done_again(value, step)
+        finally:
+            remaking.depth -= 1
         value = value.to(device)
         if value.stride() != stride:
             laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)

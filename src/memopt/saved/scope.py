@@ -200,6 +200,8 @@ class _Pack:
         if rule is None or (of_casts_only and not source.is_only_cast):
             return None
         follows = _is_followed(rule, source) and self._applies(rule, source.node)
+        # What says which rows were read has to be there too.
+        follows = follows and all(_kept_by_a_scope(how) for what, how in source.steps if what == "rows")
         return Handle(source, rule, tensor, base) if follows else None
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
@@ -290,7 +292,8 @@ def _is_followed(rule: Rule, source: Source) -> bool:
         source = read
     elif rule.of_copies_only:
         return source.copies == 1 or (source.copies == 0 and source.casts > 0)
-    return source.is_only_cast or (source.copies == 1 and source.casts == 0 and is_unchanged(source.node))
+    is_one_copy = source.is_cast_part or (source.copies == 1 and source.casts == 0)
+    return source.is_only_cast or (is_one_copy and is_unchanged(source.node))
 
 
 def _kept_by_a_scope(node: Node) -> bool:

@@ -67,5 +67,6 @@ from memopt.torch_compat.modules import (
     module_forward_hooks,
     module_hooks,
     no_forward_hooks,
+    parametrizations_are_cached,
     selective_checkpoint_arguments,
 )

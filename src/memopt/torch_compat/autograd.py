@@ -115,6 +115,9 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     **{operation.node: ("self", *operation.constants) for operation in OPERATIONS.values() if operation.recompute},
     "ClampBackward1": ("self", "min", "max"),
     "PowBackward0": ("self", "exponent"),
+    "BaddbmmBackward0": ("batch1", "batch2", "beta", "alpha"),
+    "IndexBackward0": ("indices",),
+    "SelectBackward0": ("dim", "index"),
     "TransposeBackward0": ("dim0", "dim1"),
     "PermuteBackward0": ("dims",),
     "ConstantPadNdBackward0": ("pad",),
@@ -170,7 +173,7 @@ def run_backward(*losses: Tensor) -> None:
 _UNPACK_HOOK = "torch._C._autograd.SavedTensor.unpack_hook"
 _RAW_OF_FUNCTIONS = "torch._C._FunctionBase._raw_saved_tensors"
 _RAW_OF_OPERATIONS = "torch._C._functions.MulBackward0._raw_saved_self"
-_RAW_FIELDS = ("_raw_saved_self", "_raw_saved_other", "_raw_saved_result", "_raw_saved_output")
+_RAW_FIELDS = tuple(f"_raw_saved_{field}" for field in ("self", "other", "result", "output", "batch1", "batch2"))
 
 
 def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
@@ -186,6 +189,7 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     raw = getattr(node, "_raw_saved_tensors", None)  # raises where it was released
     if not raw:
         raw = [getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)]
+        raw += getattr(node, "_raw_saved_indices", ())
         # Released fields of operations do not raise; they have neither a hook nor data.
         if any(getattr(tensor, "unpack_hook", None) is None and tensor.data is None for tensor in raw):
             raise RuntimeError("backward has been through the node")

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
 from memopt.torch_compat.autograd import current_graph_task_id, top_saved_tensors_hooks
@@ -73,6 +74,14 @@ _dropout: Any = find(_DROPOUT, (nn.Dropout,), "dropouts other than nn.Dropout th
 def is_dropout(module: nn.Module) -> bool:
     """Whether a module is one of PyTorch's dropouts, which all have the base class ``_DropoutNd`` and a float ``p``."""
     return isinstance(module, _dropout)
+
+
+find("torch.nn.utils.parametrize._cache_enabled", 0, "adapters of stacked experts save weights and adapters summed")
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether every read of a parametrised weight gives one tensor (``parametrize.cached()`` is active)."""
+    return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def compiled_module(module: object) -> object | None:

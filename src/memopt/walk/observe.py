@@ -119,6 +119,9 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"
+        # PEFT's wrapper of one parameter enters torch.autocast for its device, which there is none of for meta tensors.
+        if hasattr(module, "parameter_name") and hasattr(module, "_disable_adapters"):
+            vars(module)["_disable_adapters"] = True
     with _one_thread():
         sites = find_sites(clone, inputs)
     norms = (replace(n, fold_obstacles=(*n.fold_obstacles, NOT_IN_MEMORY)) for n in sites.norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from memopt.patches.activation.patch import gains_alone
 from memopt.patches.base import OFF, Live, Patch, PlanView, RecipeView
 from memopt.patches.linear.decide import RECOMPUTE, input_is_saved
 from memopt.patches.linear.rules import OutputRules
-from memopt.recompute_rules import LINEAR
+from memopt.recompute_rules import LINEAR, WEIGHT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +30,7 @@ class LinearPatch(Patch):
     requires = ("activation", "norm")
 
     def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset() if recipe.rules(OutputRules).recompute == OFF else frozenset({LINEAR})
+        return frozenset({WEIGHT} if recipe.rules(OutputRules).recompute == OFF else {WEIGHT, LINEAR})
 
     def scoped(self, plan: PlanView) -> Iterator[str]:
         return (name.rpartition(".")[0] for name in _outputs(plan))
@@ -55,6 +56,16 @@ class LinearPatch(Patch):
             if not gains_alone(site):
                 live.attempt("activation", site.name, patch_activation, site)
             live.attempt(self.name, linear, patch_linear)
+
+    def finish(self, live: Live) -> None:
+        from memopt.patches.linear.stacked import patch_stacked
+        from memopt.patches.swap import is_swapped
+
+        for name in {site.module for site in live.plan.sites.linears if len(site.shape) > 2}:  # experts
+            module = live.modules.get(name)
+            if module is not None and live.plan.recipe.selects(name) and not is_swapped(module):
+                with contextlib.suppress(ValueError):  # then its weights are saved
+                    patch_stacked(module)
 
     def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
         from memopt.patches.linear.module import adopt_linears

@@ -1,0 +1,269 @@
+"""Adapters on experts, whose weights are one parameter: PEFT adds a product to it, and the model recomputes the sum."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrize
+
+import memopt
+from memopt.patches.apply import is_patched
+from memopt.patches.swap import is_swapped, swap_state
+from memopt.reporting.account import account
+from memopt.walk.aten.precision import precise
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1,
+    "intermediate_size": 48, "head_dim": 16, "num_experts_per_tok": 2, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 48},
+    "GptOss": {"num_local_experts": 4},
+}
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+IDS = torch.arange(40).reshape(2, 20) * 7 % 61 + 3
+
+
+def base(family="Mixtral", implementation="eager", dtype=torch.float64):
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+        return model.to(dtype).train()
+
+
+def adapted(model, *, fp32=False, name=None):
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], target_parameters=list(EXPERTS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        if name is None:
+            model = get_peft_model(model, config, autocast_adapter_dtype=fp32)
+        else:
+            model.add_adapter(name, config)
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def stock_and_patched(family="Mixtral", implementation="eager", dtype=torch.float64, **options):
+    stock = adapted(base(family, implementation, dtype), **options)
+    return stock, memopt.patch(copy.deepcopy(stock))
+
+
+def gradients(model):
+    model.zero_grad()
+    with precise(next(model.parameters()).dtype):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, stock, tolerance=1e-10):
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        assert (ours[name] - expected).norm() <= tolerance * expected.norm(), name
+
+
+def saved(model):
+    return account(model, lambda: model(input_ids=IDS, labels=IDS).loss)
+
+
+def saves_a_sum(model):
+    """Whether a weight of experts is saved, of all or of one, cast or not."""
+    weights = {parameter.shape[1:] for parameter in model.parameters() if parameter.dim() == 3}
+    return any(each.shape[-2:] in weights for each in saved(model).storages)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_sum_of_weight_and_adapter_is_saved_and_gradients_are_stocks(family, implementation):
+    grouped = implementation == "grouped_mm"  # PyTorch has none in fp64
+    stock, patched = stock_and_patched(family, implementation, torch.float32 if grouped else torch.float64)
+    assert saves_a_sum(stock)
+    assert not saves_a_sum(patched)
+    # fp32: both recompute to the bit, and sum in the same order but for norms.
+    assert_same(gradients(patched), gradients(stock), 2e-5 if grouped else 1e-10)
+
+
+def test_bf16_gradients_are_as_right_as_stocks():
+    truth = gradients(adapted(base().bfloat16().double()))
+    stock, patched = stock_and_patched("Mixtral", "grouped_mm", torch.bfloat16)
+
+    def error(model):
+        found = gradients(model)
+        return sum((found[name].double() - each).square().sum() for name, each in truth.items()).sqrt()
+
+    assert error(patched) <= 1.25 * error(stock)
+
+
+def test_adapters_may_come_after_the_patch():
+    """... when scopes have found out that they have nothing to do."""
+    model = memopt.patch(base())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad_(True)
+    gradients(model)
+    model = adapted(model)
+    assert not saves_a_sum(model)
+    assert_same(gradients(model), gradients(adapted(base())))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_activation_checkpointing(use_reentrant, implementation):
+    results = []
+    for model in stock_and_patched(implementation=implementation):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_with_adapters_in_fp32(dtype, implementation):
+    truth = gradients(adapted(base().to(dtype).double()))
+    errors = []
+    for model in stock_and_patched("Mixtral", implementation, dtype, fp32=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert saves_a_sum(model) is not is_patched(model)
+            found = gradients(model)
+        errors.append(sum((found[name].double() - each).square().sum() for name, each in truth.items()).sqrt())
+    assert errors[1] <= 1.25 * errors[0]
+
+
+def test_two_backwards_of_a_retained_graph():
+    _, model = stock_and_patched()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(first[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_a_sum_is_freed_with_its_last_reader():
+    """When the gradient of the hidden states leaves the block, no sum is alive."""
+    _, model = stock_and_patched()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name)
+    norm, alive = model.base_model.model.model.layers[0].post_attention_layernorm, []
+    norm.register_forward_hook(lambda module, given, y: y.register_hook(lambda dy: alive.append(sums())) and None)
+    model.base_model.model.model.embed_tokens.weight.requires_grad_(True)
+
+    def sums():
+        node = holder["node"]
+        return node.metadata["memopt"].as_produced() is not None
+
+    holder = {}
+    experts = model.base_model.model.model.layers[0].mlp.experts.get_base_layer()
+    experts.register_forward_hook(lambda module, *_: holder.update(node=module.gate_up_proj.grad_fn))
+    gradients(model)
+    assert alive == [False]
+
+
+def test_several_adapters_one_switched_off_and_a_merge():
+    stock, patched = stock_and_patched()
+    for model in (stock, patched):
+        adapted(model, name="second")
+        model.set_adapter("second")
+    assert not saves_a_sum(patched)
+    assert_same(gradients(patched), gradients(stock))
+    for model in (stock, patched):
+        model.base_model.set_adapter(["default", "second"])
+    assert_same(gradients(patched), gradients(stock))
+    with stock.disable_adapter(), patched.disable_adapter():
+        for model in (stock, patched):
+            model.base_model.model.model.embed_tokens.weight.requires_grad_(True)
+        assert_same(gradients(patched), gradients(stock))
+    stock, patched = stock.merge_and_unload(), patched.merge_and_unload()
+    for model in (stock, patched):
+        model.requires_grad_(True)
+    assert_same(gradients(patched), gradients(stock))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_recompute_too(duplicate):
+    _, model = stock_and_patched()
+    expected = gradients(model)
+    clone = duplicate(model)
+    assert not saves_a_sum(clone)
+    assert_same(gradients(clone), expected)
+    assert not any(map(is_swapped, memopt.unpatch(clone).modules()))
+
+
+def test_forwards_between_a_forward_and_its_backward():
+    """PyTorch counts every parametrisation as a change of the weight."""
+    results = []
+    for model in stock_and_patched():
+        with precise(torch.float64):
+            losses = [model(input_ids=ids, labels=ids).loss for ids in (IDS, IDS.flip(0))]
+            with torch.no_grad():
+                model(input_ids=IDS)
+            sum(losses).backward()
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_a_weight_that_is_changed_before_backward_is_an_error(forwards):
+    _, model = stock_and_patched()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.mul_(2)
+    for _ in range(forwards):
+        model(input_ids=IDS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Doubled(nn.Module):
+    """A product added to something else than the weight."""
+
+    def __init__(self, left, right):
+        super().__init__()
+        self.left, self.right = nn.Parameter(left), nn.Parameter(right)
+
+    def forward(self, weight):
+        return torch.baddbmm(weight.detach() * 2, self.left, self.right)
+
+
+def test_a_sum_of_something_else_than_the_weight_is_saved():
+    model = memopt.patch(base())
+    model.requires_grad_(False)
+    experts = model.model.layers[0].mlp.experts
+    count, rows, columns = experts.down_proj.shape
+    left, right = torch.randn(count, rows, 2, dtype=torch.float64), torch.randn(count, 2, columns, dtype=torch.float64)
+    parametrize.register_parametrization(experts, "down_proj", Doubled(left, right))
+    experts.parametrizations.down_proj.original.requires_grad_(False)
+    with parametrize.cached():
+        ours = gradients(model)
+    assert not swap_state(experts).proven
+    with parametrize.cached():
+        assert_same(ours, gradients(memopt.unpatch(model)))
+
+
+def test_rows_of_hidden_states_that_were_changed_are_saved():
+    """Experts read rows of a norm's output: a patched model recomputes them, unless the output was changed since."""
+    stock, patched = stock_and_patched()
+    results = []
+    for model in (stock, patched):
+        block = model.base_model.model.model.layers[0]
+        block.mlp.experts.get_base_layer().act_fn.register_forward_pre_hook(lambda *_: None)
+        block.mlp.gate.register_forward_hook(lambda module, given, out: _double(given[0]))
+        results.append(gradients(model))
+    assert_same(results[1], results[0])
+
+
+def _double(hidden):
+    hidden.data.mul_(1)
+    with torch.no_grad():
+        (hidden if hidden._base is None else hidden._base).mul_(2)
