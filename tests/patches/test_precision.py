@@ -92,6 +92,14 @@ def test_a_weight_that_is_cast_again_can_be_differentiated_twice() -> None:
     assert (mine - theirs).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * theirs.abs().max()
 
 
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_adapters_in_another_dtype_than_the_model_are_told(in_fp32: bool) -> None:
+    config = LoraConfig(r=4, target_modules="all-linear")
+    model = get_peft_model(tiny_model("llama").bfloat16(), config, autocast_adapter_dtype=in_fp32)
+    said = str(memopt.summary(memopt.patch(model)))
+    assert ("28 adapter weights are fp32 on a bfloat16 model" in said) == in_fp32
+
+
 SCALE = 2.0**22
 #: Its gradient is summed over chunks in fp32, so it overflows later than stock's.
 HEAD = "lm_head.weight"

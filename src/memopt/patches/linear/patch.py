@@ -38,6 +38,15 @@ class LinearPatch(Patch):
     def unsaved(self, plan: PlanView) -> Iterator[str]:
         yield from _outputs(plan)
 
+    def remarks(self, model: nn.Module) -> Iterator[str]:
+        dtypes = [(str(each.dtype), each.requires_grad) for each in model.parameters() if each.dim() > 1]
+        count = dtypes.count(("torch.float32", True))
+        if count and (base := next((each for each, trained in dtypes if "16" in each and not trained), "")):
+            yield (
+                f"{count} adapter weights are fp32 on a {base.removeprefix('torch.')} model, so their linears cast "
+                "every input; get_peft_model(..., autocast_adapter_dtype=False) gives them the model's dtype"
+            )
+
     def apply(self, live: Live) -> None:
         from memopt.activations import ACTIVATIONS
         from memopt.patches.activation.module import patch_activation
