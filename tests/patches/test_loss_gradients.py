@@ -150,15 +150,16 @@ def test_a_second_loss_of_a_view_that_was_made_without_gradients(name: str, firs
     assert_close(ours, stock)
 
 
-def test_hooks_of_sharded_training_leave_the_logits_in_parts() -> None:
-    """They gather weights when backward begins, whatever the gradient is."""
+@pytest.mark.parametrize("module", ["torch.distributed.fsdp._fully_shard._fsdp_state", "deepspeed.runtime.utils"])
+def test_hooks_of_sharded_training_leave_the_logits_in_parts(module: str) -> None:
+    """They wait for the moment when backward begins, whatever the gradient is."""
     moments: list[Any] = []
     hook = moments.append
     model = Model()
     patch_head(model.head, WIDTH, CLASSES)
 
     class Sharded:
-        __module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+        __module__ = module
 
         def __call__(self, gradient: Tensor) -> Tensor:
             hook(gradient)

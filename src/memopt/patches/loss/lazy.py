@@ -347,8 +347,13 @@ _WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad
 
 
 def _waits_for_a_moment(hook: Any) -> bool:
-    """Whether `hook` is one of those by which sharded training gathers weights when backward begins."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.fsdp")
+    """Whether `hook` is one of those by which sharded training learns that backward begins.
+
+    FSDP2's gathers weights then. DeepSpeed's counts the backward, and divides the gradient by the micro-batches: that
+    of what was computed from these logits as well as theirs.
+    """
+    module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+    return module.startswith(("torch.distributed.fsdp", "deepspeed.runtime"))
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
