@@ -1,0 +1,42 @@
+"""Each example runs for three steps on the real model, patched, and its loss is a number."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = {"encoder": "all-MiniLM-L6-v2"}
+#: Modules that run memopt's forward at least: the norms, and the product of each block's MLP where it is patched.
+LEAST = {"encoder": 19, "qlora": 62}
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo"])
+def test_an_example_trains_a_patched_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EXAMPLES.parent / "models" / MODELS.get(name, "SmolLM2-135M-Instruct")
+    if not model.is_dir():
+        pytest.skip(f"models/{model.name} is missing; get it with: python examples/demo/fetch_models.py {model.name}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--steps", "3"])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    losses = re.search(r"loss (\S+) -> (\S+) in 3 steps", out)
+    assert losses is not None
+    assert all(math.isfinite(float(loss)) for loss in losses.groups())
+    patched = re.search(r"(\d+) modules run memopt's forward", out)
+    assert patched is not None
+    assert int(patched[1]) >= LEAST.get(name, 92)
+
+
+def test_an_example_is_short() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert len(lines) == 7
+    assert max(lines.values()) < 60
