@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from pathlib import Path
@@ -183,7 +184,22 @@ def test_patching_a_checkpointed_model_warns_that_little_is_left_to_save(caplog)
     model = tiny_model("llama")
     model.gradient_checkpointing_enable()
     memopt.patch(model)
-    assert ["activation checkpointing is on" in record.getMessage() for record in caplog.records] == [True]
+    assert ["activation checkpointing of 2 modules" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_patching_a_model_whose_loss_another_forward_computes_says_whose(caplog):
+    """... as in `memopt.patch(trainer.model)` of a trainer of TRL, whose forward calls the one that it found."""
+    model = tiny_model("llama")
+    own = model.forward
+
+    @functools.wraps(type(model).forward)
+    def fused(self, *args, fused_lm_head=False, **kwargs):
+        return self.model(*args, **kwargs).last_hidden_state if fused_lm_head else own(*args, **kwargs)
+
+    model.forward = types.MethodType(fused, model)
+    memopt.patch(model)
+    assert memopt.summary(model).plan.counts() == memopt.plan_for(tiny_model("llama")).counts()
+    assert [f"now one of {__name__}" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_module_that_later_gets_another_forward_does_not_count_as_patched():

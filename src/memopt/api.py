@@ -241,7 +241,7 @@ def _same_norm(name: str, folded: frozenset[str]) -> bool:
 
 
 def _say(model: nn.Module, plan: Plan) -> None:
-    """Log what was done, and what activation checkpointing leaves to save."""
+    """Log what was done, and what was set on the model before."""
     if not _logger.hasHandlers():  # nobody configured logging, which then shows warnings alone
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
@@ -250,13 +250,8 @@ def _say(model: nn.Module, plan: Plan) -> None:
             _logger.setLevel(logging.INFO)
     undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
     _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
-    # Of the model, in contrast to the recipe's own.
-    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
-        _logger.warning(
-            "activation checkpointing is on, so a block keeps its input alone: what memopt saves is in the one block "
-            "that runs again and in the loss. Without checkpointing it saves in every block and nothing runs again "
-            "(model.gradient_checkpointing_disable()); `memopt report` compares them."
-        )
+    for remark in summary(model).remarks:
+        _logger.warning("%s", remark)
 
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:

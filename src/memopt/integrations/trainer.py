@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import transformers
 from torch import nn
 
+from memopt.api import summary
 from memopt.errors import ModelError
 from memopt.integrations.once import Patching, logger, say_remarks
 from memopt.patches.apply import is_patched
@@ -102,6 +103,7 @@ class TrainerCallback(transformers.TrainerCallback):
             seq=getattr(args, "max_length", None),
             say=state.is_local_process_zero,
         )
+        self._said.update(summary(model).remarks)
 
 
 def _check_untouched(model: nn.Module, args: Any) -> None:

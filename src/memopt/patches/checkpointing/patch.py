@@ -134,7 +134,12 @@ class CheckpointingPatch(Patch):
                 f"for {count} of them against it; memopt.unpatch(model) takes it back"
             )
         elif count := switched_on(model):
-            yield f"activation checkpointing of {count} modules, switched on for the model, runs around memopt"
+            yield (
+                f"activation checkpointing of {count} modules, switched on for the model, runs around memopt, so a "
+                "block keeps its input alone: what memopt saves is in the one block that runs again and in the loss. "
+                "Without checkpointing it saves in every block and nothing runs again "
+                "(model.gradient_checkpointing_disable()); `memopt report` compares them"
+            )
 
 
 def _is_counted(block: str, rules: CheckpointingRules) -> bool:
