@@ -267,3 +267,18 @@ def _double(hidden):
     hidden.data.mul_(1)
     with torch.no_grad():
         (hidden if hidden._base is None else hidden._base).mul_(2)
+
+
+def test_experts_save_what_as_many_dense_mlps_do_within_a_tenth():
+    """Each token passes two experts, which are as wide as the dense model's MLP."""
+    sizes = SIZES | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 448}
+    shares = []
+    for family, own in (("Llama", {}), ("Mixtral", {"num_local_experts": 8})):
+        config = getattr(transformers, f"{family}Config")(**sizes | own)
+        model = transformers.AutoModelForCausalLM.from_config(config)  # experts as they are trained: grouped_mm
+        adapters = LoraConfig(r=2, target_modules="all-linear", target_parameters=list(EXPERTS) if own else None)
+        model = memopt.patch(get_peft_model(model.bfloat16().train(), adapters, autocast_adapter_dtype=False))
+        counted = account(model, lambda model=model: model(input_ids=IDS.repeat(8, 8), labels=IDS.repeat(8, 8)).loss)
+        mlp = "post_attention_layernorm", "mlp"
+        shares.append(sum(each.nbytes for each in counted.storages if any(part in each.savers[0][0] for part in mlp)))
+    assert shares[1] <= 1.1 * config.num_experts_per_tok * shares[0]

@@ -15,7 +15,7 @@ import transformers
 from memopt.errors import ModelError
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
-from memopt.plan.recipe import load_recipe
+from memopt.plan.recipe import Recipe, load_recipe
 from memopt.reporting import estimate
 from memopt.reporting.account import Account
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
@@ -166,13 +166,14 @@ def test_lora_on_experts_names_their_weights_with_the_adapter_and_says_what_to_d
     )  # fmt: skip
     sites = find_sites(build_meta(config))
 
-    def lora(*targets: str) -> Account:
-        return trace_account(config, Training(seq=24, train="lora", lora_targets=targets), sites=sites)
+    def lora(*targets: str, recipe: Recipe | None = None) -> Account:
+        return trace_account(config, Training(seq=24, train="lora", lora_targets=targets), sites=sites, recipe=recipe)
 
     weights = sum(2 * each.numel() for each in build_meta(config).parameters() if each.dim() == 3)
     assert lora("all-linear").per_cause()[EXPERTS] == weights
     assert EXPERTS_NOTE in lora("all-linear").notes
-    for other in (lora("q", "v"), trace_account(config, Training(seq=24), sites=sites)):
+    patched = lora("all-linear", recipe=load_recipe("exact-unfolded"))
+    for other in (patched, lora("q", "v"), trace_account(config, Training(seq=24), sites=sites)):
         assert EXPERTS not in other.per_cause()
         assert EXPERTS_NOTE not in other.notes
 

@@ -43,8 +43,8 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 EXPERTS: Cause = "expert weights + adapter (PEFT)"
 EXPERTS_NOTE = (
     "Experts: PEFT adds an adapter's product to the weights of all experts of a layer, and their sums, as large as the "
-    "weights, are saved for backward. Target the linears of attention alone (--lora-targets q,k,v,o), or checkpoint "
-    "the blocks, which holds the sums of one at a time."
+    "weights, are saved for backward. A patched model recomputes them. In a stock one, target the linears of attention "
+    "alone (--lora-targets q,k,v,o), or checkpoint the blocks, which holds the sums of one at a time."
 )
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})

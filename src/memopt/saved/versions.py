@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memopt.recompute_rules import Node
+from memopt.torch_compat import FakeTensor
 
 _METADATA_KEY = "memopt.version"
 
@@ -19,9 +20,9 @@ _METADATA_KEY = "memopt.version"
 def with_witness(output: Tensor) -> Tensor:
     """`output`, whose node shares its version counter from here on, and nothing of its memory."""
     node: Node = output.grad_fn
-    if node is not None and type(output) is Tensor and output._version == 0:
+    if node is not None and type(output) in (Tensor, FakeTensor) and output._version == 0:
         witness = output.detach()
-        witness.data = _nothing(output.dtype, output.device)
+        witness.data = _nothing(output.dtype, output.device) if type(output) is Tensor else output.new_empty(0)
         node.metadata[_METADATA_KEY] = witness
     return output
 
