@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,9 +32,12 @@ def run(model: nn.Module, dtype: torch.dtype, inputs: dict[str, Any]) -> Tensor:
     return loss
 
 
-def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    loss().backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+def gradients(model: nn.Module, name: str, around: Callable[[], Any] = nullcontext) -> dict[str, Tensor]:
+    model.zero_grad()
+    with around():
+        loss = run(model, torch.bfloat16, tiny_inputs(name))
+    loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -54,6 +58,38 @@ def test_no_copy_of_a_blocks_weight_is_saved_under_autocast(
     matrices = [each for each in theirs.get_submodule(blocks[0]).parameters() if each.dim() == 2]
     assert copies(theirs) == 2 * sum(each.numel() for each in matrices)
     assert copies(ours) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_weights_are_cast_again_under_the_hooks_of_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    model = memopt.patch(stock(name, lora=True))
+    expected = gradients(model, name)
+    around: dict[str, Callable[[], Any]] = {
+        "offloaded": lambda: torch.autograd.graph.save_on_cpu(pin_memory=False),
+        "checkpointed": nullcontext,
+        "checkpointed, reentrant": nullcontext,
+    }
+    for how, context in around.items():
+        if how != "offloaded":
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": how.endswith("reentrant")})
+        found = gradients(model, name, context)
+        assert found.keys() == expected.keys()
+        for key, gradient in found.items():
+            # Sums of another order, of terms in bf16.
+            limit = 8 * torch.finfo(torch.bfloat16).eps * expected[key].abs().max()
+            assert (gradient - expected[key]).abs().max() <= limit, (how, key)
+
+
+def test_a_weight_that_changed_before_backward_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    model = memopt.patch(stock("llama", lora=False))
+    loss = run(model, torch.bfloat16, tiny_inputs("llama"))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.self_attn.o_proj.weight").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
