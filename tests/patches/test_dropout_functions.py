@@ -144,6 +144,18 @@ def test_checkpointing_runs_a_block_again_with_the_same_masks(name: str, use_ree
         assert torch.allclose(gradient, expected[key], rtol=1e-5, atol=1e-6), key
 
 
+def test_a_recipe_that_checkpoints_blocks_draws_the_masks_of_one_that_does_not() -> None:
+    seeds = ["dropouts.method=seed"]
+    found = [
+        gradients(memopt.patch(model("opt"), memopt.load_recipe(recipe, seeds)), tiny_inputs("opt"))
+        for recipe in ("exact-unfolded", "exact-levels")
+    ]
+    for key, gradient in found[0].items():
+        assert torch.allclose(found[1][key], gradient, rtol=1e-5, atol=1e-6), key
+    made = memopt.patch(model("opt"), memopt.load_recipe("exact-levels", seeds))
+    assert not memopt.summary(made).refused
+
+
 def test_every_layer_and_every_step_draws_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 

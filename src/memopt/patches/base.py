@@ -304,6 +304,10 @@ class Patch:
         """What is called for the module `scope`, whose scope may stay closed, when the linears inside are new."""
         return None
 
+    def mode(self, plan: PlanView, scope: str) -> Callable[[], AbstractContextManager[object]] | None:
+        """The context in which the module `scope` runs in train mode, with and without gradients; None: it has none."""
+        return None
+
     # --- on a live model ---------------------------------------------------------------------------------------------
 
     def apply(self, live: Live) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,6 +104,8 @@ class ScopeRewrite:
     prepare: Callable[[nn.Module], None] | None = None
     """Called for the module when the linears inside are new: lets them read recompute specs. None where tensors are
     kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
+    mode: Callable[[], AbstractContextManager[object]] | None = None
+    """The context around the forward in train mode, with and without gradients; None: there is none."""
     history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
 
     def around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
@@ -153,6 +155,9 @@ def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a module that is `scope`, or no scope."""
+    if scope is not None and scope.mode is not None and module.training:
+        with scope.mode():
+            return run_scoped(stock, replace(scope, mode=None), module, *args, **kwargs)
     if scope is None or steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -23,7 +24,8 @@ def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
         for name in dict.fromkeys(patch.compressed(plan)) if compression is not None else ():
             if name and plan.recipe.selects(name):
                 scopes[name] = ScopeRewrite(families.get(name, default), compression)
-    return scopes
+    modes = {name: mode for patch in patches() for name in scopes if (mode := patch.mode(plan, name)) is not None}
+    return {name: replace(scope, mode=modes.get(name)) for name, scope in scopes.items()}
 
 
 def _prepare(plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:

@@ -7,7 +7,7 @@ by a function mode; everything else passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,33 +21,31 @@ from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
-from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import swap_forward, wraps_any_forward
 
 
-@dataclass(frozen=True)
-class FunctionsRewrite:
-    """What a module knows whose forward calls dropouts as functions."""
-
-    scope: ScopeRewrite | None
-    """The scope that the module opens too; None where it opens none."""
-
-
-def patch_functions(module: nn.Module, scope: ScopeRewrite | None) -> None:
+def patch_functions(module: nn.Module) -> None:
     """Let the dropouts that the forward of `module` calls keep seeds.
 
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, FunctionsRewrite(scope))
+    swap_forward(module, _forward, None)
 
 
 @wraps_any_forward
-def _forward(stock: Callable[..., Any], rewrite: FunctionsRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not module.training or (torch.compiler.is_compiling() and is_being_compiled(OFF_WHERE_COMPILED)):
-        return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
-    with _Seeded():
-        return run_scoped(stock, rewrite.scope, module, *args, **kwargs)
+def _forward(stock: Callable[..., Any], _: None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not module.training:
+        return stock(module, *args, **kwargs)
+    with seeded_functions():
+        return stock(module, *args, **kwargs)
+
+
+def seeded_functions() -> AbstractContextManager[object]:
+    """Inside, dropouts that are called as functions keep seeds, with and without gradients; not in compiled code."""
+    if torch.compiler.is_compiling() and is_being_compiled(OFF_WHERE_COMPILED):
+        return nullcontext()
+    return _Seeded()
 
 
 class _Seeded(TorchFunctionMode):

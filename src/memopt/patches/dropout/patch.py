@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
@@ -51,6 +52,13 @@ class DropoutPatch(Patch):
                 "dropouts.method=seed saves seeds: the same distribution, other random numbers."
             )
 
+    def mode(self, plan: PlanView, scope: str) -> Callable[[], AbstractContextManager[object]] | None:
+        if not any(site.name == scope and not site.is_module for site in plan.chosen("dropout")):
+            return None
+        from memopt.patches.dropout.functions import seeded_functions
+
+        return seeded_functions
+
     def apply(self, live: Live) -> None:
         from memopt.patches.dropout.functions import patch_functions
         from memopt.patches.dropout.module import patch_dropout
@@ -58,8 +66,8 @@ class DropoutPatch(Patch):
         for site in live.plan.chosen("dropout"):
             if site.is_module:
                 live.attempt(self.name, site.name, patch_dropout)
-            else:
-                live.attempt(self.name, site.name, patch_functions, live.scopes.get(site.name))
+            elif site.name not in live.scopes:  # a scope has them in its mode
+                live.attempt(self.name, site.name, patch_functions)
 
 
 PATCH = DropoutPatch()
