@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -172,6 +173,17 @@ def test_every_layer_and_every_step_draws_masks_of_its_own(monkeypatch: pytest.M
     torch.manual_seed(0)
     made(**inputs)
     assert seeds[4:] == seeds[:2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_functions_keep_their_masks(name: str) -> None:
+    theirs, x, results = model(name), torch.randn(2, 8, 64), []
+    for made in (theirs, seeded(copy.deepcopy(theirs))):
+        block = next(each for key, each in made.named_modules() if key.endswith(("layer.0", "layers.0")))
+        torch.manual_seed(0)
+        y = torch.compile(block, backend="eager", fullgraph=True)(x)
+        results.append(y[0] if isinstance(y, tuple) else y)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.kernels.linear import function as linear
+from memopt.patches.swap import is_swapped
 from memopt.reporting.account import account
 from tests.factories import tiny_inputs, tiny_model
 
@@ -90,6 +91,17 @@ def test_a_weight_that_changed_before_backward_is_an_error(monkeypatch: pytest.M
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_compiled_linears_are_left_to_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    model = memopt.patch(stock("llama", lora=False))
+    run(model, torch.bfloat16, tiny_inputs("llama"))  # the scope finds the linears
+    module = model.get_submodule("model.layers.1.self_attn.o_proj")
+    assert is_swapped(module)
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -155,9 +155,15 @@ def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a module that is `scope`, or no scope."""
-    if scope is not None and scope.mode is not None and module.training:
-        with scope.mode():
-            return run_scoped(stock, replace(scope, mode=None), module, *args, **kwargs)
+    if scope is None or scope.mode is None or not module.training:
+        return _run_scoped(stock, scope, module, *args, **kwargs)
+    with scope.mode():
+        return _run_scoped(stock, scope, module, *args, **kwargs)
+
+
+def _run_scoped(
+    stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     if scope is None or steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)

@@ -91,6 +91,8 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
     """Whether the stock linear would save a copy of `weight` in autocast's dtype; :func:`cast_linear` does not."""
+    if torch.compiler.is_compiling():  # the partitioner decides what is saved
+        return False
     if weight.numel() < LARGE or type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES:
         return False
     assert isinstance(x, Tensor)
