@@ -15,7 +15,6 @@ import memopt
 def main(count: int) -> None:
     folder = pretrained("SmolLM2-135M-Instruct")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    memopt.patch(model)  # the one line
     arguments = TrainingArguments(
         "out/full",
         max_steps=count,
@@ -26,7 +25,7 @@ def main(count: int) -> None:
         report_to="none",
     )
     rows = reference(AutoTokenizer.from_pretrained(folder), tokens=64)
-    trainer = Trainer(model, arguments, default_data_collator, rows)
+    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[memopt.TrainerCallback()])
     trainer.train()
     show([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], memopt.summary(model))
 

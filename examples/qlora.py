@@ -29,7 +29,6 @@ def main(count: int) -> None:
     prepare: Any = prepare_model_for_kbit_training
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(prepare(model, use_gradient_checkpointing=False), lora)
-    memopt.patch(adapted)  # the one line
     arguments = TrainingArguments(
         "out/qlora",
         max_steps=count,
@@ -42,7 +41,7 @@ def main(count: int) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     rows = reference(AutoTokenizer.from_pretrained(folder), tokens=64)
-    trainer = Trainer(adapted, arguments, default_data_collator, rows)
+    trainer = Trainer(adapted, arguments, default_data_collator, rows, callbacks=[memopt.TrainerCallback()])
     trainer.train()
     show([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], memopt.summary(adapted))
 

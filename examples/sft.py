@@ -18,7 +18,6 @@ import memopt
 def main(count: int) -> None:
     folder = pretrained("SmolLM2-135M-Instruct")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    memopt.patch(model)  # the one line
     rows = [conversation(text, good) for text, good in reviews()[:2000]]
     arguments = SFTConfig(
         "out/sft",
@@ -35,7 +34,12 @@ def main(count: int) -> None:
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = SFTTrainer(
-        model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, peft_config=lora
+        model,
+        arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=lora,
+        callbacks=[memopt.TrainerCallback()],  # the one line
     )
     trainer.train()
     show([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], memopt.summary(trainer.model))
