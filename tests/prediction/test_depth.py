@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import nn
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.depth import UnlikeError, put_back, take_out
+from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import Tracer, _form
-from memopt.reporting import estimate
 from memopt.reporting.training import Training
+from memopt.walk.models.alike import take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.reporting.builders import named_config
@@ -57,14 +55,8 @@ def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
         put_back(events, (), run)
 
 
-def test_blocks_that_share_parameters_are_all_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*args: Any, **kwargs: Any) -> Any:
-        model = build_meta(*args, **kwargs)
-        for odd, even in zip(model.model.layers[1::2], model.model.layers[::2], strict=True):
-            odd.mlp.up_proj.weight = even.mlp.up_proj.weight
-        return model
-
-    short, training = tracer("llama"), Training(2, 16, train="lora")
-    monkeypatch.setattr(estimate, "build_meta", build)
-    assert short.at(training).parameters == short._trace(training).parameters
-    assert short.extends is False
+def test_blocks_that_share_parameters_are_all_traced() -> None:
+    short = tracer("llama")
+    model = build_meta(short.config)
+    model.model.layers[5].mlp.up_proj.weight = model.model.layers[4].mlp.up_proj.weight
+    assert take_out(model, short.sites.blocks) == ()

@@ -53,16 +53,15 @@ class _Answer:
     tell: Callable[[str], None]
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
-    """Whether the step of a few blocks extends to that of all, patched; the further ways have the same blocks."""
+    """Whether the step of a few blocks extends to that of all, patched; the other ways have the same blocks."""
 
     def headline(self, source: str) -> Headline:
         subject, training = self.subject, self.subject.training
-        stock = self.candidate("stock", None, training.checkpointing)
         patched = self.candidate("memopt", subject.recipe, training.checkpointing)
-        first = stock.at()
-        self.stock_cost = _cost(first)
         patched.at()
         self.extends = patched.tracer.extends
+        stock = self.candidate("stock", None, training.checkpointing)
+        self.stock_cost = _cost(stock.at())
         others = list(self._others()) if self.card else []
         ways = {each.name: self.way(each) for each in (stock, patched, *others)}
         remedy = "" if self.card is None else self._remedy(patched, others, ways)

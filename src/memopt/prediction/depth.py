@@ -8,22 +8,15 @@ or for all blocks in one place; where anything else is seen, the whole model has
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal
-
-from torch import nn
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from memopt.prediction.events import Event, Storage
 from memopt.reporting.operations import Operation
+from memopt.walk.models.alike import Run, places
 
-#: Groups of alike blocks that are traced: two at the ends, two between.
-LEAST_GROUPS = 4
-_LONGEST_GROUP = 8
-_POSITION = re.compile(r"(idx|index|_id|number)$")
 #: Forward or backward, and the place of a block in its list; -1 before the first.
 _Segment = tuple[Literal["F", "B"], int]
 #: A segment and the number of a storage among those that it allocates.
@@ -32,46 +25,6 @@ _Address = tuple[Literal["F", "B"], int, int]
 
 class UnlikeError(Exception):
     """Blocks that look alike do not allocate and free alike."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Blocks of one list, of which the alike ones of a stretch were left out."""
-
-    names: tuple[str, ...]
-    """All blocks of the list, in order."""
-    start: int
-    """Place of the first that was left out."""
-    group: int
-    """Blocks in a group; groups are alike."""
-    left_out: int
-    """Number of blocks that were left out: a multiple of `group`."""
-
-    def like(self, place: int) -> int:
-        """The place of the traced block that the one at `place`, which was left out, is like."""
-        return self.start - self.group + (place - self.start) % self.group
-
-
-def take_out(model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS) -> tuple[Run, ...]:
-    """Take alike blocks out of `model`, which keeps `groups` groups of them, and all that are unlike.
-
-    Args:
-        model: without adapters; changed in place.
-        blocks: names of its repeated blocks.
-        groups: at least four.
-    """
-    lists: dict[str, list[str]] = {}
-    for name in blocks:
-        lists.setdefault(name.rpartition(".")[0], []).append(name)
-    runs = []
-    for parent, names in lists.items():
-        holder = model.get_submodule(parent)
-        run = _run_of(tuple(names), [_signature(model.get_submodule(name)) for name in names], groups)
-        if run is not None and isinstance(holder, nn.ModuleList):
-            for name in run.names[run.start : run.start + run.left_out]:
-                del holder._modules[name.rpartition(".")[2]]
-            runs.append(run)
-    return tuple(runs)
 
 
 def put_back(
@@ -83,57 +36,6 @@ def put_back(
         UnlikeError: the interior blocks that were traced are not alike in what they allocate and free.
     """
     return _Extension(events, operations, run, run.left_out if count is None else count).whole()
-
-
-def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int) -> Run | None:
-    """The run of which most blocks can be left out; None where none can."""
-    best: Run | None = None
-    for group in range(1, _LONGEST_GROUP + 1):
-        start = 0
-        while start < len(names):
-            end = min(start + group, len(names))
-            while end < len(names) and signatures[end] == signatures[end - group]:
-                end += 1
-            spare = ((end - start) // group - groups) * group
-            if spare > (best.left_out if best else 0):
-                best = Run(names, start + (groups - 1) * group, group, spare)
-            start = max(end - group + 1, start + 1)
-    return best
-
-
-def _signature(block: nn.Module) -> Hashable:
-    """What a block is: its modules with their settings and parameters, whatever its place in the list."""
-    return tuple(
-        (
-            name,
-            type(module),
-            _settings(vars(module)),
-            _settings(vars(vars(module).get("_memopt", _Nothing())), deep=1),
-            tuple(
-                (key, each.shape, each.dtype, each.requires_grad)
-                for key, each in module._parameters.items()
-                if each is not None
-            ),
-        )
-        for name, module in block.named_modules()
-    )
-
-
-class _Nothing:
-    pass
-
-
-def _settings(values: dict[str, Any], deep: int = 0) -> Hashable:
-    found: list[Hashable] = []
-    for key, value in sorted(values.items(), key=lambda item: item[0]):
-        if isinstance(value, str):
-            found.append((key, re.sub(r"\d+", "#", value)))
-        elif value is None or (isinstance(value, int | float) and not _POSITION.search(key)):
-            found.append((key, value))
-        elif deep and hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-            fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
-            found.append((key, type(value), _settings(fields, deep - 1)))
-    return tuple(found)
 
 
 class _Extension:
@@ -292,16 +194,6 @@ class _Extension:
         if storage is None:
             raise UnlikeError("a block frees what no block before it allocates")
         return storage
-
-
-def places(names: Sequence[str]) -> Callable[[str], int]:
-    """Module -> place among `names` of the block that it is or lies in, adapters' prefixes aside; -1 outside."""
-
-    @cache
-    def place(module: str) -> int:
-        return next((at for at, name in enumerate(names) if f".{name}." in f".{module}."), -1)
-
-    return place
 
 
 def _check_balance(events: Sequence[Event]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.plan.recipe import Recipe
-from memopt.prediction.depth import Run, UnlikeError, places, take_out
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
@@ -21,6 +20,7 @@ from memopt.reporting.timeline import Kind, Lifetime, Record, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.calls.batch import Batch
+from memopt.walk.models.alike import Run, places, take_out
 from memopt.walk.sites import Sites
 
 _PARTS: dict[Kind, Part] = {
@@ -86,18 +86,12 @@ def trace(
 
     Args:
         groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
-
-    Raises:
-        UnlikeError: the parameters of blocks that were left out cannot be told from those of the others.
     """
     runs: list[Run] = []
-    weights = 0
 
     def shrink(model: PreTrainedModel) -> None:
-        nonlocal weights
         # Adapters come later and go to alike blocks alike, unless single modules are named.
         if groups is not None and not any("." in target for target in training.lora_targets):
-            weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
             runs.extend(take_out(model, sites.blocks, groups))
 
     with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, shrink=shrink) as model:
@@ -108,8 +102,6 @@ def trace(
         parameters = tuple(parameters_of(model.trained))
     for run in runs:
         parameters = with_all_blocks(parameters, run)
-    if runs and sum(each.nbytes for each in parameters if not _is_adapter(each)) != weights:
-        raise UnlikeError("blocks share parameters")
     return Trace(
         training,
         parameters,
@@ -154,10 +146,6 @@ def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Paramete
             )
         found += those[behind:]
     return tuple(found)
-
-
-def _is_adapter(parameter: Parameter) -> bool:
-    return ".lora_" in parameter.name
 
 
 def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:

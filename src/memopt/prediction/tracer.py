@@ -9,10 +9,11 @@ from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe
-from memopt.prediction.depth import LEAST_GROUPS, UnlikeError, put_back
+from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.trace import Trace, living, trace
 from memopt.reporting.training import Training
 from memopt.walk.calls.batch import Batch
+from memopt.walk.models.alike import LEAST_GROUPS
 from memopt.walk.sites import Sites
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from memopt.reporting.storages import storages
-from memopt.torch_compat import is_operator, operator_schema, storage_id, tree_leaves
+from memopt.reporting.storages import storages, tensors
+from memopt.torch_compat import FakeTensor, is_operator, operator_schema, storage_id
 
 #: Operations that read of their operands as much as they write.
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
@@ -37,8 +37,9 @@ class Operation:
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
     """What one call of an operator costs; None for a view, and for what has no operands."""
-    inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-    if not inputs or not outputs or not is_operator(func):
+    outputs = list(tensors(result))
+    inputs = list(tensors((args, kwargs))) if outputs and is_operator(func) else []
+    if not inputs:
         return None
     schema = operator_schema(func)
     if not schema.is_mutable and _addresses(outputs) <= _addresses(inputs):
@@ -46,7 +47,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
     name = schema.name.rpartition("::")[2]
     written = sum(map(_nbytes, outputs))
     read = written if name in _GATHERS else sum(map(_nbytes, inputs))
-    devices = {tensor.device.type for tensor in (*inputs, *outputs) if tensor.dim()}
+    devices = {_device(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
     copied = _nbytes(outputs[0]) if len(devices) > 1 else 0
     return Operation(moment, _flops(func, name, args, kwargs, result), inputs[0].itemsize, read + written, copied)
 
@@ -62,12 +63,13 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     return 0
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _addresses(those: list[Tensor]) -> set[int]:
+    return {storage_id(storage) for storage in storages(those)}
 
 
-def _addresses(tensors: list[Tensor]) -> set[int]:
-    return {storage_id(storage) for storage in storages(tensors)}
+def _device(tensor: Tensor) -> str:
+    # A fake tensor dispatches `device`.
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from memopt.torch_compat import (
     current_node,
     is_module_call,
     next_sequence_number,
+    no_torch_function,
     run_backward,
     sequence_number,
     storage_id,
@@ -78,7 +79,8 @@ class Timeline(StorageTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         moment = len(self.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        found = operation(func, args, kwargs or {}, result, moment)
+        with no_torch_function():
+            found = operation(func, args, kwargs or {}, result, moment)
         if found is not None:
             self.operations.append(found)
         return result

@@ -1,0 +1,123 @@
+"""Alike blocks of a model, of which a few stand for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+#: Groups of alike blocks that are traced: two at the ends, two between.
+LEAST_GROUPS = 4
+_LONGEST_GROUP = 8
+_POSITION = re.compile(r"(idx|index|_id|number)$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of one list, of which the alike ones of a stretch were left out."""
+
+    names: tuple[str, ...]
+    """All blocks of the list, in order."""
+    start: int
+    """Place of the first that was left out."""
+    group: int
+    """Blocks in a group; groups are alike."""
+    left_out: int
+    """Number of blocks that were left out: a multiple of `group`."""
+
+    def like(self, place: int) -> int:
+        """The place of the traced block that the one at `place`, which was left out, is like."""
+        return self.start - self.group + (place - self.start) % self.group
+
+
+def take_out(model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS) -> tuple[Run, ...]:
+    """Take alike blocks out of `model`, which keeps `groups` groups of them, and all that are unlike.
+
+    Args:
+        model: without adapters; changed in place.
+        blocks: names of its repeated blocks.
+        groups: :data:`LEAST_GROUPS` at least, for what is observed of them to stand for the others.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in blocks:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    runs = []
+    for parent, names in lists.items():
+        holder = model.get_submodule(parent)
+        run = _run_of(tuple(names), [_signature(model.get_submodule(name)) for name in names], groups)
+        if run is not None and isinstance(holder, nn.ModuleList) and not _share(holder):
+            for name in run.names[run.start : run.start + run.left_out]:
+                del holder._modules[name.rpartition(".")[2]]
+            runs.append(run)
+    return tuple(runs)
+
+
+def _share(blocks: nn.ModuleList) -> bool:
+    """Whether two of `blocks` have a tensor, or themselves, in common."""
+    each = [{id(tensor) for tensor in (*block.parameters(), *block.buffers())} for block in blocks]
+    return len(set().union(*each)) < sum(map(len, each)) or len(set(map(id, blocks))) < len(blocks)
+
+
+def places(names: Sequence[str]) -> Callable[[str], int]:
+    """Module -> place among `names` of the block that it is or lies in, adapters' prefixes aside; -1 outside."""
+
+    @cache
+    def place(module: str) -> int:
+        return next((at for at, name in enumerate(names) if f".{name}." in f".{module}."), -1)
+
+    return place
+
+
+def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int) -> Run | None:
+    """The run of which most blocks can be left out; None where none can."""
+    best: Run | None = None
+    for group in range(1, _LONGEST_GROUP + 1):
+        start = 0
+        while start < len(names):
+            end = min(start + group, len(names))
+            while end < len(names) and signatures[end] == signatures[end - group]:
+                end += 1
+            spare = ((end - start) // group - groups) * group
+            if spare > (best.left_out if best else 0):
+                best = Run(names, start + (groups - 1) * group, group, spare)
+            start = max(end - group + 1, start + 1)
+    return best
+
+
+def _signature(block: nn.Module) -> Hashable:
+    """What a block is: its modules with their settings and parameters, whatever its place in the list."""
+    return tuple(
+        (
+            name,
+            type(module),
+            _settings(vars(module)),
+            _settings(vars(vars(module).get("_memopt", _Nothing())), deep=1),
+            tuple(
+                (key, each.shape, each.dtype, each.requires_grad)
+                for key, each in module._parameters.items()
+                if each is not None
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+class _Nothing:
+    pass
+
+
+def _settings(values: dict[str, Any], deep: int = 0) -> Hashable:
+    found: list[Hashable] = []
+    for key, value in sorted(values.items(), key=lambda item: item[0]):
+        if isinstance(value, str):
+            found.append((key, re.sub(r"\d+", "#", value)))
+        elif value is None or (isinstance(value, int | float) and not _POSITION.search(key)):
+            found.append((key, value))
+        elif deep and hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+            fields = {name: getattr(value, name, None) for name in value.__dataclass_fields__}
+            found.append((key, type(value), _settings(fields, deep - 1)))
+    return tuple(found)
