@@ -37,12 +37,13 @@ def texts(seed: int) -> list[str]:
 _DATA: Mapping[str, Any] = {
     "SFT": lambda: {"text": texts(0)},
     "DPO": lambda: {"prompt": texts(0), "chosen": texts(1), "rejected": texts(2)},
+    "GRPO": lambda: {"prompt": texts(0)},
     "KTO": lambda: {"prompt": texts(0), "completion": texts(1), "label": [True, False] * (STEPS * BATCH // 2)},
 }
 
 
 def trainer(kind: str, model: Any, folder: Path, *callbacks: Any, more: Mapping[str, Any] = {}, **settings: Any) -> Any:
-    """The trainer `kind` of TRL ("SFT", "DPO", "KTO") for `STEPS` steps on the CPU; `more` are its own arguments."""
+    """TRL's trainer `kind` (SFT, DPO, GRPO, KTO) for `STEPS` steps on the CPU; `more` are its own arguments."""
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder),
         use_cpu=True,
@@ -61,6 +62,6 @@ def trainer(kind: str, model: Any, folder: Path, *callbacks: Any, more: Mapping[
 
 
 def losses(run: Any) -> list[float]:
-    """The loss of each step."""
+    """The loss and the norm of the gradient of each step; some losses are zero by their definition (GRPO's)."""
     run.train()
-    return [row["loss"] for row in run.state.log_history if "loss" in row]
+    return [row[key] for row in run.state.log_history if "loss" in row for key in ("loss", "grad_norm")]
