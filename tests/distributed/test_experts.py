@@ -1,0 +1,67 @@
+"""Adapters on experts in two processes: sums that are recomputed from weights which an engine gathers and frees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import memopt
+from tests.distributed.engines import blocks
+from tests.distributed.pair import Pair
+from tests.patches.test_experts import IDS, adapted, base
+
+WAYS = {"DDP": (False, False), "FSDP2": (True, False), "FSDP2, checkpointing": (True, True)}
+
+
+def gradients(rank: int, shards: bool, checkpointing: bool, patches: bool) -> tuple[dict[str, Tensor], bool]:
+    """Of every adapter after two backwards, and whether a sum was saved."""
+    model: Any = adapted(base("Qwen3Moe", "grouped_mm", torch.float32))
+    if patches:
+        memopt.patch(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if shards:
+        for module in (*blocks(model), model):
+            fully_shard(module)
+    running: nn.Module = model if shards else DistributedDataParallel(model)
+    weights, shapes = {p.shape[1:] for p in model.parameters() if p.dim() == 3}, set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        shapes.add(whole.shape[-2:])
+        return tensor.detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    pack.memopt_observer = unpack.memopt_observer = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        ids = IDS.roll(rank, 1)
+        with saved_tensors_hooks(pack, unpack):
+            loss = running(input_ids=ids, labels=ids).loss
+        loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (g.full_tensor() if shards else g).detach() for name, g in found.items()}, bool(weights & shapes)
+
+
+def compared(rank: int, shards: bool, checkpointing: bool) -> tuple[float, bool, bool]:
+    stock, stock_saves = gradients(rank, shards, checkpointing, patches=False)
+    ours, saves = gradients(rank, shards, checkpointing, patches=True)
+    assert ours.keys() == stock.keys()
+    return max(float((ours[n] - g).norm() / g.norm()) for n, g in stock.items()), saves, stock_saves
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_adapters_on_experts_are_stocks(pair: Pair, way: str) -> None:
+    shards, checkpointing = WAYS[way]
+    for error, saves, stock_saves in pair.call(compared, shards, checkpointing):
+        assert error < 2e-5
+        assert not saves
+        assert stock_saves is not checkpointing
