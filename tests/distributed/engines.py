@@ -19,6 +19,13 @@ import deepspeed
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,6 +118,16 @@ class Engine:
     def load(self, folder: Path) -> None:
         raise NotImplementedError
 
+    def state(self) -> dict[str, Any] | None:
+        """The whole state dict, in rank 0 at least; None where the model's own is whole."""
+        return None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """As accelerate's `get_state_dict` and the Trainer do it."""
+        state = self.state()
+        if torch.distributed.get_rank() == 0:
+            self.inner.save_pretrained(folder, state_dict=state)
+
     def close(self) -> None:
         """Free what the engine holds beside the model."""
 
@@ -157,13 +174,16 @@ class TorchEngine(Engine):
         return {n: _whole(p).detach().clone() for n, p in self.inner.named_parameters()}
 
     def save(self, folder: Path) -> None:
-        state = {"model": self.inner.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
+        model, optimizer = get_state_dict(self.inner, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / f"{torch.distributed.get_rank()}.pt", weights_only=False)
-        self.inner.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        model, optimizer = get_state_dict(self.inner, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(self.inner, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def state(self) -> dict[str, Any] | None:
+        return get_model_state_dict(self.inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 class DeepSpeed(Engine):
@@ -201,6 +221,9 @@ class DeepSpeed(Engine):
     def load(self, folder: Path) -> None:
         path, _ = self.model.load_checkpoint(str(folder))
         assert path is not None
+
+    def state(self) -> dict[str, Any] | None:
+        return self.model._zero3_consolidated_16bit_state_dict() if self.case.kind == "zero3" else None
 
     def close(self) -> None:
         self.model.destroy()

@@ -28,6 +28,8 @@ _MODES = {
     if shows_saved(f"{name}Pad{rank}DBackward0")
 }
 _FILL_KEY = "memopt.fill"
+#: Functions of ZeRO-3 that return their input (deepspeed/runtime/zero/parameter_offload.py), a class for each module.
+_SAME = frozenset({"PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"})
 #: Nodes that `source_of` looks through, beside those of dropouts.
 _STEPS = frozenset({_CAST, _CLONE, _CAT, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, _INDEX, _SELECT, *_VIEWS, *_MODES})
 
@@ -144,8 +146,8 @@ def may_have_rule(node: Node) -> bool:
         is_step = _is_step_type.get(kind)
         if is_step is None:
             name = node.name()
-            is_step = name in _STEPS or name in MASKED
-            if kind.__name__ == name:
+            is_step = name in _STEPS or name in MASKED or name in _SAME
+            if kind.__name__ == name and name not in _SAME:  # whose type would keep the module
                 _is_step_type[kind] = is_step
         if not is_step:
             return rule_of(node) is not None
@@ -183,7 +185,7 @@ def source_of(node: Node) -> Source:
             steps.append(("constant", _padding(node)))
         elif name in MASKED and getattr(node, "read_unchanged", False):
             steps.append(("mask", node.mask))
-        else:
+        elif name not in _SAME:
             break
         node, output = node.next_functions[-1 if name == _CAT else 0]
         if output:  # rules speak of first outputs
