@@ -73,6 +73,13 @@ def test_report_needs_a_plan_and_a_folder(memopt: Memopt, options: list[str]) ->
     assert "--emit writes the plan of --budget into the folder --out" in run.err
 
 
+def test_what_no_plan_can_express_is_refused_before_the_model_is_looked_for(memopt: Memopt, tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    run = memopt("report", "MODEL", "--budget", "1GiB", "--train", "lora", "--emit", "torchtitan", "--out", out)
+    assert (run.code, out.exists()) == (2, False)
+    assert "--emit torchtitan: its configuration cannot express LoRA. Plan with --train full." in run.err
+
+
 def test_report_writes_the_plan_and_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     recipe = load_recipe("exact-unfolded", ("checkpointing.method=full",))
     plan = Plan(recipe, "2 blocks checkpointed", 2, 4, 1 << 30, 0.5, 0.25)

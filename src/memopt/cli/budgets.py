@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,6 +72,8 @@ def show(
     json_output: bool,
 ) -> int:
     """Print the plan for `budget`, or the frontier with its rates; `step` are arguments of `plan_training`."""
+    if emit:
+        _check_expressible(model, step, emit)
     file = _folder(out) if emit and out is not None else common.output_file(out, "--out")
     allowed = () if allow is None else (allow,)
     with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"):
@@ -94,6 +96,20 @@ def show(
     else:
         print(chosen)
     return common.EXIT_OK
+
+
+def _check_expressible(model: str, step: Mapping[str, Any], emit: Sequence[str]) -> None:
+    """Refuse, before minutes of tracing, what a file of `emit` cannot express whatever the plan will be."""
+    from memopt.emit.engines import files_of
+    from memopt.emit.planned import planned_step
+    from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+    from memopt.prediction.planner.choice import Choice, Plan
+    from memopt.reporting.training import training_of
+
+    names = ("batch", "precision", "train", "lora_rank", "lora_targets")
+    plan = Plan(load_recipe(step["recipe"] or DEFAULT_MEMORY_RECIPE), "", 1, 1, 0, 0.0, 0.0)
+    training = training_of(**{name: step[name] for name in names})
+    files_of(planned_step(model, "", Choice(model, "", "", 0, plan, step=training, setup=step["setup"])), emit)
 
 
 def _folder(path: Path) -> Path:
