@@ -77,8 +77,9 @@ def show(
     file = _folder(out) if emit and out is not None else common.output_file(out, "--out")
     allowed = () if allow is None else (allow,)
     with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"):
-        from memopt.prediction.planner.choice import Choice
-        from memopt.prediction.planner.training import plan_training
+        with common.importing():
+            from memopt.prediction.planner.choice import Choice
+            from memopt.prediction.planner.training import plan_training
 
         chosen = plan_training(
             model,

@@ -7,6 +7,7 @@ imported at the top, so that `memopt --help` is fast.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -180,6 +181,17 @@ def only_results_on_stdout() -> Iterator[None]:
     """Send what libraries print to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Inside, and for what is made there, the garbage collector rests: modules are never garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -148,19 +148,23 @@ def report(
             checkpointing=checkpointing,
         )
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"):
-        from memopt.pipeline import report as in_detail
-        from memopt.prediction.answer import headline
+        with common.importing():
+            from memopt.pipeline import report as in_detail
+            from memopt.prediction.answer import headline
 
         first, comparison = None, None
-        if gpu is not None or not json_output:
-            try:
-                first = headline(model, recipe, gpu=gpu, setup=setup, checkpointing=checkpointing, **step)
-            except ModelError:
-                if gpu is not None:
-                    raise
-                # What is saved may be known all the same, or the report says why not.
-        if first is None or first.approximate or verbose or json_output or html or snapshot:
+        if verbose or json_output or html or snapshot:
             comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
+        about = None if comparison is None else comparison.subject
+        try:
+            first = headline(model, recipe, gpu=gpu, setup=setup, checkpointing=checkpointing, about=about, **step)
+        except ModelError:
+            if gpu is not None:
+                raise
+            # What is saved may be known all the same, or the report says why not.
+        if comparison is None and (first is None or first.approximate):
+            comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
+        if comparison is not None:
             drawings.write(comparison, setup, html, snapshot, headline=first)
     if json_output and comparison is not None:
         from memopt.reporting.json import comparison_dict

@@ -11,7 +11,7 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
-from memopt.reporting.build import subject
+from memopt.reporting.build import Subject, subject
 from memopt.reporting.headline import Headline
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
 
@@ -32,6 +32,7 @@ def headline(
     inputs: Mapping[str, Any] | str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    about: Subject | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Headline:
     """Whether a training step of `model` fits, what it needs, and what else there is; `memopt report` says it first.
@@ -41,12 +42,15 @@ def headline(
     Args:
         gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
         setup: optimizer and devices, else AdamW on one device.
+        about: the model and how it is trained, where that is known: of `Comparison.subject`.
         tell: called with what is traced next.
 
     Raises:
         UsageError: no card is named so.
     """
     card = None if gpu is None else find_card(gpu)
+    if about is not None:
+        return answer(str(model), about, setup or Setup(), card, tell)
     folder = Path(model).expanduser()
     if batch is None and seq is None and inputs is None and folder.is_dir() and is_patched(folder):
         inputs = patched_folder(folder).batch()
