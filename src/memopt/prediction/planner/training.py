@@ -16,7 +16,8 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, trace
+from memopt.prediction.trace import Trace
+from memopt.prediction.tracer import Tracer
 from memopt.reporting.build import Subject, subject
 from memopt.reporting.training import ALL_LINEAR, Precision, Train, training_of
 
@@ -77,11 +78,17 @@ def plan_subject(name: str, of: Subject, budget: str | int, *, held: int) -> Cho
 
 
 def _task(name: str, of: Subject, setup: Setup, card: Card) -> Task:
-    def traced(rules: Recipe, rows: int) -> Trace:
-        micro = replace(of.training, batch=rows)
-        return trace(of.config, micro, sites=of.sites, recipe=rules, folded=of.folded, inputs=of.inputs)
-
     levels = levels_of(of.sites, of.recipe.unfolded())
+    extends: bool | None = None
+
+    def traced(rules: Recipe, rows: int) -> Trace:
+        nonlocal extends
+        tracer = Tracer(of.config, of.sites, rules, of.folded, of.inputs, extends)
+        found = tracer.at(replace(of.training, batch=rows))
+        # The first is the recipe's own step; the others have its blocks, some at other levels.
+        extends = tracer.extends if extends is None else extends
+        return found
+
     setup, splits = setup_on(card, setup), of.inputs is None
     return Task(name, of.training, setup, card, levels, traced, splits=splits, margin=MARGIN)
 
