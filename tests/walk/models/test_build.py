@@ -25,12 +25,14 @@ from huggingface_hub.errors import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memopt
 from memopt.errors import ModelError
 from memopt.walk.calls.inputs import dummy_inputs
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.models import limits
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config, model_class
+from tests.factories import tiny_model
 from tests.walk.configs import FAMILIES, llama_8b, llama_70b, make_config, tiny_llama, twin
 
 REMOTE_CONFIG = """
@@ -447,3 +449,44 @@ class TestLimits:
         folder = _folder(tmp_path, {"model_type": "llama", **({"parts": [part]} if nested else part)})
         with pytest.raises(ModelError, match=f"'{name}' is above 20,000"):
             load_config(folder)
+
+
+class _Codes(nn.Module):
+    """A linear of a library that keeps what its codes mean on the parameter itself, which no copy has."""
+
+    def __init__(self, linear: nn.Linear, bits: torch.dtype = torch.int8) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.weight = nn.Parameter(linear.weight.detach().mul(100).to(bits), requires_grad=False)
+        self.weight.scale = 0.01  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight.scale, self.bias)
+
+
+def test_a_linear_with_codes_is_a_plain_frozen_one_in_the_copy() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), _Codes(nn.Linear(4, 3))).eval()
+    clone = clone_to_meta(model)
+    assert isinstance(clone[1], nn.Linear)
+    assert (clone[1].weight.shape, clone[1].weight.requires_grad, clone[1].training) == ((3, 4), False, False)
+    assert clone(torch.ones(2, 6, device="meta")).shape == (2, 3)
+    assert clone[1](torch.ones(2, 4, device="meta", dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert type(model[1]) is _Codes
+
+
+def test_only_codes_make_a_linear_of_an_unknown_module() -> None:
+    model = nn.Sequential(_Codes(nn.Linear(4, 3), torch.float32), nn.Linear(4, 3))
+    model[0].register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+    model[1].register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+    assert [type(each) for each in clone_to_meta(model)] == [_Codes, nn.Linear]
+
+
+def test_a_model_on_codes_is_walked_as_on_plain_linears() -> None:
+    model = tiny_model("llama")
+    plain = memopt.plan_for(model).counts()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "layers" in name:
+            model.set_submodule(name, _Codes(module))
+    plan = memopt.plan_for(model)
+    assert (plan.sites.ran, plan.sites.notes) == (True, ())
+    assert plan.counts()["gated_mlp"] == plain["gated_mlp"]

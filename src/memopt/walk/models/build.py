@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.partitioned import shape_of
-from memopt.torch_compat import storage_id
+from memopt.torch_compat import is_traceable_wrapper_subclass, storage_id
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.limits import watched_build
 
@@ -37,12 +38,53 @@ def clone_to_meta(model: nn.Module) -> nn.Module:
     """A structural copy of `model` with every tensor on meta: no storage is copied or allocated.
 
     Names, ties (also views of one storage), dtypes, strides, ``requires_grad`` and hooks are those of `model`;
-    gradients are dropped. Works for any module, wrapped (PEFT) or not.
+    gradients are dropped. Works for any module, wrapped (PEFT) or not. A linear that stores codes in the place of its
+    weight is a plain one here: what it does with meta tensors depends on its library.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     # deepcopy looks every object up in the memo first, so a tensor found there is replaced and never copied.
     memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in _tensors_of(model)}
-    return copy.deepcopy(model, memo)
+    clone = copy.deepcopy(model, memo)
+    dtype = next((p.dtype for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()), None)
+    for name, module in model.named_modules():
+        if name and _is_quantised_linear(module):
+            parent, _, child = name.rpartition(".")
+            clone.get_submodule(parent)._modules[child] = _QuantisedLinear(module, dtype).train(module.training)
+    return clone
+
+
+class _QuantisedLinear(nn.Linear):
+    """What flows through a quantised linear: its input, of any dtype, times a frozen weight."""
+
+    def __init__(self, module: Any, dtype: torch.dtype | None) -> None:
+        bias = getattr(module, "bias", None)
+        super().__init__(module.in_features, module.out_features, bias is not None, device="meta", dtype=dtype)
+        self.weight.requires_grad_(False)
+        if bias is not None:
+            self.bias.requires_grad_(bias.requires_grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+def _is_quantised_linear(module: Any) -> bool:
+    """Whether `module` is a leaf with the sizes of a linear and has codes, or a tensor that wraps them, as weight.
+
+    A plain linear whose weight is another kind of tensor (sharded, or one that dequantises itself) is none.
+    """
+    sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    if not all(isinstance(size, int) for size in sizes) or next(module.children(), None) is not None:
+        return False
+    if type(module).forward is nn.Linear.forward and module.weight.is_floating_point():
+        return False
+    tensors = [tensor for value in vars(module).values() for tensor in _tensors_in(value) if tensor.dim() > 0]
+    wrapped = [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]
+    plain = [tensor for tensor in tensors if not any(tensor is each for each in wrapped)]
+    if any(tensor.is_floating_point() and tensor.numel() == prod(sizes) for tensor in plain):
+        return False
+    codes = [tensor for tensor in plain if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
+    return bool(codes) or any(not tensor.requires_grad for tensor in wrapped)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
