@@ -157,6 +157,18 @@ def test_a_recipe_that_checkpoints_blocks_draws_the_masks_of_one_that_does_not()
     assert not memopt.summary(made).refused
 
 
+def test_masks_that_are_saved_are_told() -> None:
+    told = [
+        "dropouts save masks" in str(memopt.summary(made))
+        for made in (
+            memopt.patch(model("bert")),
+            seeded(model("bert")),
+            memopt.patch(model("bert", **dict.fromkeys(BERT, 0.0))),
+        )
+    ]
+    assert told == [True, False, False]
+
+
 def test_every_layer_and_every_step_draws_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
 from memopt.walk.sites import DropoutSite, Sites
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class DropoutRules(Rules):
@@ -44,12 +47,15 @@ class DropoutPatch(Patch):
             return LEFT, "a function in the forward of this module keeps its mask"
         return "seed", "a function in the forward of this module keeps the seed of its mask"
 
-    def notes(self, plan: PlanView) -> Iterator[str]:
-        count = sum(site.probability > 0 for site in plan.sites.dropouts)
-        if count and plan.recipe.rules(DropoutRules).is_off:
+    def remarks(self, model: nn.Module) -> Iterator[str]:
+        from memopt.patches.swap import is_swapped
+        from memopt.torch_compat import is_dropout
+
+        drops = [module for module in model.modules() if is_dropout(module) and float(module.p) > 0]  # type: ignore[arg-type]
+        if drops and not any(map(is_swapped, drops)):
             yield (
-                f"Dropouts that save masks in train mode, and what reads them a dropped-out copy: {count}. "
-                "dropouts.method=seed saves seeds: the same distribution, other random numbers."
+                f"{len(drops)} dropouts save masks in train mode, and adapters behind them dropped-out copies; the "
+                "recipe setting dropouts.method=seed saves seeds: the same distribution, other random numbers"
             )
 
     def mode(self, plan: PlanView, scope: str) -> Callable[[], AbstractContextManager[object]] | None:
