@@ -63,7 +63,7 @@ class Size:
     heads: int = 4
     batch: int = 8
     seq: int = 64
-    steps: int = 400
+    steps: int = 300
     learning_rate: float = 1e-3
     dtype: str = "float32"
     device: str = "cpu"
