@@ -19,6 +19,7 @@ from memopt.reporting.estimate import max_positions, trace_account
 from memopt.reporting.training import Training
 from memopt.walk.calls.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.calls.processed import has_processor, processed_batches
+from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config, model_class
 from memopt.walk.observe import find_sites, walk_config
@@ -211,7 +212,7 @@ def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
         sites = find_sites(model, placed(batch, None, model.dtype))
         if sites.ran:
             return sites
-    return find_sites(model)
+    return find_deep_sites(model)
 
 
 def reads_tokens(config: PreTrainedConfig) -> bool:
