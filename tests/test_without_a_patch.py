@@ -16,14 +16,20 @@ from tests.factories import tiny_model
 
 SOURCE = Path(memopt.__file__).parent
 GONE = "dropout"
-#: Runs in the copy, in one process: imports every module but the tools, which list all launches, and the kernels, which
-#: need Triton; then runs commands. Prints the names of modules, then exit code and output of each command, as JSON.
+#: Runs in the copy, in one process: imports every module but the tools, which list all launches, the kernels, which
+#: need Triton, and the plugins of trainers that are not installed; then runs commands. Prints the names of modules, then
+#: exit code and output of each command, as JSON.
 EVERYTHING = """
 import contextlib, io, json, pkgutil, sys, memopt
 names = [m.name for m in pkgutil.walk_packages(memopt.__path__, "memopt.") if m.name != "memopt.__main__"]
 for name in names:
-    if ".tools" not in name and not name.endswith("_triton"):
+    if ".tools" in name or name.endswith("_triton"):
+        continue
+    try:
         __import__(name)
+    except ModuleNotFoundError as error:
+        if name not in ("memopt.axolotl", "memopt.integrations.lightning") or error.name.startswith("memopt"):
+            raise
 print(json.dumps([memopt.__file__, [name for name in sys.modules if name.startswith("memopt")]]))
 from memopt.cli.main import main
 for arguments in json.loads(sys.argv[1]):

@@ -178,7 +178,7 @@ def test_what_other_code_prints_does_not_reach_stdout(
         print("hello from remote code")
         return plan_of([rms_norm(0)]).sites, None
 
-    monkeypatch.setattr(pipeline, "_walk", noisy)
+    monkeypatch.setattr(pipeline, "walk_source", noisy)
     run = memopt("patch", llama, "--dry-run", "--json")
     assert json.loads(run.out)["status"] == "pass"
     assert "hello" in run.err

@@ -73,13 +73,13 @@ def _is_quantised_linear(module: Any) -> bool:
 
     A plain linear whose weight is another kind of tensor (sharded, or one that dequantises itself) is none.
     """
-    sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    sizes: list[Any] = [getattr(module, name, None) for name in ("in_features", "out_features")]
     if not all(isinstance(size, int) for size in sizes) or next(module.children(), None) is not None:
         return False
     if type(module).forward is nn.Linear.forward and module.weight.is_floating_point():
         return False
-    tensors = [tensor for value in vars(module).values() for tensor in _tensors_in(value) if tensor.dim() > 0]
-    wrapped = [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]
+    tensors: list[Any] = [each for value in vars(module).values() for each in _tensors_in(value) if each.dim() > 0]
+    wrapped: list[Any] = [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]
     plain = [tensor for tensor in tensors if not any(tensor is each for each in wrapped)]
     if any(tensor.is_floating_point() and tensor.numel() == prod(sizes) for tensor in plain):
         return False
