@@ -16,6 +16,7 @@ import memopt
 from memopt.patches.apply import is_patched
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.reporting.account import account
+from memopt.torch_compat import TorchDispatchMode
 from memopt.walk.aten.precision import precise
 
 SIZES = {
@@ -116,15 +117,28 @@ def test_adapters_may_come_after_the_patch():
     assert_same(gradients(model), gradients(adapted(base())))
 
 
+class Sums(TorchDispatchMode):
+    """Counts the sums of weight and product, backward's included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.baddbmm.default
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_activation_checkpointing(use_reentrant, implementation):
-    results = []
+    results, counts = [], []
     for model in stock_and_patched(implementation=implementation):
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        results.append(gradients(model))
+        with Sums() as sums:
+            results.append(gradients(model))
+        counts.append(sums.count)
     assert_same(results[1], results[0])
+    assert counts[1] == counts[0]  # not once more while the block runs again
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -17,7 +17,7 @@ from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
 from memopt.saved.weights import Settings, adds, tell_weight
-from memopt.torch_compat import parametrizations_are_cached
+from memopt.torch_compat import is_checkpointed_region, parametrizations_are_cached
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def _forward(stock: Callable[..., Any], rewrite: StackedRewrite, module: nn.Modu
                 with_witness(given if given._base is None else given._base)
     # Without the cache every read computes another tensor.
     if "parametrizations" in module._modules and parametrizations_are_cached():
-        _tell_weights(module, rewrite, saves)
+        # A checkpointed block saves its sums while it runs again alone: they would be computed a third time.
+        _tell_weights(module, rewrite, saves and not is_checkpointed_region())
     return stock(module, *args, **kwargs)
 
 
