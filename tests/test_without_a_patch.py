@@ -17,8 +17,8 @@ from tests.factories import tiny_model
 SOURCE = Path(memopt.__file__).parent
 GONE = "dropout"
 #: Runs in the copy, in one process: imports every module but the tools, which list all launches, the kernels, which
-#: need Triton, and the plugins of trainers that are not installed; then runs commands. Prints the names of modules, then
-#: exit code and output of each command, as JSON.
+#: need Triton, and the plugins of trainers that are not installed; then runs commands. Prints the names of modules,
+#: then exit code and output of each command, as JSON.
 EVERYTHING = """
 import contextlib, io, json, pkgutil, sys, memopt
 names = [m.name for m in pkgutil.walk_packages(memopt.__path__, "memopt.") if m.name != "memopt.__main__"]
