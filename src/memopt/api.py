@@ -256,6 +256,11 @@ def _say(model: nn.Module, plan: Plan) -> None:
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
     """Warn of what could not be patched, and record the plan on the model; an error where nothing was patched."""
+    if not applied.patched and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise NegativeVerdict(
+            "Nothing in this model can be patched: a device map's hooks are around its modules.",
+            "Load it without device_map, patch it, then call accelerate.dispatch_model(model, device_map).",
+        )
     for name, reason in applied.refused:
         warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
     sites = plan.sites

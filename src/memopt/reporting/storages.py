@@ -57,8 +57,8 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         wrapper: Any = tensor
         if type(wrapper) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(wrapper):
-            names, _ = wrapper.__tensor_flatten__()
-            yield from storages(getattr(wrapper, name) for name in names)
+            inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+            yield from storages(each for each in inner if isinstance(each, Tensor))  # and no device mesh
         # A fake tensor dispatches `is_meta`, several times as slow as the rest; its own attribute is plain.
         elif tensor.layout == torch.strided and not (
             tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
