@@ -253,8 +253,8 @@ def table(rows: Sequence[Row]) -> Table:
         result.add_row(
             row.way,
             f"{row.loss.mean:.4f} ± {row.loss.deviation:.4f}",
-            "" if row.way == STOCK else f"{row.difference.mean:+.5f} ± {row.difference.error:.5f}",
-            f"<= {most_difference(row, rows):+.5f}" if judged else "",
+            "" if row.way == STOCK else f"{row.difference.mean:+.1e} ± {row.difference.error:.1e}",
+            f"<= {most_difference(row, rows):+.1e}" if judged else "",
             f"{-row.flat:+.4f}",
             f"{row.kept / MIB:.1f}",
             f"{row.peak / MIB:.1f}",
