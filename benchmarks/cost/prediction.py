@@ -132,7 +132,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--check", action="store_true", help=f"exit 1 where a prediction is off by more than {LIMIT:.1%}"
+        "--check", action="store_true", help=f"exit 1 where a prediction is off by more than {LIMIT:.1%}%"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="only pairs whose name contains TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")

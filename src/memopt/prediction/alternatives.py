@@ -53,7 +53,7 @@ class _Answer:
     tell: Callable[[str], None]
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
-    """Whether the step of a few blocks extends to that of all, patched; the other ways have the same blocks."""
+    """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
 
     def headline(self, source: str) -> Headline:
         subject, training = self.subject, self.subject.training
@@ -84,7 +84,9 @@ class _Answer:
     def candidate(self, name: str, recipe: Recipe | None, checkpointing: Checkpointing, **training: str) -> _Candidate:
         subject = self.subject
         folded = () if recipe is None else subject.folded
-        tracer = Tracer(subject.config, subject.sites, recipe, folded, subject.inputs, self.extends)
+        # Blocks of a stock model may be alike where those of the patched one are not.
+        extends = self.extends if recipe is not None else self.extends or None
+        tracer = Tracer(subject.config, subject.sites, recipe, folded, subject.inputs, extends)
         steps = []
         if recipe is not None:
             named = "" if recipe.name == "exact-unfolded" else f', "{recipe.name}"'
