@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.patches.dropout import functions
@@ -204,3 +206,49 @@ def test_in_eval_mode_a_model_is_the_stock_one(name: str) -> None:
     with torch.no_grad():
         expected = made(**inputs).logits
         assert torch.equal(seeded(made)(**inputs).logits, expected)
+
+
+class CheckpointsItself(nn.Module):
+    """Activation checkpointing inside a forward that calls a dropout."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.use_reentrant = use_reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x), 0.5, self.training).square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_region_checkpointed_inside_the_forward_runs_again_with_its_mask(use_reentrant: bool) -> None:
+    made = CheckpointsItself(use_reentrant)
+    functions.patch_functions(made)
+    x = draw(4, 8).requires_grad_()
+    y = made(x)
+    factors = (y.detach() != 0).double() * 2
+    expected = torch.autograd.grad((made.linear(x) * factors).square().sum(), x)
+    y.sum().backward()
+    assert torch.allclose(x.grad, expected[0], rtol=0, atol=1e-12)
+
+
+def test_dropouts_of_later_adapters_run_again_with_the_masks_of_the_forward() -> None:
+    """OPT's blocks call dropouts as functions, so a dropout that comes later into a linear of theirs keeps a seed."""
+    found = []
+    for which in ("none", "fc1"):
+        rules = memopt.load_recipe("exact-unfolded", ["dropouts.method=seed", f"linears.recompute={which}"])
+        made = memopt.patch(model("opt", activation_function="gelu"), rules)
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, lora_dropout=0.5, target_modules=["fc1", "fc2"], init_lora_weights=False)
+        found.append(gradients(get_peft_model(made, config).train(), tiny_inputs("opt")))
+    assert found[0]
+    assert all(torch.equal(found[1][key], gradient) for key, gradient in found[0].items())
+
+
+def test_attention_on_the_meta_device_runs_as_before() -> None:
+    query = torch.empty(1, 2, 3, 4, device="meta")
+    with functions.seeded_functions():
+        assert F.scaled_dot_product_attention(query, query, query, dropout_p=P).shape == query.shape

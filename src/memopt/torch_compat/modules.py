@@ -92,9 +92,15 @@ def compiled_module(module: object) -> object | None:
 def is_checkpointed_region() -> bool:
     """Whether what runs now will run again in backward, or does so: the innermost saved-tensor hook is one of
     checkpointing's, or this thread runs backward (reentrant checkpointing)."""
+    return checkpointing_hook() is not None or current_graph_task_id() != -1
+
+
+def checkpointing_hook() -> object | None:
+    """The innermost saved-tensor hook outside of memopt's scopes, where it is one of checkpointing's: each region has
+    its own."""
     top = top_saved_tensors_hooks(False)
     pack = None if top is None else getattr(top[0], "memopt_outer_pack", None) or top[0]
-    return getattr(pack, "__module__", None) == checkpoint.__name__ or current_graph_task_id() != -1
+    return pack if getattr(pack, "__module__", None) == checkpoint.__name__ else None
 
 
 _RESPECT = "respect_saved_tensors_hooks"

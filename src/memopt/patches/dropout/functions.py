@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.base.device import runs_triton
@@ -21,7 +20,9 @@ from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
+from memopt.patches.repeated import RepeatedMode
 from memopt.patches.swap import swap_forward, wraps_any_forward
+from memopt.torch_compat import checkpointing_hook
 
 
 def patch_functions(module: nn.Module) -> None:
@@ -48,14 +49,23 @@ def seeded_functions() -> AbstractContextManager[object]:
     return _Seeded()
 
 
-class _Seeded(TorchFunctionMode):
+class _Seeded(RepeatedMode):
+    def __enter__(self) -> Any:
+        self._region = _region()
+        return super().__enter__()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        run = _SEEDED.get(func)
+        # What a checkpoint inside of this runs again in backward, it runs without this mode.
+        if run is None or _region() != self._region:
+            return func(*args, **kwargs)
+        return run(*args, **kwargs)
+
+
+def _region() -> tuple[object, ...]:
+    """What differs inside a checkpointed region: its hook, or that no gradients are recorded in it (reentrant)."""
+    return torch.is_grad_enabled(), checkpointing_hook()
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -76,9 +86,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     has_a_kernel = query.is_cuda or runs_triton(query)
-    if not 0 < dropout_p <= 1 or has_a_kernel or not all(map(may_be_seeded, (query, key, value))):
+    if not 0 < dropout_p <= 1 or has_a_kernel or query.is_meta or not all(map(may_be_seeded, (query, key, value))):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return seeded_attention(query, key, value, attn_mask, dropout_p, draw_seed(), **options)
+
+
+_SEEDED: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}

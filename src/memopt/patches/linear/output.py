@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
+from memopt.patches.repeated import RepeatedMode, active_modes, inside
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
@@ -92,7 +93,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if may_draw and not _have_moved(random, x):
         random = ()
     return with_witness(
-        recomputed_output(y, x, _Again(stock, module, held, versions, _modes(module), autocast, random))
+        recomputed_output(y, x, _Again(stock, module, held, versions, _modes(module), autocast, random, active_modes()))
     )
 
 
@@ -109,6 +110,7 @@ class _Again:
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
     """States of the generators that it drew from; empty where it drew nothing."""
+    around: tuple[type[RepeatedMode], ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         now = _tensors(self.module)
@@ -129,6 +131,7 @@ class _Again:
             _drawing_from(random, x),
             _in_modes(self.module, self.modes),
             torch.set_grad_enabled(is_hooked),  # hooks may ask for the place of an output in a graph
+            inside(self.around),
         ):
             return self._run(x, exchanged).detach()
 
