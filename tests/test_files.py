@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memopt.errors import OutputError
-from memopt.files import check_output, write_output
+from memopt.files import check_output, check_output_folder, write_output
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +29,30 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real.html").write_text("old")
     (tmp_path / "link.html").symlink_to("real.html")
-    write_output(check_output(tmp_path / "link.html", "--html"), b"new")
+    write_output(check_output(tmp_path / "link.html", "--html", force=True), b"new")
     assert (tmp_path / "link.html").is_symlink()
     assert (tmp_path / "real.html").read_text() == "new"
+
+
+def test_a_file_with_content_is_replaced_only_with_force(tmp_path: Path) -> None:
+    file = tmp_path / "step.pickle"
+    file.touch()  # as mktemp leaves it
+    assert check_output(file, "--snapshot") == file
+    file.write_text("measured")
+    with pytest.raises(OutputError, match=r"--snapshot '.*step.pickle' exists already"):
+        check_output(file, "--snapshot")
+    assert check_output(file, "--snapshot", force=True) == file
+
+
+def test_a_folder_for_files_is_checked_without_being_made(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text("mine")
+    assert check_output_folder(tmp_path, ["recipe.yaml"]) == tmp_path
+    with pytest.raises(OutputError, match=r"fsdp\.yaml' exists already"):
+        check_output_folder(tmp_path, ["recipe.yaml", "fsdp.yaml"])
+    assert check_output_folder(tmp_path, ["recipe.yaml", "fsdp.yaml"], force=True) == tmp_path
+    with pytest.raises(OutputError, match=r"is no folder: '.*fsdp\.yaml' is a file"):
+        check_output_folder(tmp_path / "fsdp.yaml" / "plan", ["recipe.yaml"])
+    assert check_output_folder(tmp_path / "a" / "b", ["recipe.yaml"]).parent.exists() is False
 
 
 def test_a_new_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:

@@ -45,11 +45,14 @@ def read_small(path: Path, limit: int = MAX_CONFIG_BYTES) -> bytes:
     return content
 
 
-def check_output(path: Path, option: str) -> Path:
+def check_output(path: Path, option: str, *, force: bool = False) -> Path:
     """The resolved `path`, if a result can be written there; `option` is the name of the option that gave it.
 
+    Args:
+        force: replace a file that has content.
+
     Raises:
-        OutputError: it is a folder or a device, or its folder is missing or not writable.
+        OutputError: it is a folder or a device, it has content, or its folder is missing or not writable.
     """
     path = Path(os.path.realpath(path.expanduser()))
     what = f"{option} '{path}'"
@@ -60,6 +63,26 @@ def check_output(path: Path, option: str) -> Path:
         raise OutputError(f"{what} lies in a folder that does not exist.", f"Create '{path.parent}', or name another.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise OutputError(f"{what} cannot be written: its folder allows it to nobody like you.", "Name another folder.")
+    if not force and path.exists() and path.stat().st_size:
+        raise OutputError(f"{what} exists already.", "Choose another name, or replace it with --force.")
+    return path
+
+
+def check_output_folder(path: Path, names: Iterable[str], *, force: bool = False) -> Path:
+    """`path`, if files of `names` can be written there; the folder may be missing, and is not made.
+
+    Raises:
+        OutputError: it is a file, it is not writable, or one of the files fails `check_output`.
+    """
+    path = path.expanduser()
+    real = Path(os.path.realpath(path))
+    nearest = next(each for each in (real, *real.parents) if each.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"--out '{path}' is no folder: '{nearest}' is a file.", "With --emit, name a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OutputError(f"--out '{path}' cannot be written: '{nearest}' is read-only.", "Name another folder.")
+    for name in names if nearest == real else ():
+        check_output(real / name, "--out", force=force)
     return path
 
 

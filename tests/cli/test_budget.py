@@ -104,6 +104,25 @@ def test_a_plan_and_a_frontier_can_be_drawn(
     assert PLAN.words.replace("'", "&#39;") in text
 
 
+@pytest.mark.parametrize("option", [("--lora-rank", "8"), ("--lora-targets", "q,v")])
+def test_options_of_lora_need_lora(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "MODEL", *option]) == 2
+    assert f"error: {option[0]} is about LoRA, and --train is full. Add --train lora" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_there_is_replaced_only_with_force(
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text("mine")
+    arguments = ["report", "MODEL", "--budget", "24GiB", "--out", str(file)]
+    assert main(arguments) == 2
+    assert f"--out '{file}' exists already. Choose another name, or replace it with --force." in capsys.readouterr().err
+    assert (asked, file.read_text()) == ({}, "mine")
+    assert main([*arguments, "--force"]) == 0
+    assert file.read_text() != "mine"
+
+
 def test_a_budget_that_is_none_is_refused_before_the_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", "--budget", "0"]) == 2
     assert "error: '0' has no unit." in capsys.readouterr().err

@@ -92,3 +92,16 @@ def test_report_writes_the_plan_and_the_files(tmp_path: Path, monkeypatch: pytes
     assert yaml.safe_load((out / "training_args.yaml").read_text())["gradient_accumulation_steps"] == 4
     assert "activation-checkpoint:full" in (out / "torchtitan.args").read_text()
     assert f"memopt.patch(model, '{out / 'recipe.yaml'}')" in capsys.readouterr().err
+    (out / "training_args.yaml").write_text("mine")
+    again = ["report", "MODEL", "--budget", "2GiB", "--emit", "trainer", "--out", str(out)]
+    assert main(again) == 2
+    assert "exists already. Choose another name, or replace it with --force." in capsys.readouterr().err
+    assert (out / "training_args.yaml").read_text() == "mine"
+    assert main([*again, "--force"]) == 0
+    assert (out / "training_args.yaml").read_text() != "mine"
+
+
+def test_a_plan_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    code = main(["report", str(tmp_path), "--budget", "2GiB", "--emit", "trainer", "--out", str(out)])
+    assert (code, out.exists()) == (2, False)

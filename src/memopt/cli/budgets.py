@@ -33,6 +33,9 @@ OutOption = Annotated[
         show_default=False,
     ),
 ]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace files that --out, --html and --snapshot name.")
+]  # fmt: skip
 AllowOption = Annotated[
     Allowed | None,
     typer.Option("--allow", help="Let --budget take recipes whose gradients have an error.", show_default=False),
@@ -67,14 +70,21 @@ def show(
     step: dict[str, Any],
     html: Path | None = None,
     snapshot: Path | None = None,
-    *,
     emit: Sequence[str] = (),
+    force: bool = False,
+    *,
     json_output: bool,
 ) -> int:
     """Print the plan for `budget`, or the frontier with its rates; `step` are arguments of `plan_training`."""
     if emit:
         _check_expressible(model, step, emit)
-    file = _folder(out) if emit and out is not None else common.output_file(out, "--out")
+    if emit and out is not None:
+        from memopt.emit.engines import files_named
+        from memopt.files import check_output_folder
+
+        file: Path | None = check_output_folder(out, files_named(emit), force=force)
+    else:
+        file = common.output_file(out, "--out", force=force)
     allowed = () if allow is None else (allow,)
     with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"):
         with common.importing():
@@ -113,19 +123,6 @@ def _check_expressible(model: str, step: Mapping[str, Any], emit: Sequence[str])
     files_of(planned_step(model, "", Choice(model, "", "", 0, plan, step=training, setup=step["setup"])), emit)
 
 
-def _folder(path: Path) -> Path:
-    """The folder of --out, made where it is missing.
-
-    Raises:
-        OutputError: it is a file, or cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"--out '{path}' is no folder: {error.strerror}.", "With --emit, name a folder.") from error
-    return path
-
-
 def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> None:
     """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines."""
     from memopt.files import write_output
@@ -140,6 +137,10 @@ def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> None:
         files, notes = files_of(planned_step(model, str(recipe), chosen), emit)
         for text in notes:
             common.note(f"note: {text}")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"--out '{out}' cannot be made: {error.strerror}.", "Name another folder.") from error
     for name, content in files.items():
         write_output(recipe.with_name(name), content)
     common.note(f"Wrote {', '.join(str(recipe.with_name(name)) for name in files)}")

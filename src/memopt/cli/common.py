@@ -260,17 +260,17 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def output_file(path: Path | None, option: str) -> Path | None:
+def output_file(path: Path | None, option: str, *, force: bool) -> Path | None:
     """Where the option's result goes, checked before any work is done.
 
     Raises:
-        OutputError: it cannot be written there.
+        OutputError: it cannot be written there, or a file is there and `force` is false.
     """
     if path is None:
         return None
     from memopt.files import check_output
 
-    return check_output(path, option)
+    return check_output(path, option, force=force)
 
 
 def report_error(error: BaseException, *, command: str | None, as_json: bool, debug: bool) -> int:

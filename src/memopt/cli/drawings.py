@@ -33,17 +33,18 @@ SnapshotOption = Annotated[
 ]
 
 
-def checked(html: Path | None, snapshot: Path | None) -> tuple[Path | None, Path | None]:
+def checked(html: Path | None, snapshot: Path | None, *, force: bool) -> tuple[Path | None, Path | None]:
     """The two files, resolved, before any work is done.
 
     Raises:
-        OutputError: one cannot be written.
+        OutputError: one cannot be written, or is there and `force` is false.
         UsageError: they are the same.
     """
-    files = common.output_file(html, "--html"), common.output_file(snapshot, "--snapshot")
+    named = (html, "--html"), (snapshot, "--snapshot")
+    files = tuple(common.output_file(path, option, force=force) for path, option in named)
     if files[0] is not None and files[0] == files[1]:
         raise UsageError(f"--html and --snapshot name the same file, '{html}'.", "Name two.")
-    return files
+    return files[0], files[1]
 
 
 def write_plan(

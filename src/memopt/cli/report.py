@@ -18,6 +18,7 @@ _Given = Mapping[str, bool]
 
 
 def report(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -75,6 +76,7 @@ def report(
     out: budgets.OutOption = None,
     allow: budgets.AllowOption = None,
     emit: common.EmitOption = None,
+    force: budgets.ForceOption = False,
     frontier: budgets.FrontierOption = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
@@ -93,6 +95,13 @@ def report(
             f"--inputs and {given[0]} cannot go together: the file says how large the batch is.",
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
+    if train == "full":
+        for option in ("--lora-rank", "--lora-targets"):
+            source = ctx.get_parameter_source(option[2:].replace("-", "_"))
+            if source is not None and source.name == "COMMANDLINE":
+                raise UsageError(
+                    f"{option} is about LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
+                )
     planned = budgets.asked(budget, frontier, out, allow, emit or ())
     _check_together(
         "--budget" if budget is not None else "--frontier" if planned else "--measure" if measure else None,
@@ -100,7 +109,7 @@ def report(
         plan={"--measure": measure, "--checkpointing": checkpointing != "none"},
         measure={"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1},
     )
-    html, snapshot = drawings.checked(html, snapshot)
+    html, snapshot = drawings.checked(html, snapshot, force=force)
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
@@ -129,9 +138,8 @@ def report(
     }
     if planned:
         step |= {"recipe": recipe, "setup": setup}
-        return budgets.show(
-            model, budget, frontier, out, allow, step, html, snapshot, emit=emit or (), json_output=json_output
-        )
+        drawn, written = (html, snapshot), (emit or (), force)
+        return budgets.show(model, budget, frontier, out, allow, step, *drawn, *written, json_output=json_output)
     if measure:
         options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
         options["trust_remote_code"] = trust_remote_code

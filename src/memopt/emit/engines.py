@@ -63,6 +63,11 @@ def files_of(planned: Planned, kinds: Iterable[str]) -> tuple[dict[str, bytes], 
     return {name: text.encode() for name, text in files.items()}, tuple(kind.note for kind in chosen if kind.note)
 
 
+def files_named(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Names of the files that `files_of` makes for `kinds`."""
+    return (RECIPE_FILE, *(KINDS[name].file for name in check_kinds(kinds)))
+
+
 def file_names() -> frozenset[str]:
     """Every name that a file may have."""
     return frozenset({RECIPE_FILE, *(kind.file for kind in KINDS.values())})
