@@ -147,16 +147,20 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
         found = adapter.record.get("fits")
         right = {key: getattr(expected, key) for key in ("form", "folds", "affines")}
         if not isinstance(found, dict) or any(found.get(key) != value for key, value in right.items()):
-            what = (
-                f"the {found.get('form')} form of {found.get('base_model')}" if isinstance(found, dict) else "nothing"
-            )
-            raise adapter.misfit(f"its memopt.json says that it fits {what}, with other weights or folds")
+            found = found if isinstance(found, dict) else {}
+            which = f"the {found.get('form')} form of {found.get('base_model')}" if found else "nothing"
+            if all(found.get(key) == right[key] for key in ("folds", "affines")):
+                other = "unpatch" if found.get("form") == "folded" else "patch"
+                hint = f"Use it as it is, or convert it back with `memopt {other} --adapter`."
+                raise ModelError(f"The adapter '{adapter.source.root}' fits {which} already.", hint)
+            raise adapter.misfit(f"its memopt.json says that it fits {which}, with other weights or folds")
         return
     base = adapter.config.get("base_model_name_or_path")
     folder = Path(str(base)).expanduser()
     if not base or not folder.is_dir():
         if base != forms.original.model:
-            tell(f"The adapter's base model '{base}' is not here: names and shapes fit, its weights were not compared.")
+            which = f"The adapter's base model '{base}' is not here" if base else "The adapter names no base model"
+            tell(f"{which}: names and shapes fit, its weights were not compared.")
         return
     if is_patched(folder) != (expected.form == "folded"):
         was, other = ("folded", "unpatch") if is_patched(folder) else ("stock", "patch")

@@ -70,6 +70,18 @@ def test_an_adapter_is_converted_for_the_patched_folder_and_back(memopt: Memopt,
     before, after = load_file(trained / name), load_file(Path("back", name))
     for key, value in before.items():
         torch.testing.assert_close(after[key], value, rtol=2**-22, atol=0.0)
+    again = memopt("patch", "tiny-llama-memopt", "--adapter", "lora-folded")
+    assert again.code == 2
+    assert (
+        "fits the folded form of tiny-llama already. Use it as it is, or convert it back with `memopt unpatch"
+        in again.err
+    )
+    again = memopt("unpatch", "tiny-llama-memopt", "--adapter", "lora-folded", "--out", "back")
+    assert again.code == 2
+    assert "is not empty. Choose another --out, or remove it first." in again.err  # there is no --force
+    adapter(trained, None).joinpath(name).write_bytes(Path("back", name).read_bytes())
+    run = memopt("patch", "tiny-llama-memopt", "--adapter", trained, "--out", "third")
+    assert "The adapter names no base model: names and shapes fit, its weights were not compared." in run.err
 
 
 def test_before_the_model_is_patched_the_command_for_that_is_named(memopt: Memopt, llama: Path, trained: Path) -> None:

@@ -31,12 +31,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[Path]:
+def staged(out: Path, *, force: bool | None, note: Callable[[str], None]) -> Iterator[Path]:
     """A temporary folder that becomes `out` when the block ends, and is removed when it fails.
 
     Args:
         out: target folder; see :func:`check_target`.
-        force: replace a non-empty target.
+        force: replace a non-empty target; None where the command has no --force.
         note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
             could not be removed, and where an interrupt ends the block.
 
@@ -69,7 +69,7 @@ def staged(out: Path, *, force: bool, note: Callable[[str], None]) -> Iterator[P
         raise
 
 
-def check_target(out: Path, source: Path, *, force: bool) -> Path:
+def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
     """The resolved target, if `source` may be rewritten into it.
 
     Raises:
@@ -90,7 +90,7 @@ def check_target(out: Path, source: Path, *, force: bool) -> Path:
         raise OutputError(f"--out '{out}' is a file.", "Choose another --out.")
     if out.is_dir() and any(out.iterdir()):
         if not force:
-            raise OutputError(f"'{out}' exists and is not empty.", "Choose another --out, or replace it with --force.")
+            raise OutputError(f"'{out}' exists and is not empty.", _another(force))
         replaceable(out, all_digests=False)
     return out
 
@@ -115,12 +115,16 @@ def restrict(path: Path, origin: Path) -> None:
     path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(0o077 & ~origin.stat().st_mode))
 
 
-def _to_replace(out: Path, force: bool) -> Files | None:
+def _another(force: bool | None) -> str:
+    return "Choose another --out, or " + ("remove it first." if force is None else "replace it with --force.")
+
+
+def _to_replace(out: Path, force: bool | None) -> Files | None:
     """The files of `out` that may be replaced; None where there are none."""
     if not (out.is_dir() and any(out.iterdir())):
         return None
     if not force:
-        raise OutputError(f"'{out}' was filled meanwhile.", "Choose another --out, or replace it with --force.")
+        raise OutputError(f"'{out}' was filled meanwhile.", _another(force))
     return replaceable(out, all_digests=True)
 
 

@@ -38,14 +38,14 @@ def write_unpatched(
     Raises:
         OutputError: `out` cannot be used or written.
     """
-    out = check_target(out, patched.root, force=False)
+    out = check_target(out, patched.root, force=None)
     if original is not None:
-        check_target(out, original.root, force=False)
+        check_target(out, original.root, force=None)
     check_space(out, patched.space_needed)
     tell = note or (lambda text: None)
     done = Unfolded()
     written = total = 0
-    with staged(out, force=False, note=tell) as stage:
+    with staged(out, force=None, note=tell) as stage:
         for shard in patched.shards:
             shutil.copyfile(shard.origin, stage / shard.name)
 

@@ -47,10 +47,10 @@ def write_adapter(
         NegativeVerdict: a value has no form on the other side.
     """
     source = adapter.source
-    out = check_target(out, source.root, force=False)
+    out = check_target(out, source.root, force=None)
     header = build_header(WEIGHTS, converted.tensors)
     check_space(out, header.file_size)
-    with staged(out, force=False, note=note) as stage:
+    with staged(out, force=None, note=note) as stage:
         with open(stage / WEIGHTS, "xb") as file:
             file.write(header.raw)
             for name in header.tensors:  # in the order of their bytes
