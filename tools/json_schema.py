@@ -93,6 +93,8 @@ class Patch(Done):
     weights: Weights
     folds: list[dict[str, Any]] | None
     """As in memopt.json; None for a dry run."""
+    emitted: list[str]
+    """Files for training engines, those of ``--emit``."""
     notes: list[str]
 
 

@@ -62,6 +62,8 @@ class PatchResult:
     """What was written; None for a dry run."""
     notes: tuple[str, ...]
     """Sentences that a user should read."""
+    emitted: tuple[str, ...] = ()
+    """Files for training engines."""
 
 
 @generators_kept()
@@ -138,7 +140,9 @@ def patch_checkpoint(
     _check_rewrites(checkpoint, plan)
     emitted = _emitted(checkpoint, plan, target, kinds, tell) if kinds else {}
     if dry_run:
-        return PatchResult(checkpoint, _check_files(checkpoint, plan, tell), target, None, tuple(notes))
+        return PatchResult(
+            checkpoint, _check_files(checkpoint, plan, tell), target, None, tuple(notes), tuple(sorted(emitted))
+        )
     written = write_checkpoint(
         checkpoint,
         plan,
@@ -149,7 +153,7 @@ def patch_checkpoint(
         progress=progress,
         note=tell,
     )
-    return PatchResult(checkpoint, written.plan, target, written, tuple(notes))
+    return PatchResult(checkpoint, written.plan, target, written, tuple(notes), written.manifest.emitted)
 
 
 @generators_kept()

@@ -27,8 +27,12 @@ def failed(folder: Path) -> dict[str, str]:
 
 
 def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memopt, llama: Path, tmp_path: Path) -> None:
-    run = memopt("patch", llama, "--emit", "axolotl", "--emit", "deepspeed")
+    engines = ("--emit", "axolotl", "--emit", "deepspeed")
+    run = memopt("patch", llama, *engines, "--dry-run")
+    assert "and beside them axolotl.yaml, deepspeed.json, recipe.yaml" in run.out
+    run = memopt("patch", llama, *engines)
     assert run.code == 0, run.err
+    assert "has to be given batch, accumulation and bf16 or fp16 as in deepspeed.json" in run.err
     assert "Beside them: axolotl.yaml, deepspeed.json, recipe.yaml." in run.out
     assert json.loads((OUT / "memopt.json").read_text())["emitted"] == ["axolotl.yaml", "deepspeed.json", "recipe.yaml"]
     assert yaml.safe_load((OUT / "axolotl.yaml").read_text())["base_model"] == str(OUT)

@@ -130,7 +130,8 @@ def _print(result: PatchResult, verbose: bool) -> None:
         source = result.source
         files = common.plural(len(source.shards), "weight file")
         size = f", {common.format_bytes(source.nbytes)}" if source.shards else ""
-        print(f"Dry run: nothing was written. It would write {files}{size} to {result.out}")
+        beside = f", and beside them {', '.join(result.emitted)}" if result.emitted else ""
+        print(f"Dry run: nothing was written. It would write {files}{size} to {result.out}{beside}")
         return
     written, out = result.written, shlex.quote(str(result.out))
     nbytes = common.format_bytes(written.nbytes)
@@ -139,8 +140,8 @@ def _print(result: PatchResult, verbose: bool) -> None:
     print(
         f"Wrote {result.out}: {nbytes} of weights, " + (f"{tensors} ({changed}) changed." if changed else "unchanged.")
     )
-    if written.manifest.emitted:
-        print(f"Beside them: {', '.join(written.manifest.emitted)}.")
+    if result.emitted:
+        print(f"Beside them: {', '.join(result.emitted)}.")
     if written.changed_tensors:
         print(_FOLD_SENTENCE)
     near_zero = sum(record.near_zero for record in written.manifest.folds)
@@ -172,5 +173,6 @@ def _document(result: PatchResult) -> dict[str, Any]:
             "changed_bytes": written.changed_nbytes if written else None,
         },
         folds=json.loads(written.manifest.to_json())["folds"] if written else None,
+        emitted=result.emitted,
         notes=result.notes,
     )

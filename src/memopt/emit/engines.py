@@ -238,7 +238,11 @@ def _yaml(planned: Planned, use: str, values: Mapping[str, Any], *own: str, comp
 KINDS = {
     "trainer": Kind("training_args.yaml", _trainer),
     "accelerate": Kind("accelerate.yaml", _accelerate),
-    "deepspeed": Kind("deepspeed.json", _deepspeed),
+    "deepspeed": Kind(
+        "deepspeed.json",
+        _deepspeed,
+        "TrainingArguments(deepspeed=...) has to be given batch, accumulation and bf16 or fp16 as in deepspeed.json.",
+    ),
     "fsdp": Kind("fsdp.yaml", _fsdp_file),
     "axolotl": Kind("axolotl.yaml", _axolotl),
     "torchtitan": Kind(
