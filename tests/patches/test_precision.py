@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.kernels.linear import function as linear
+from memopt.patches.linear.module import patch_linear
 from memopt.patches.swap import is_swapped
 from memopt.reporting.account import account
 from tests.factories import tiny_inputs, tiny_model
@@ -102,6 +103,24 @@ def test_compiled_linears_are_left_to_autocast(monkeypatch: pytest.MonkeyPatch) 
     x = torch.randn(2, 3, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
+
+
+def test_function_transforms_run_stock_linears_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "LARGE", 1)
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 3, 8)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.func.functional_call(module, parameters, (x,)).float().square().sum()
+
+    def gradients_of_samples() -> dict[str, Tensor]:
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(dict(module.named_parameters()), x)
+
+    expected = gradients_of_samples()
+    for each in module:
+        patch_linear(each)
+    assert all(torch.equal(each, expected[name]) for name, each in gradients_of_samples().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

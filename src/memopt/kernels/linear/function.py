@@ -28,7 +28,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
-from memopt.torch_compat import FakeTensor, tensor_hooks
+from memopt.torch_compat import FakeTensor, is_transformed, tensor_hooks
 
 #: Weights of other types bring their own idea of a linear.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
@@ -98,6 +98,8 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
     assert isinstance(x, Tensor)
     dtype = autocast_dtype(x)
     if dtype is None or weight.dtype in (dtype, torch.float64) or x.dtype is torch.float64 or not x.requires_grad:
+        return False
+    if x.layout is not torch.strided or x.is_nested or is_transformed(x):  # no storage to look at
         return False
     # A scope copies a small view out of its storage only where no function saves it.
     return not weight.requires_grad or x.untyped_storage().nbytes() == x.nbytes
