@@ -42,8 +42,13 @@ def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memop
     assert {path.name for path in (tmp_path / "stock").iterdir()} == {path.name for path in llama.iterdir()}
     with (OUT / "axolotl.yaml").open("a") as file:
         file.write("micro_batch_size: 8\n")
-    assert failed(OUT) == {"weights.files": "axolotl.yaml was changed"}
+    assert failed(OUT) == {}  # as docs tell users to: it is the same model
+    warned = {check.id: check.detail for check in verify_weights(OUT) if check.status == "warn"}
+    assert warned == {"weights.files": "axolotl.yaml was changed"}
     assert memopt("patch", llama, "--force").code == 2  # what a user edited is not replaced
+    with (OUT / "generation_config.json").open("a") as file:
+        file.write("\n")
+    assert "axolotl.yaml was changed; generation_config.json was changed" in failed(OUT)["weights.files"]
 
 
 def test_a_file_that_is_added_cannot_pass_as_emitted(memopt: Memopt, llama: Path) -> None:
