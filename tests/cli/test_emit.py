@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
+import memopt as memopt_api
 from memopt.cli.main import main
+from memopt.emit.engines import check_kinds
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Plan
@@ -36,7 +39,9 @@ def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memop
     assert "Beside them: axolotl.yaml, deepspeed.json, recipe.yaml." in run.out
     assert json.loads((OUT / "memopt.json").read_text())["emitted"] == ["axolotl.yaml", "deepspeed.json", "recipe.yaml"]
     assert yaml.safe_load((OUT / "axolotl.yaml").read_text())["base_model"] == str(OUT)
-    assert load_recipe(OUT / "recipe.yaml").folds
+    model = transformers.AutoModelForCausalLM.from_pretrained(OUT)
+    memopt_api.patch(model, OUT / "recipe.yaml")  # as axolotl's plugin does: the norms are folded by then
+    assert memopt_api.summary(model).modules
     assert failed(OUT) == {}
     assert memopt("unpatch", OUT, "--out", tmp_path / "stock").code == 0
     assert {path.name for path in (tmp_path / "stock").iterdir()} == {path.name for path in llama.iterdir()}
@@ -59,6 +64,10 @@ def test_a_file_that_is_added_cannot_pass_as_emitted(memopt: Memopt, llama: Path
     manifest["emitted"] = ["added_tokens.json", "recipe.yaml"]
     (OUT / "memopt.json").write_text(json.dumps(manifest, indent=1))
     assert failed(OUT) == {"weights.manifest": "added_tokens.json is no file that `--emit` writes"}
+
+
+def test_one_engine_may_be_a_string() -> None:
+    assert check_kinds("trainer") == ("trainer",)
 
 
 def test_a_file_of_the_models_own_is_not_replaced(memopt: Memopt, llama: Path) -> None:

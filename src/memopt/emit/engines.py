@@ -42,7 +42,7 @@ def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         UsageError: one is no kind of file; says the nearest.
     """
-    found = tuple(dict.fromkeys(names))
+    found = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     for name in found:
         if name not in KINDS:
             near = difflib.get_close_matches(name, KINDS, n=1, cutoff=0.5)

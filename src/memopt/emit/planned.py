@@ -105,7 +105,8 @@ def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence
     """
     precisions: dict[str | None, Precision] = {"bfloat16": "bf16", "float16": "fp16-mixed"}
     step = Training(seq=None, precision=precisions.get(dtype, "fp32"))
-    return Planned(folder, recipe_file, recipe, step, settings=_settings(recipe, blocks), patched=True)
+    # What folds has folded by then, and memopt.patch takes no recipe that does.
+    return Planned(folder, recipe_file, recipe.unfolded(), step, settings=_settings(recipe, blocks), patched=True)
 
 
 def _settings(recipe: Recipe, blocks: Sequence[str]) -> dict[str, str]:
