@@ -134,8 +134,11 @@ def test_a_weight_that_is_cast_again_has_the_gradients_of_the_stock_linear(
     def gradients_of(run_linear: Callable[..., Tensor]) -> list[Tensor]:
         given = x.clone().requires_grad_()
         with torch.autocast("cpu", dtype):
-            assert linear.saves_a_cast_weight(given, module.weight)
-            y = run_linear(given, module.weight, module.bias)
+            # Stock readers of a leaf share autocast's copy of it.
+            assert not linear.saves_a_cast_weight(given, module.weight)
+            hidden = given * 1
+            assert linear.saves_a_cast_weight(hidden, module.weight)
+            y = run_linear(hidden, module.weight, module.bias)
         return list(torch.autograd.grad(y.float().square().sum(), [given, module.weight, module.bias]))
 
     for mine, theirs in zip(gradients_of(linear.cast_linear), gradients_of(nn.functional.linear), strict=True):

@@ -101,8 +101,9 @@ def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
         return False
     if x.layout is not torch.strided or x.is_nested or is_transformed(x):  # no storage to look at
         return False
-    # A scope copies a small view out of its storage only where no function saves it.
-    return not weight.requires_grad or x.untyped_storage().nbytes() == x.nbytes
+    # Autocast casts a leaf once for all its readers. A scope copies a small view out of its storage only where no
+    # function saves it.
+    return not weight.requires_grad or (not x.is_leaf and x.untyped_storage().nbytes() == x.nbytes)
 
 
 def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
