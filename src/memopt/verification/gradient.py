@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.errors import first_of
 from memopt.generators import seed_cpu
+from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verification.inputs import Probes, probe_inputs
@@ -110,15 +112,23 @@ def verify_gradient(
     )
 
 
-def stock_runs(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> bool:
+def stock_runs(folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> bool:
     """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's.
+
+    Attention is run by the implementation that `recipe` sets.
 
     False where the model does not fit into memory at these precisions, since nothing is known then.
     """
     load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
 
+    settings = [patch.engine_settings(recipe, ()) for patch in patches()]
+    attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
+
     def step(model: nn.Module, dtype: torch.dtype) -> None:
-        training_step(model, probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code), dtype)
+        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        if attention is not None:
+            cast(Any, model).set_attn_implementation(attention)
+        training_step(model, probes, dtype)
 
     def stored_step(model: nn.Module) -> Reference | None:
         dtype = stored_dtype(model)

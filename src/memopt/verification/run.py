@@ -122,7 +122,7 @@ def _run(
     except NotImplementedError as error:  # as flex attention's backward is on the CPU
         from memopt.verification.gradient import stock_runs
 
-        stock_does = stock_runs(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+        stock_does = stock_runs(folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
         why = (
             "stock modules run on this machine, patched ones end in"
             if stock_does
