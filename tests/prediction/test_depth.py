@@ -7,10 +7,11 @@ from torch import nn
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.depth import UnlikeError, put_back
+from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import Tracer, _form
 from memopt.reporting.training import Training
-from memopt.walk.models.alike import take_out
+from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.reporting.builders import named_config
@@ -35,6 +36,20 @@ def test_the_step_of_a_few_blocks_extends_to_that_of_all(name: str, recipe: str 
     assert _form(short.at(training)) == _form(short._trace(training))
     assert short.extends
     assert short.at(training).parameters == short._trace(training).parameters
+
+
+@pytest.mark.parametrize("levels", [[1] * 6 + [0] * 6, [1] * 2 + [0] * 6 + [3] * 4])
+def test_blocks_of_unlike_levels_do_not_stand_for_one_another(levels: list[int]) -> None:
+    config, training = named_config("llama", num_hidden_layers=12), Training(2, 16)
+    sites = find_sites(build_meta(config))
+    recipe = levels_of(sites, load_recipe("exact-unfolded")).recipe_at((*levels, 0))
+    short = Tracer(config, sites, recipe, extends=True)
+    assert short._trace(training, LEAST_GROUPS).runs
+    # In which order tensors without bytes are freed at the end is left to Python's collector.
+    extended, whole = (
+        [each for each in _form(trace)[1:] if each[3]] for trace in (short.at(training), short._trace(training))
+    )
+    assert extended == whole
 
 
 def test_blocks_that_are_not_alike_are_all_traced() -> None:

@@ -200,7 +200,10 @@ def test_the_command_writes_the_page_and_the_snapshot_beside_its_result(
     html, snapshot = tmp_path / "page.html", tmp_path / "step.pickle"
     html.write_text("old")
     html.chmod(0o640)
-    assert main(["report", "acme/tiny", "--html", str(html), "--snapshot", str(snapshot), "--json"]) == 0
+    command = ["report", "acme/tiny", "--html", str(html), "--snapshot", str(snapshot), "--json"]
+    assert main(command) == 2
+    assert "--force" in json.loads(capsys.readouterr().out)["error"]["hint"]
+    assert main([*command, "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "pass"
     charts = data_of(Parsed(html.read_text()))["charts"]
     assert all({"weights", "optimizer states", "saved tensors"} <= set(chart["kinds"]) for chart in charts)
