@@ -95,7 +95,7 @@ def _signature(block: nn.Module) -> Hashable:
             name,
             type(module),
             _settings(vars(module)),
-            _settings(vars(vars(module).get("_memopt", _Nothing())), deep=1),
+            _settings(_state(vars(module).get("_memopt")), deep=1),
             tuple(
                 (key, each.shape, each.dtype, each.requires_grad)
                 for key, each in module._parameters.items()
@@ -106,8 +106,9 @@ def _signature(block: nn.Module) -> Hashable:
     )
 
 
-class _Nothing:
-    pass
+def _state(rewrite: object) -> dict[str, Any]:
+    """What a patch stored on a module: a dataclass, or a plain value."""
+    return vars(rewrite) if hasattr(rewrite, "__dict__") else {"": rewrite}
 
 
 def _settings(values: dict[str, Any], deep: int = 0) -> Hashable:
