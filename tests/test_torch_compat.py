@@ -151,16 +151,23 @@ def test_only_backward_runs_a_graph_task() -> None:
 def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
     seen: list[tuple[bool, bool]] = []
 
+    hooks: list[object] = []
+
     def run(x: Tensor) -> Tensor:
         seen.append((torch.is_grad_enabled(), torch_compat.is_checkpointed_region()))
+        hooks.append(torch_compat.checkpointing_hook())
         return x.sin()
 
     assert not torch_compat.is_checkpointed_region()
     with saved_tensors_hooks(_pack, _unpack):
         assert not torch_compat.is_checkpointed_region()
-    checkpoint(run, leaf(), use_reentrant=use_reentrant).sum().backward()
-    assert len(seen) == 2
+        assert torch_compat.checkpointing_hook() is None
+    for _ in range(2):
+        checkpoint(run, leaf(), use_reentrant=use_reentrant).sum().backward()
+    assert len(seen) == 4
     assert all(known for recorded, known in seen if recorded)
+    # Each region has a hook of its own, and reentrant checkpointing has none.
+    assert (hooks == [None] * 4) if use_reentrant else (None not in hooks and hooks[0] is not hooks[2])
 
 
 def test_unpack_hooks_are_those_of_the_scope_that_saved() -> None:

@@ -76,8 +76,8 @@ def patch(
             rules = _within(model, budget, rules, batch, seq)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
-    _finish(model, plan, applied)
-    _say(model, plan)
+        _finish(model, plan, applied)
+        _say(model, plan)
     return model
 
 

@@ -19,7 +19,7 @@ from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, fold_to_dict, read_
 from memopt.checkpoint.sources.source import MANIFEST, read_config
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe, modernised
-from memopt.walk.models.adapter import refuse_adapter
+from memopt.walk.models.adapter import ADAPTER_CONFIG, refuse_adapter
 
 KEY_SCHEMA_VERSION = 2
 
@@ -85,8 +85,8 @@ class PatchedFolder:
 
 def is_patched(folder: Path) -> bool:
     """Whether `folder` has a trace of `memopt patch`: it wrote the folder, or what it wrote was loaded and saved."""
-    if (folder / MANIFEST).is_file():
-        return True
+    if (folder / MANIFEST).is_file():  # that of a converted adapter is none of a model
+        return (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file()
     try:
         return CONFIG_KEY in read_config(folder)
     except ModelError:
@@ -100,7 +100,8 @@ def patched_folder(folder: Path) -> PatchedFolder:
         ModelError: it is no patched folder (an adapter's memopt.json is that of none), or its memopt.json or, without
             one, its key is damaged.
     """
-    refuse_adapter(folder)
+    if not (folder / "config.json").is_file():
+        refuse_adapter(folder)
     config = {} if (folder / MANIFEST).is_file() else _config(folder)
     if CONFIG_KEY not in config:
         manifest = read_manifest(folder)

@@ -46,8 +46,8 @@ def verify(
     levels, folder = _levels(level), Path(directory)
     if not folder.is_dir():
         raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
-    refuse_adapter(folder)
     if not is_patched(folder):
+        refuse_adapter(folder)
         raise ModelError(f"'{directory}' was not patched.", "Give a folder that `memopt patch` wrote.")
     if against is not None:
         against = str(against)
