@@ -53,6 +53,10 @@ def train(rank: int, folder: Path, port: int) -> None:
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in launched.items()}, DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", CCL_BACKEND="gloo")
+    import deepspeed
+
+    # Shared memory beside gloo is compiled at first use, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stock = losses(trainer(folder))
     callback = memopt.TrainerCallback()
     run = trainer(folder, callback)
