@@ -91,13 +91,12 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
     """Whether the stock linear would save a copy of `weight` in autocast's dtype; :func:`cast_linear` does not."""
-    if torch.compiler.is_compiling():  # the partitioner decides what is saved
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # compiled, the partitioner decides what is saved
         return False
-    if weight.numel() < LARGE or type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES:
-        return False
-    assert isinstance(x, Tensor)
     dtype = autocast_dtype(x)
-    if dtype is None or weight.dtype in (dtype, torch.float64) or x.dtype is torch.float64 or not x.requires_grad:
+    if dtype is None or type(x) not in _PLAIN_TYPES or type(weight) not in _PLAIN_TYPES or weight.numel() < LARGE:
+        return False
+    if weight.dtype in (dtype, torch.float64) or x.dtype is torch.float64 or not x.requires_grad:
         return False
     if x.layout is not torch.strided or x.is_nested or is_transformed(x):  # no storage to look at
         return False
