@@ -252,3 +252,9 @@ def test_attention_on_the_meta_device_runs_as_before() -> None:
     query = torch.empty(1, 2, 3, 4, device="meta")
     with functions.seeded_functions():
         assert F.scaled_dot_product_attention(query, query, query, dropout_p=P).shape == query.shape
+
+
+def test_a_mask_beside_is_causal_is_the_error_that_it_is_in_stock() -> None:
+    query, mask = torch.randn(1, 2, 3, 4, requires_grad=True), torch.zeros(3, 3)
+    with functions.seeded_functions(), pytest.raises(RuntimeError, match="is_causal"):
+        F.scaled_dot_product_attention(query, query, query, mask, P, is_causal=True)

@@ -85,8 +85,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    has_a_kernel = query.is_cuda or runs_triton(query)
-    if not 0 < dropout_p <= 1 or has_a_kernel or query.is_meta or not all(map(may_be_seeded, (query, key, value))):
+    # A GPU's kernels save a seed themselves, and a mask beside `is_causal` is PyTorch's error.
+    as_it_is = query.is_cuda or runs_triton(query) or query.is_meta or (is_causal and attn_mask is not None)
+    if not 0 < dropout_p <= 1 or as_it_is or not all(map(may_be_seeded, (query, key, value))):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
