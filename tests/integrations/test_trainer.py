@@ -25,15 +25,21 @@ def samples(name: str) -> list[dict[str, Any]]:
     return [{key: value[row] for key, value in batch.items()} for row in range(2 * STEPS)]
 
 
+#: Arguments of a Trainer that logs every step and nothing else.
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+}
+
+
 def trainer(folder: Path, model: Any, *callbacks: Any, name: str = "llama", **settings: Any) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=1e-2,
+        **QUIET,
         max_steps=STEPS,
         per_device_train_batch_size=2,
         **settings,

@@ -13,7 +13,7 @@ import transformers
 import memopt
 from memopt.errors import ModelError
 from tests.factories import tiny_model
-from tests.integrations.test_trainer import losses, samples
+from tests.integrations.test_trainer import QUIET, losses, samples
 from tests.support.ranks import run_ranks
 
 ZERO3 = {
@@ -28,12 +28,7 @@ def trainer(folder: Path, *callbacks: Any, wrap: Any = None) -> Any:
     # First the arguments: from then on models are partitioned when they are loaded.
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=1e-2,
+        **QUIET,
         max_steps=2,
         per_device_train_batch_size=1,
         optim="sgd",

@@ -13,6 +13,7 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.factories import VOCAB_SIZE
+from tests.integrations.test_trainer import QUIET
 
 STEPS, BATCH = 3, 2
 
@@ -46,12 +47,7 @@ def trainer(kind: str, model: Any, folder: Path, *callbacks: Any, more: Mapping[
     """TRL's trainer `kind` (SFT, DPO, GRPO, KTO) for `STEPS` steps on the CPU; `more` are its own arguments."""
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        learning_rate=1e-2,
+        **QUIET,
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
         **{"bf16": False, "gradient_checkpointing": False, **settings},
