@@ -184,6 +184,19 @@ def test_what_other_code_prints_does_not_reach_stdout(
     assert "hello" in run.err
 
 
+def test_control_c_after_writing_says_that_the_folder_is_complete(
+    memopt: Memopt, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memopt.cli.patch._print", interrupt)
+    run = memopt("patch", llama, "--out", tmp_path / "out")
+    assert run.code == 130
+    assert f"'{tmp_path / 'out'}' was written and is complete." in run.err
+    assert (tmp_path / "out" / "memopt.json").is_file()
+
+
 def test_control_c_while_writing_leaves_nothing(memopt: Memopt, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memopt.checkpoint import writer
 

@@ -132,10 +132,13 @@ def _as_stream_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result(outcome: str) -> Iterator[None]:
-    """Around what prints a result: where that fails, `outcome` says what was done before."""
+    """Around what prints a result: where that fails or is interrupted, `outcome` says what was done before."""
     try:
         yield
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        note(outcome)
+        raise
     except StreamError as error:
         raise StreamError(error.message, outcome) from error
 
