@@ -150,12 +150,13 @@ def test_only_backward_runs_a_graph_task() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reentrant: bool) -> None:
     seen: list[tuple[bool, bool]] = []
-
     hooks: list[object] = []
+    calls: list[int] = []
 
     def run(x: Tensor) -> Tensor:
         seen.append((torch.is_grad_enabled(), torch_compat.is_checkpointed_region()))
         hooks.append(torch_compat.checkpointing_hook())
+        calls.append(torch_compat.calls_of_checkpointing())
         return x.sin()
 
     assert not torch_compat.is_checkpointed_region()
@@ -166,6 +167,8 @@ def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reen
         checkpoint(run, leaf(), use_reentrant=use_reentrant).sum().backward()
     assert len(seen) == 4
     assert all(known for recorded, known in seen if recorded)
+    assert torch_compat.calls_of_checkpointing() == 0
+    assert all(calls)
     # Each region has a hook of its own, and reentrant checkpointing has none.
     assert (hooks == [None] * 4) if use_reentrant else (None not in hooks and hooks[0] is not hooks[2])
 

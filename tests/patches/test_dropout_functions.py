@@ -82,6 +82,21 @@ def test_values_and_gradients_are_those_of_one_mask() -> None:
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+def test_gradients_of_several_outputs_at_once_are_those_of_each(how: str) -> None:
+    tensors = leaves()
+    y = seeded_attention(*tensors, padded(), P, SEED)
+    directions = draw(3, *y.shape)
+
+    def gradients_of(dy: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, tensors, dy, retain_graph=True, **options)
+
+    one_by_one = zip(*(gradients_of(dy) for dy in directions), strict=True)
+    found = gradients_of(directions, is_grads_batched=True) if how != "vmap" else torch.vmap(gradients_of)(directions)
+    for together, each in zip(found, one_by_one, strict=True):
+        assert torch.allclose(together, torch.stack(each), rtol=0, atol=1e-13)
+
+
 def test_each_probability_is_dropped_on_its_own() -> None:
     shape, keys = (8, 4, 32), 32
     query, key = torch.zeros(*shape, 4), torch.zeros(8, 4, keys, 4)
@@ -223,12 +238,15 @@ class CheckpointsItself(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.parametrize("around", [None, True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_region_checkpointed_inside_the_forward_runs_again_with_its_mask(use_reentrant: bool) -> None:
+def test_a_region_checkpointed_inside_the_forward_runs_again_with_its_mask(
+    use_reentrant: bool, around: bool | None
+) -> None:
     made = CheckpointsItself(use_reentrant)
     functions.patch_functions(made)
     x = draw(4, 8).requires_grad_()
-    y = made(x)
+    y = made(x) if around is None else checkpoint(made, x, use_reentrant=around)
     factors = (y.detach() != 0).double() * 2
     expected = torch.autograd.grad((made.linear(x) * factors).square().sum(), x)
     y.sum().backward()

@@ -59,6 +59,7 @@ from memopt.torch_compat.dispatch import (
 )
 from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing
 from memopt.torch_compat.modules import (
+    calls_of_checkpointing,
     checkpointing_hook,
     compiled_module,
     has_any_global_hook,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from types import FrameType
@@ -101,6 +102,16 @@ def checkpointing_hook() -> object | None:
     top = top_saved_tensors_hooks(False)
     pack = None if top is None else getattr(top[0], "memopt_outer_pack", None) or top[0]
     return pack if getattr(pack, "__module__", None) == checkpoint.__name__ else None
+
+
+def calls_of_checkpointing() -> int:
+    """How many functions of PyTorch's activation checkpointing are running in this thread."""
+    count = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == checkpoint.__name__
+        frame = frame.f_back
+    return count
 
 
 _RESPECT = "respect_saved_tensors_hooks"

@@ -11,12 +11,13 @@ readers save a handle inside a `memopt.saved.RecomputeScope`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
 from memopt.recompute_rules import NORMALISED, Node, recomputable
 
 #: run(inputs, parameters) -> the module's output
@@ -51,13 +52,25 @@ class ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         needs = ctx.needs_input_grad[2:]
-        tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(ctx.saved_tensors, needs, strict=True)]
-        # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
-        with torch.enable_grad(), autocast_as(ctx.autocast, tensors[0]):
-            y = ctx.run(tensors[: ctx.count], tensors[ctx.count :])
+        saved = ctx.saved_tensors
+        if is_batched((dy,)):
+            # A transform refuses new leaves and random numbers, and holds for the thread that entered it.
+            with ThreadPoolExecutor(1) as outside:
+                tensors, y = outside.submit(_run_again, ctx, saved).result()
+        else:
+            tensors, y = _run_again(ctx, saved)
         wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
         return None, None, *(next(found) if need else None for need in needs)
+
+
+def _run_again(ctx: Any, saved: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Leaves with the values of `saved`, and what the module makes of them."""
+    needs = ctx.needs_input_grad[2:]
+    tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
+    # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
+    with torch.enable_grad(), autocast_as(ctx.autocast, tensors[0]):
+        return tensors, ctx.run(tensors[: ctx.count], tensors[ctx.count :])
 
 
 @recomputable("ReplayFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))

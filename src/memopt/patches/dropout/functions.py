@@ -22,7 +22,7 @@ from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
 from memopt.patches.repeated import RepeatedMode
 from memopt.patches.swap import swap_forward, wraps_any_forward
-from memopt.torch_compat import checkpointing_hook
+from memopt.torch_compat import calls_of_checkpointing, checkpointing_hook
 
 
 def patch_functions(module: nn.Module) -> None:
@@ -64,8 +64,12 @@ class _Seeded(RepeatedMode):
 
 
 def _region() -> tuple[object, ...]:
-    """What differs inside a checkpointed region: its hook, or that no gradients are recorded in it (reentrant)."""
-    return torch.is_grad_enabled(), checkpointing_hook()
+    """What differs inside a checkpointed region: its hook, or that no gradients are recorded in it (reentrant).
+
+    Inside a reentrant region, which records none, another region shows in the calls that run alone.
+    """
+    recorded = torch.is_grad_enabled()
+    return recorded, checkpointing_hook() if recorded else calls_of_checkpointing()
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
