@@ -14,12 +14,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import memopt
 from memopt.adapters import AdapterResult, convert_adapter
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.pipeline import patch_checkpoint
 from tests.factories import tiny_inputs, tiny_model
+from tests.patches.test_experts import base as mixtral
 
 #: Weights of the folded model and of the adapter are rounded to fp32, everything else is fp64: about 16 products lie on
 #: a path through the two or three blocks, each off by half of fp32's epsilon of its largest element.
@@ -70,16 +72,22 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
     "a norm as a whole": ("llama", llama(modules_to_save=["input_layernorm"]), "trains a norm that is folded"),
     "a bias of a norm": ("gpt2", gpt2(bias="all"), "ln_1.bias: it trains a norm that is folded"),
     "dora with a bias": ("gpt2", gpt2(use_dora=True), "whose bias has no place"),
+    "a parameter": (
+        "llama",
+        llama(target_modules=["v_proj"], target_parameters=["q_proj.weight"]),
+        r"its target_parameters \(q_proj.weight\) adapt parameters",
+    ),
+    "experts": ("mixtral", llama(target_modules=[], target_parameters=["experts.down_proj"]), "experts.down_proj"),
     "an unknown kind": ("llama", other("FourierFTConfig", n_frequency=10), "kind FOURIERFT"),
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`llama` and `gpt2`, and `*-folded`, their folded forms."""
+    """`llama`, `gpt2` and `mixtral`, and `*-folded`, their folded forms."""
     root = tmp_path_factory.mktemp("adapters")
-    for family in ("llama", "gpt2"):
-        model = tiny_model(family)
+    for family in ("llama", "gpt2", "mixtral"):
+        model = mixtral() if family == "mixtral" else tiny_model(family)
         if family == "llama":
             with torch.no_grad():
                 model.get_parameter(ZERO[0])[ZERO[1]] = 0.0
@@ -89,7 +97,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def base_model(folder: Path) -> nn.Module:
-    return type(tiny_model(folder.name.removesuffix("-folded"))).from_pretrained(folder, dtype=torch.float64)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    if model.config.model_type == "mixtral":
+        model.set_experts_implementation("eager")  # PyTorch's grouped product has no fp64
+    return model
 
 
 def trained(folder: Path, config: Config, out: Path) -> torch.Tensor:
