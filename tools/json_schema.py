@@ -264,6 +264,8 @@ class Prediction(Done):
     command: Literal["report"]
     block_kinds: None = None
     """Not in it."""
+    written: list[str] | None = None
+    """Files that --out and --emit wrote; not where only a device is asked for."""
 
 
 DOCUMENT: TypeAdapter[Any] = TypeAdapter(

@@ -64,12 +64,7 @@ def patch(
     warn_once_of_missing()
     if is_patched(model) or shadowed(model):
         raise NegativeVerdict("The model is already patched.", "Call memopt.unpatch(model) first.")
-    rules = load_recipe(recipe)
-    if rules.folds:
-        raise RecipeError(
-            f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
-            "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
-        )
+    rules = memory_recipe(recipe)
     _check_values(model)
     with generators_kept():
         if budget is not None:
@@ -79,6 +74,21 @@ def patch(
         _finish(model, plan, applied)
         _say(model, plan)
     return model
+
+
+def memory_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """`recipe`, for a model in memory.
+
+    Raises:
+        RecipeError: it is unknown, or folds weights.
+    """
+    rules = load_recipe(recipe)
+    if rules.folds:
+        raise RecipeError(
+            f"Recipe '{rules.name}' folds norms into weights, which is done to checkpoints, not to a model in memory.",
+            "Use `memopt patch MODEL` and memopt.load(DIR), or recipe 'exact-unfolded'.",
+        )
+    return rules
 
 
 def unpatch(model: M) -> M:

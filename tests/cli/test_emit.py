@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,16 @@ def test_an_unknown_engine_is_refused_before_the_model_is_looked_for(memopt: Mem
     assert "'deepsped' is no engine. Did you mean 'deepspeed'?" in run.err
 
 
+def test_an_unknown_engine_is_refused_without_torch() -> None:
+    code = """
+import sys
+from memopt.cli.main import main
+found = main(["patch", "MODEL", "--emit", "deepsped"])
+sys.exit(found if "torch" not in sys.modules else 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 2
+
+
 @pytest.mark.parametrize("options", [["--budget", "24GiB"], ["--out", "plan"], ["--frontier", "--out", "plan"]])
 def test_report_needs_a_plan_and_a_folder(memopt: Memopt, options: list[str]) -> None:
     run = memopt("report", "MODEL", "--emit", "trainer", *options)
@@ -111,12 +123,14 @@ def test_report_writes_the_plan_and_the_files(tmp_path: Path, monkeypatch: pytes
     assert "activation-checkpoint:full" in (out / "torchtitan.args").read_text()
     assert f"memopt.patch(model, '{out / 'recipe.yaml'}')" in capsys.readouterr().err
     (out / "training_args.yaml").write_text("mine")
-    again = ["report", "MODEL", "--budget", "2GiB", "--emit", "trainer", "--out", str(out)]
+    again = ["report", "MODEL", "--budget", "2GiB", "--emit", "trainer", "--out", str(out), "--json"]
     assert main(again) == 2
-    assert "exists already. Choose another name, or replace it with --force." in capsys.readouterr().err
+    assert "replace it with --force" in capsys.readouterr().out
     assert (out / "training_args.yaml").read_text() == "mine"
     assert main([*again, "--force"]) == 0
     assert (out / "training_args.yaml").read_text() != "mine"
+    written = json.loads(capsys.readouterr().out)["written"]
+    assert written == [str(out / "recipe.yaml"), str(out / "training_args.yaml")]
 
 
 def test_a_plan_that_fails_leaves_no_folder(tmp_path: Path) -> None:

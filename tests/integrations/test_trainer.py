@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import memopt
-from memopt.errors import ModelError, NegativeVerdict
+from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
 from memopt.sampling import IndexedDataset
 from tests.factories import tiny_inputs, tiny_model
@@ -110,6 +110,19 @@ def test_a_model_that_is_patched_already_is_left_with_a_line(tmp_path: Path, cap
 def test_a_model_in_which_nothing_can_be_patched_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
     with pytest.raises(NegativeVerdict), pytest.warns(UserWarning, match="knows little"):
         trainer(tmp_path, nn.Linear(4, 4), memopt.TrainerCallback())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"recipe": "exact-levls"}, "Did you mean 'exact-levels'"),
+        ({"recipe": "exact"}, "folds norms into weights"),
+        ({"budget": "24"}, "24"),
+    ],
+)
+def test_what_no_model_can_change_is_an_error_before_there_is_a_trainer(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(MemoptError, match=said):
+        memopt.TrainerCallback(**given)
 
 
 @pytest.mark.parametrize(

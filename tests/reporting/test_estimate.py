@@ -199,6 +199,18 @@ def test_an_unknown_lora_target_names_those_that_exist() -> None:
         traced("llama", train="lora", lora_targets=("conv",))
 
 
+def test_a_linear_to_which_peft_cannot_add_is_named_with_the_remedy() -> None:
+    """Llama 4's router is a linear that returns a tuple."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=4, interleave_moe_layer_step=1,
+        pad_token_id=0, architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="'router': it returns a tuple") as caught:
+        trace_account(config, Training(seq=24, train="lora"), sites=find_sites(build_meta(config)))
+    assert "--lora-targets down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj;" in caught.value.hint
+
+
 def test_a_missing_peft_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match="needs peft"):

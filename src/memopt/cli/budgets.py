@@ -99,11 +99,12 @@ def show(
             **step,
         )
         drawings.write_plan(chosen, model, step, html, snapshot)
+    written: list[str] = []
     if file is not None and isinstance(chosen, Choice):
-        _write(model, chosen, file, emit)
+        written = _write(model, chosen, file, emit)
     if json_output:
         key = "plan" if isinstance(chosen, Choice) else "frontier"
-        common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}))
+        common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}, written=written))
     else:
         print(chosen)
     return common.EXIT_OK
@@ -123,8 +124,8 @@ def _check_expressible(model: str, step: Mapping[str, Any], emit: Sequence[str])
     files_of(planned_step(model, "", Choice(model, "", "", 0, plan, step=training, setup=step["setup"])), emit)
 
 
-def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> None:
-    """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines."""
+def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:
+    """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines; the files."""
     from memopt.files import write_output
     from memopt.plan.recipe import dump_recipe
 
@@ -143,5 +144,7 @@ def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> None:
             raise OutputError(f"--out '{out}' cannot be made: {error.strerror}.", "Name another folder.") from error
     for name, content in files.items():
         write_output(recipe.with_name(name), content)
-    common.note(f"Wrote {', '.join(str(recipe.with_name(name)) for name in files)}")
+    written = [str(recipe.with_name(name)) for name in files]
+    common.note(f"Wrote {', '.join(written)}")
     common.note(f"Use it with memopt.patch(model, '{recipe}')")
+    return written

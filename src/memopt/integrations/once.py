@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from memopt.api import patch, summary
+from memopt.api import memory_recipe, patch, summary
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
+from memopt.prediction.cards import find_card
 
 logger = logging.getLogger("memopt")
 
@@ -26,6 +27,16 @@ class Patching:
     budget: str | int | None = None
     batch: int | None = None
     seq: int | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            RecipeError: the recipe is unknown, or folds weights.
+            UsageError: the budget is no size and no card.
+        """
+        memory_recipe(self.recipe)
+        if isinstance(self.budget, str):
+            find_card(self.budget)
 
     def patch_once(
         self, model: nn.Module, *, batch: int | None = None, seq: int | None = None, say: bool = True

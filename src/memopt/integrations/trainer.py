@@ -52,7 +52,8 @@ class TrainerCallback(transformers.TrainerCallback):
     ) -> None:
         """
         Args:
-            recipe: as in `memopt.patch`, like `inputs` and `budget`; its errors are raised when the Trainer is made.
+            recipe: as in `memopt.patch`, like `inputs` and `budget`. An unknown or folding recipe and an unknown card
+                are errors here; the other errors of `memopt.patch` are raised when the Trainer is made.
             batch: rows of a step, for `budget`; else ``per_device_train_batch_size``.
             seq: tokens in a row, for `budget`; else TRL's ``max_length``, or what `memopt.patch` takes.
             max_tokens: as in `memopt.sampling.GradientMemoryCallback`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
@@ -28,7 +28,7 @@ def add_adapters(
         fp32: adapters in fp32 beside 16-bit weights.
 
     Raises:
-        ModelError: peft is not installed, or no linear has such a name.
+        ModelError: peft is not installed, no linear has such a name, or one does more than a linear.
     """
     check_peft()
     from peft import LoraConfig, get_peft_model
@@ -41,11 +41,34 @@ def add_adapters(
         raise ModelError(
             f"PEFT cannot adapt these linears: {one_line(error)}.", "Name others with --lora-targets."
         ) from error
+    _check_outputs(model, sites)
     if not fp32:
         for parameter in adapted.parameters():
             if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
                 parameter.data = parameter.data.to(model.dtype)
     return adapted
+
+
+def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
+    """
+    Raises:
+        ModelError: a linear with an adapter returns more than one tensor, to which PEFT cannot add.
+    """
+    odd = {}
+    for name, module in model.named_modules():
+        base = module._modules.get("base_layer")
+        if not isinstance(base, nn.Linear) or type(base).forward is nn.Linear.forward:
+            continue
+        output = base(base.weight.new_empty(2, base.in_features))
+        if not isinstance(output, Tensor):
+            odd[name.rpartition(".")[2]] = f"it returns a {type(output).__name__}"
+    if odd:
+        names = ", ".join(f"'{name}'" for name in odd)
+        others = ",".join(name for name in _names(sites) if name not in odd)
+        raise ModelError(
+            f"PEFT cannot train the model with an adapter on {names}: {next(iter(odd.values()))}, not one tensor.",
+            f"Leave it out: --lora-targets {others}; in LoraConfig exclude_modules={list(odd)}.",
+        )
 
 
 def check_peft() -> None:
@@ -55,8 +78,7 @@ def check_peft() -> None:
 
 
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
-    inside = tuple(f"{block}." for block in sites.blocks) or ""
-    names = sorted({site.module.rpartition(".")[2] for site in sites.linears if site.module.startswith(inside)})
+    names = _names(sites)
     modules = {site.module for site in sites.linears}
     chosen = [target for target in targets if target in modules]
     for target in (each for each in targets if each not in modules):
@@ -65,3 +87,10 @@ def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
             raise ModelError(f"No linear of the model is named '{target}'.", f"It has: {', '.join(names)}.")
         chosen += found
     return chosen
+
+
+def _names(sites: Sites) -> list[str]:
+    """Last parts of the names of the linears in the blocks."""
+    inside = tuple(f"{block}." for block in sites.blocks) or ""
+    linears = (site for site in sites.linears if len(site.shape) == 2 and site.module.startswith(inside))
+    return sorted({site.module.rpartition(".")[2] for site in linears})

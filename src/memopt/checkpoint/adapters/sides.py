@@ -34,7 +34,9 @@ class Sides:
         self.adapter, self.base, self.back = adapter, base, back
         if names := adapter.config.get("target_parameters"):
             # A, B and the files may cut such a parameter into experts, each in an order of its own.
-            raise self.refusal(f"its target_parameters ({', '.join(names)}) adapt parameters, not the inputs of modules")
+            raise self.refusal(
+                f"its target_parameters ({', '.join(names)}) adapt parameters, not the inputs of modules"
+            )
         self.operations = FoldPlan(folds).operations()
         self.parts = {part.key: part for part in adapter.parts(base.tensors)}
         self.whole = {part.base: part for part in self.parts.values() if not part.added and part.base}
