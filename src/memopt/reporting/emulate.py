@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
-from memopt.torch_compat import tree_map
+from memopt.torch_compat import TorchDispatchMode, tree_map
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
-_GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 #: Functions that autocast runs in fp32 on CUDA and not on the CPU, and whose output or input is saved.
 _FP32_ON_CUDA: frozenset[Any] = frozenset(
     {F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, F.softplus}
@@ -56,16 +56,21 @@ class CudaChoices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class AnyGroupedProduct(TorchFunctionMode):
-    """While active, grouped products can be traced in every dtype.
+class AnyGroupedProduct(TorchDispatchMode):
+    """While active, grouped products can be traced in every dtype: PyTorch's shape rule for them knows bf16 only."""
 
-    PyTorch's shape rule for this kernel knows bf16 only; transformers' fallback saves the same.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _GROUPED and args[0].dtype != torch.bfloat16:
-            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], (kwargs or {})["offs"])
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is _GROUPED and args[0].dtype != torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
+    """What `a` times `b` returns, rows or columns or summands of the groups up to `offs`; both of 2 or 3 dimensions."""
+    size = (a.size(-2), b.size(-1))
+    if a.dim() == b.dim():
+        size = (b.size(0) if offs is None or b.dim() == 3 else offs.size(0), *size)
+    return a.new_empty(size)
 
 
 @contextlib.contextmanager
