@@ -155,6 +155,12 @@ def _llama_nf4(layers: int) -> nn.Module:
         )
 
 
+def _gpt2(layers: int) -> nn.Module:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=layers, n_head=8, use_cache=False, **off)
+    return transformers.GPT2LMHeadModel(config)
+
+
 def _bert(layers: int) -> nn.Module:
     """With its dropouts as they come: 0.1 of hidden states, embeddings and attention."""
     config = transformers.BertConfig(
@@ -176,5 +182,6 @@ CASES = [
     Case("Llama 3, QLoRA (nf4), autocast", _llama_nf4, 26.63, 12.0, lora=0.0, autocast=True, needs="bitsandbytes"),
     # Attention's 3.80, twice the 8.15 of the dense MLP and a tenth, and 2.56 of the experts' adapters, cast to bf16.
     Case("Mixtral, LoRA on attention and experts, autocast", _mixtral, 127.71, 24.2, lora=0.0, autocast=True),
+    Case("GPT-2 (Conv1D), full, autocast, fp32 weights", _gpt2, 30.05, 10.2, weights=_MASTERS, autocast=True),
     Case("BERT, full, stock dropouts, seeds", _bert, 45.01, 10.6, changes=SEEDS),
 ]

@@ -43,14 +43,14 @@ def gradients(model: nn.Module, name: str, around: Callable[[], Any] = nullconte
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_no_copy_of_a_blocks_weight_is_saved_under_autocast(
     name: str, lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "LARGE", 1)
     theirs, inputs = stock(name, lora), tiny_inputs(name)
     ours = memopt.patch(copy.deepcopy(theirs))
-    blocks = [each for each, _ in ours.named_modules() if each.endswith((".layers.1", ".layer.1"))]
+    blocks = [each for each, _ in ours.named_modules() if each.endswith((".layers.1", ".layer.1", ".h.1"))]
 
     def copies(model: nn.Module) -> int:
         counted = account(model, lambda: run(model, torch.bfloat16, inputs), blocks=blocks)

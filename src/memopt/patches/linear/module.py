@@ -33,8 +33,11 @@ class LinearRewrite:
     """It is the reader of its input, so it may take the place of the producer's backward."""
 
 
-def patch_linear(module: nn.Module) -> None:
+def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
     """Let `module` save what its input is recomputed from, where it can be.
+
+    Args:
+        fuses: as in :class:`LinearRewrite`.
 
     Raises:
         ValueError: the module cannot be swapped, or is not a linear of its own weight and bias.
@@ -42,7 +45,7 @@ def patch_linear(module: nn.Module) -> None:
     if not (is_linear(module) or is_linear(module, transposed=True)):
         raise ValueError("it is not a linear of its own weight and bias")
     has_bias = module._parameters.get("bias") is not None
-    swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias))
+    swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias, fuses))
 
 
 def trains_as_linear(module: nn.Module) -> bool:

@@ -67,14 +67,19 @@ class LinearPatch(Patch):
             live.attempt(self.name, linear, patch_linear)
 
     def finish(self, live: Live) -> None:
+        from memopt.patches.linear.module import is_linear, patch_linear
         from memopt.patches.linear.stacked import patch_stacked
         from memopt.patches.swap import is_swapped
 
-        for name in {site.module for site in live.plan.sites.linears if len(site.shape) > 2}:  # experts
+        for name, is_stacked in {site.module: len(site.shape) > 2 for site in live.plan.sites.linears}.items():
             module = live.modules.get(name)
-            if module is not None and live.plan.recipe.selects(name) and not is_swapped(module):
-                with contextlib.suppress(ValueError):  # then its weights are saved
+            if module is None or not live.plan.recipe.selects(name) or is_swapped(module):
+                continue
+            with contextlib.suppress(ValueError):  # then its weights are saved
+                if is_stacked:  # experts
                     patch_stacked(module)
+                elif is_linear(module, transposed=True):  # scopes adopt the others
+                    patch_linear(module, fuses=False)
 
     def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
         from memopt.patches.linear.module import adopt_linears
