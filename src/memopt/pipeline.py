@@ -193,7 +193,7 @@ def report(
         batch: rows in a batch, else 1; `inputs` replace it.
         seq: tokens in a row, else what the config allows up to 2048; `inputs` replace it.
         precision: dtype of the weights; ``mixed`` is fp32 weights under autocast.
-        train: everything, or LoRA adapters on frozen weights.
+        train: everything, LoRA adapters on frozen weights, or the same on weights in bitsandbytes' 4 bits (``qlora``).
         lora_rank: rank of the adapters.
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
         checkpointing: activation checkpointing of every block, or none.

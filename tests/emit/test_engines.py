@@ -54,6 +54,18 @@ def test_comments_say_what_the_file_has_no_place_for() -> None:
     assert "memopt.patch(model, 'plan/recipe.yaml')" in text
 
 
+def test_4_bit_weights_are_loaded_as_they_were_counted() -> None:
+    in_bf16 = text_of(planned(train="qlora"), "trainer")
+    loading = (
+        "dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'"
+    )
+    assert loading in in_bf16
+    assert "prepare_model_for_kbit_training" not in in_bf16
+    mixed = text_of(planned(train="qlora", precision="bf16-mixed"), "trainer")
+    assert loading in mixed
+    assert "prepare_model_for_kbit_training(model, False), then memopt.patch" in mixed
+
+
 def test_trainer_shards_as_planned() -> None:
     found = arguments_of(text_of(planned(setup={"sharding": "fsdp", "devices": 2}), "trainer"))
     plugin = found.fsdp_plugin_args
@@ -100,6 +112,7 @@ def test_fsdp_is_version_2_with_blocks_freed_after_forward(tmp_path: Path) -> No
         ("accelerate", "under DeepSpeed", {"precision": "bf16-mixed", "setup": {"sharding": "zero3", "devices": 2}}),
         ("axolotl", "bf16-mixed", {"precision": "bf16-mixed"}),
         ("torchtitan", "LoRA", {"train": "lora"}),
+        ("torchtitan", "LoRA", {"train": "qlora"}),
         ("torchtitan", "optimizer sgd", {"setup": {"optimizer": "sgd"}}),
     ],
 )

@@ -48,6 +48,7 @@ def test_trl_reads_the_trainers_file_without_its_own_defaults(precision: str) ->
     ("plan", "dtype"),
     [
         ({"train": "lora"}, "bfloat16"),
+        ({"train": "qlora"}, "bfloat16"),
         ({"train": "lora", "lora_targets": ("q_proj",), "precision": "fp32"}, "float32"),
         ({"setup": {"sharding": "fsdp", **TWO}}, "bfloat16"),
         ({"setup": {"sharding": "zero2", **TWO}}, "bfloat16"),
@@ -64,8 +65,8 @@ def test_axolotl_reads_what_was_planned(plan: dict[str, Any], dtype: str) -> Non
     assert (found.micro_batch_size, found.gradient_accumulation_steps, found.sequence_len) == (2, 4, 128)
     assert (found.attn_implementation, found.gradient_checkpointing) == ("sdpa", False)
     assert (bool(found.bfloat16), bool(found.bf16)) == (dtype == "bfloat16", False)
-    if plan.get("train") == "lora":
-        assert found.adapter == "lora"
+    if "train" in plan:
+        assert (found.adapter, bool(found.load_in_4bit)) == (plan["train"], plan["train"] == "qlora")
         assert found.lora_target_linear or found.lora_target_modules == ["q_proj"]
     if plan.get("setup", {}).get("sharding") == "fsdp":
         assert found.fsdp_config.reshard_after_forward

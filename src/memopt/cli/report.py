@@ -46,7 +46,9 @@ def report(
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
     ] = "bf16",
-    train: Annotated[Train, typer.Option(help="Train everything, or LoRA adapters on frozen weights.")] = "full",
+    train: Annotated[
+        Train, typer.Option(help="Train everything, LoRA adapters, or adapters on 4-bit weights.")
+    ] = "full",
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapters.")] = 8,
     lora_targets: Annotated[
         str, typer.Option(help="Linears that get an adapter: all-linear, or names, e.g. q,v or q_proj,down_proj.")

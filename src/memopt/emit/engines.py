@@ -144,7 +144,7 @@ def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
 
 def _axolotl(planned: Planned) -> str:
     sharding = planned.shared("axolotl", *_ANY)
-    precision = planned.step.precision
+    step, precision = planned.step, planned.step.precision
     if precision.endswith("mixed"):  # its `bf16: true` loads the weights in bf16 too
         hint = f"Use 16-bit weights: --precision {precision[:4]}."
         raise planned.refusal("axolotl", f"{precision}, fp32 weights under autocast", hint)
@@ -167,7 +167,9 @@ def _axolotl(planned: Planned) -> str:
     if (lora := planned.lora) is not None:
         targets = lora["target_modules"]
         every = {"lora_target_linear": True} if isinstance(targets, str) else {"lora_target_modules": targets}
-        values |= {"adapter": "lora", "lora_r": lora["r"], **every}
+        values |= {"adapter": step.train, "lora_r": lora["r"], **every}
+        if step.train == "qlora":
+            values["load_in_4bit"] = True
     if sharding == "fsdp":
         values |= {"fsdp_version": 2, "fsdp_config": {k: v for k, v in _fsdp().items() if k != "version"}}
     elif sharding.startswith("zero"):
@@ -180,7 +182,7 @@ def _torchtitan(planned: Planned) -> str:
     step = planned.step
     sharding = planned.shared("torchtitan", "none", "ddp", "fsdp")
     refuse = [
-        (step.train == "lora", "LoRA", "Plan with --train full."),
+        (step.has_adapters, "LoRA", "Plan with --train full."),
         (planned.optimizer != "adamw", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw."),
         (step.precision.startswith("fp16"), step.precision, "Plan with --precision bf16 or bf16-mixed."),
         (planned.checkpointed == "some", "activation checkpointing of chosen blocks, but of all or none",

@@ -38,10 +38,18 @@ class Planned:
     @property
     def loading(self) -> str:
         """How a script loads the model."""
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.step.precision, "float32")
+        names = {"bf16": "bfloat16", "fp16": "float16"}
+        dtype = names.get(self.step.precision, "float32")
         if self.patched:
             return f"memopt.load({self.model!r}, dtype=torch.{dtype})"
-        return f"from_pretrained({self.model!r}, dtype=torch.{dtype}), then memopt.patch(model, {self.recipe_file!r})"
+        then = f"then memopt.patch(model, {self.recipe_file!r})"
+        if self.step.train == "qlora":
+            precision, _, mixed = self.step.precision.partition("-")
+            dtype = names.get(precision, "float32")
+            given = f"load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}"
+            dtype += f", quantization_config=BitsAndBytesConfig({given})"
+            then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
+        return f"from_pretrained({self.model!r}, dtype=torch.{dtype}), {then}"
 
     @property
     def checkpointed(self) -> str:

@@ -14,7 +14,7 @@ from memopt.prediction.tracer import Tracer
 from memopt.reporting.build import Subject
 from memopt.reporting.estimate import max_positions
 from memopt.reporting.headline import Headline, Largest, Way
-from memopt.reporting.training import Checkpointing, Training
+from memopt.reporting.training import Checkpointing, Train, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -178,11 +178,12 @@ class _Answer:
             for name in lighter:
                 setup = replace(self.setup, optimizer=name, fused=False)
                 yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)
-        if best.training.train == "full":
-            self.tell("LoRA")
+        lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+        for train in lighter_still[best.training.train]:
+            self.tell("LoRA" if train == "lora" else "QLoRA")
             yield (
-                f"{best.name} with --train lora",
-                replace(best, tracer=replace(best.tracer), training=replace(best.training, train="lora")),
+                f"{best.name} with --train {train}",
+                replace(best, tracer=replace(best.tracer), training=replace(best.training, train=train)),
             )
 
     def _remarks(self, found: Prediction) -> Iterator[str]:

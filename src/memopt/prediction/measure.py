@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import multiprocessing
 from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe
@@ -24,6 +25,7 @@ from memopt.prediction.setup import Setup
 from memopt.prediction.trace import parameters_of, step_events
 from memopt.reporting.build import Subject
 from memopt.reporting.estimate import DTYPES, build_trained, quiet, replace_tensors, step_arguments
+from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import losses_of, record
 from memopt.reporting.training import Training
@@ -147,8 +149,11 @@ class RealStep:
         folded: Collection[str] = (),
         inputs: Batch | None = None,
     ) -> None:
-        base, self.model, _ = build_trained(config, training, sites=sites, recipe=recipe, folded=folded)
+        base, self.model, _ = build_trained(
+            config, training, sites=sites, recipe=recipe, folded=folded, quantised=_by_bitsandbytes
+        )
         replace_tensors(self.model, _random(torch.device(device)))
+        _pack(self.model, quantisation_of(config) or Quantisation())
         arguments = step_arguments(base, training, inputs, real=True)
         self.arguments = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments)
         trained = [each for each in self.model.parameters() if each.requires_grad]
@@ -189,6 +194,33 @@ class RealStep:
         found = record(self.model, self.forward, then=self.optimizer.step)
         self.optimizer.zero_grad()
         return resident + peak_of((), step_events(found)[0]).nbytes
+
+
+def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
+    """`memopt.reporting.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError("Steps with 4-bit weights need bitsandbytes to be measured.", "pip install bitsandbytes")
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=how.nested,
+        bnb_4bit_compute_dtype=how.compute_dtype or dtype,
+    )
+    replace_with_bnb_linear(model, kept_modules(model, how), settings)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT reads it
+
+
+def _pack(model: nn.Module, how: Quantisation) -> None:
+    for module in model.modules():
+        if type(module).__module__ == "bitsandbytes.nn.modules":
+            from bitsandbytes.nn import Params4bit
+
+            linear: Any = module
+            weight = linear.weight.data.to(linear.compute_dtype)
+            settings = {"compress_statistics": how.nested, "quant_type": "nf4", "module": linear}
+            linear.weight = Params4bit(weight, requires_grad=False, **settings).to(weight.device)
 
 
 def _random(device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -139,6 +139,8 @@ def _assumptions(traced: Trace, setup: Setup) -> list[str]:
         "(zero_grad(set_to_none=True)), and the model's output is held until backward has ended.",
         f"Optimizer: {_OPTIMIZERS[setup.optimizer]}{way}.",
     ]
+    if traced.training.train == "qlora" and setup.sharding in ("fsdp", "zero3"):
+        found.append("Sharding: of 4-bit weights it needs bnb_4bit_quant_storage in the dtype of the other weights.")
     if traced.training.cuda_kernels:
         found.append(
             f"Device: CUDA context {setup.context / 2**20:.0f} MiB; two cuBLAS workspaces of "

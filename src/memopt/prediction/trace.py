@@ -15,6 +15,7 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
+from memopt.reporting.quantised import quantisation_state
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import Kind, Lifetime, Record, record
 from memopt.reporting.training import Training
@@ -116,12 +117,12 @@ def trace(
 
 
 def parameters_of(model: nn.Module) -> Iterator[Parameter]:
-    """Every parameter and buffer of `model`, each storage once."""
+    """Every parameter and buffer of `model`, each storage once; a 4-bit parameter with its quantisation state."""
     seen: set[int] = set()
     buffers = dict(model.named_buffers())
     for name, tensor in (*model.named_parameters(), *buffers.items()):
         nbytes = 0
-        for storage in storages([tensor]):
+        for storage in storages([tensor, *quantisation_state(tensor)]):
             if storage_id(storage) not in seen:
                 seen.add(storage_id(storage))
                 nbytes += storage.nbytes()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
+from memopt.reporting.quantised import Linear4bit
 from memopt.reporting.training import ALL_LINEAR
 from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
@@ -35,6 +38,7 @@ def add_adapters(
 
     chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
     config = LoraConfig(r=rank, target_modules=chosen)
+    config._register_custom_module({Linear4bit: _on_4_bits()})
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
     except ValueError as error:
@@ -75,6 +79,25 @@ def check_peft() -> None:
     """Raises a ModelError where peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")
+
+
+def _on_4_bits() -> type[nn.Module]:
+    """PEFT's layer on a `Linear4bit`: that of peft/tuners/lora/bnb.py, which is defined beside bitsandbytes alone."""
+    from peft.tuners.lora.layer import Linear
+
+    class Adapted(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            # PEFT asks for the autocast of CUDA, where it casts nothing itself.
+            casts = not (self.base_layer.cuda_kernels and torch.is_autocast_enabled("cpu"))
+            result: Tensor = self.base_layer(x).clone()
+            for name in self.active_adapters:
+                first: Any = self.lora_A[name]
+                x = x.to(first.weight.dtype) if casts else x
+                output = self.lora_B[name](first(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if casts else output)
+            return result
+
+    return Adapted
 
 
 def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:

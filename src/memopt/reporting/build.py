@@ -16,6 +16,7 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.reporting.adapters import check_peft
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import max_positions, trace_account
+from memopt.reporting.quantised import other_method, quantisation_of
 from memopt.reporting.training import Training
 from memopt.walk.calls.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.calls.processed import has_processor, processed_batches
@@ -153,14 +154,25 @@ def _subject(
     batch: Batch | None,
     trust_remote_code: bool,
 ) -> Subject:
-    if training.train == "lora":
+    if quantisation_of(config) is not None:
+        if training.train == "full":
+            raise ModelError(
+                "The checkpoint holds its weights in bitsandbytes' 4 bits, which cannot be trained.",
+                "Use --train qlora, or the model that it was quantised from.",
+            )
+        training = replace(training, train="qlora")
+    if training.has_adapters:
         check_peft()
     notes = []
+    if (method := other_method(config)) is not None:
+        notes.append(
+            f"The checkpoint is quantised ({method}), which is not counted: its weights count as if they were not."
+        )
     if batch is not None:
         training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
-        notes = [f"Inputs: a batch of {in_words(batch)}."]
+        notes.append(f"Inputs: a batch of {in_words(batch)}.")
     elif not reads_tokens(config):
-        notes = ["The model reads no tokens, so --seq has no effect."] if seq else []
+        notes += ["The model reads no tokens, so --seq has no effect."] if seq else []
         training = replace(training, seq=None)
     else:
         training = replace(training, seq=seq or default_seq(config))

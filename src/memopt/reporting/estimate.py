@@ -28,6 +28,7 @@ from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
+from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
 from memopt.reporting.timeline import step
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, tree_map, unset_fake_temporarily
@@ -181,27 +182,35 @@ def build_trained(
     recipe: Recipe | None = None,
     folded: Collection[str] = (),
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
+    quantised: Callable[..., None] = quantise,
 ) -> tuple[PreTrainedModel, nn.Module, list[str]]:
     """The model of `config` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
+
+    Args:
+        quantised: puts 4-bit linears into a model, as `memopt.reporting.quantised.quantise`.
 
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
     """
-    weights, _ = DTYPES[training.precision]
+    weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
     _group_experts(model)
+    notes = []
+    if training.train == "qlora":
+        how = quantisation_of(config) or Quantisation()
+        notes.append(f"4-bit weights: {how}.")
+        quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
     patched = [] if recipe is None else _patch(model, sites, recipe, folded)
     shrink(model)
     model.train(training.dropout)
     trained: nn.Module = model
-    if training.train == "lora":
-        trained = add_adapters(
-            model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=training.adapter_fp32
-        )
+    if training.has_adapters:
+        fp32 = training.adapter_fp32 or training.train == "qlora"
+        trained = add_adapters(model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=fp32)
     if training.checkpointing == "full":
         _checkpoint(model)
-    return model, trained, [*_attention_notes(model), *_precision_notes(training), *patched]
+    return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -233,21 +242,6 @@ def _attention_notes(model: PreTrainedModel) -> list[str]:
     else:
         kernel = f"{model.config._attn_implementation}, as the recipe or the model's class has it"
     return [f"Attention: {kernel}; no padding and no key/value cache."]
-
-
-def _precision_notes(training: Training) -> list[str]:
-    notes = []
-    if DTYPES[training.precision][1] is not None:
-        notes.append(
-            "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
-            "whose 16-bit copies are listed as weight copies."
-        )
-    elif training.train == "lora" and training.precision != "fp32" and not training.adapter_fp32:
-        notes.append(
-            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
-            "PEFT's default, save fp32 copies of their inputs as well."
-        )
-    return notes
 
 
 def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:

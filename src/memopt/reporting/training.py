@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
-Train = Literal["full", "lora"]
+Train = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "full"]
 
 ALL_LINEAR = "all-linear"
@@ -23,6 +23,7 @@ class Training:
     precision: Precision = "bf16"
     """``mixed``: fp32 weights under autocast."""
     train: Train = "full"
+    """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
     lora_rank: int = 8
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     checkpointing: Checkpointing = "none"
@@ -31,12 +32,39 @@ class Training:
     cuda_kernels: bool = True
     """False: attention and dropout as the CPU runs them, to compare with a measurement there."""
     adapter_fp32: bool = False
-    """LoRA weights in fp32 beside 16-bit base weights, PEFT's default."""
+    """LoRA weights in fp32 beside 16-bit base weights, PEFT's default; beside 4-bit ones they always are."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and nothing else."""
+        return self.train != "full"
+
+    def notes(self) -> list[str]:
+        """What else a reader of its bytes has to know."""
+        if self.precision.endswith("mixed"):
+            return [
+                "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
+                "whose 16-bit copies are listed as weight copies."
+            ]
+        if self.precision == "fp32" or not self.has_adapters:
+            return []
+        if self.train == "qlora":
+            return [
+                "QLoRA: adapters in fp32, as PEFT makes them (TRL casts them to bf16), which save fp32 copies of their "
+                "inputs; not under autocast (--precision bf16-mixed, as after prepare_model_for_kbit_training)."
+            ]
+        if self.adapter_fp32:
+            return []
+        return [
+            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
+            "PEFT's default, save fp32 copies of their inputs as well."
+        ]
 
     def __str__(self) -> str:
         words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]
-        if self.train == "lora":
-            words.append(f"LoRA rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        if self.has_adapters:
+            kind = "LoRA" if self.train == "lora" else "QLoRA"
+            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}")
         else:
             words.append("full fine-tuning")
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")

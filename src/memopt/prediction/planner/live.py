@@ -17,6 +17,7 @@ from memopt.prediction.planner.choice import Choice
 from memopt.prediction.planner.training import plan_subject
 from memopt.prediction.trace import parameters_of
 from memopt.reporting.build import Subject, default_seq, reads_tokens
+from memopt.reporting.quantised import quantisation_of
 from memopt.reporting.training import ALL_LINEAR, Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -67,7 +68,7 @@ def plan_model(
         batch=batch or 1,
         seq=(seq or default_seq(config)) if reads_tokens(config) else None,
         precision=precision,
-        train="full" if adapters is None else "lora",
+        train="full" if adapters is None else "lora" if quantisation_of(config) is None else "qlora",
         lora_rank=getattr(adapters, "r", 8),
         lora_targets=_short(adapted, sites) or (ALL_LINEAR,),
         adapter_fp32=precision != "fp32" and any(each.trained and each.dtype == torch.float32 for each in parameters),

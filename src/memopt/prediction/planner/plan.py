@@ -229,7 +229,8 @@ def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
     need = least.total + round(task.margin * least.reserved)
     fixed = sum(each.nbytes for each in least.resident) + sum(each.nbytes for each in least.trace.gradients)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
-    remedy = "another optimizer or LoRA" if task.training.train == "full" else "fewer targets"
+    remedies = {"full": "another optimizer or LoRA", "lora": "QLoRA or fewer targets", "qlora": "fewer targets"}
+    remedy = remedies[task.training.train]
     hint = (
         f"Weights, gradients and optimizer take {fixed / GIB:.2f} GiB of it: try {remedy}, or more devices."
         if fixed > budget / 2
