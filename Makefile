@@ -98,7 +98,7 @@ endef
 # --- fine-tuning ---------------------------------------------------------------------------------------------------
 
 finetune: $(TRAIN_STAMP) ## train to convergence over five seeds, stock and memopt, into out/finetune.json and .svg (10 minutes on two cores)
-	@OMP_NUM_THREADS=1 $(TRAIN) -m benchmarks.convergence --check --json out/finetune.json --plot out/finetune.svg
+	@OMP_NUM_THREADS=1 $(TRAIN) -m benchmarks.finetune --preset convergence --check --json out/finetune.json --plot out/finetune.svg
 	@echo "==> out/finetune.svg shows every loss and the peak of a step, out/finetune.json every number"
 
 # --- checks --------------------------------------------------------------------------------------------------------

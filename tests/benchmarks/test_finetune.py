@@ -1,24 +1,27 @@
-"""The benchmark of fine-tunes pairs, counts and judges as it says. Nothing is trained here."""
+"""The benchmark of fine-tunes pairs, counts and judges as it says. Nothing is trained here; see test_presets.py."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import finetune, finetune_task
-from benchmarks.finetune import AGAIN, NOT_JUDGED, STOCK, Run, relative_error, shortfalls, summarize
+from benchmarks.comparison import shortfalls, summarize
 from benchmarks.finetune_task import BATCH, CannotRun, Example, Task, collate, move_by_one_ulp, split, training_batches
+from benchmarks.training import Run, relative_error
+from benchmarks.ways import AGAIN, STOCK
 
 STOCK_ACCURACIES = (0.80, 0.70, 0.90)
 
 
-def runs(variant: str, differences: tuple[float, ...], kept: int = 100) -> list[Run]:
+def runs(way: str, differences: tuple[float, ...], kept: int = 100) -> list[Run]:
     """One run for each seed, that far from stock's accuracy."""
     pairs = zip(STOCK_ACCURACIES, differences, strict=True)
-    return [Run(variant, seed, base + d, 0.5 - d, 0.1, kept, 1.0) for seed, (base, d) in enumerate(pairs)]
+    return [Run(way, seed, base + d, 0.5 - d, 0.1, kept, 1.0) for seed, (base, d) in enumerate(pairs)]
 
 
 def controls(again: tuple[float, ...] = (0.0, 0.0, 0.0)) -> list[Run]:
@@ -42,7 +45,7 @@ def test_differences_are_taken_within_a_seed() -> None:
 def test_a_seed_that_is_not_finished_counts_for_nobody() -> None:
     complete = [*controls(), *runs("int8", (-0.01, -0.02, -0.03))]
     rows = summarize(complete[:-1])
-    assert [row.accuracy.mean for row in rows if row.variant == STOCK] == [pytest.approx(0.75)]
+    assert [row.accuracy.mean for row in rows if row.way == STOCK] == [pytest.approx(0.75)]
     assert rows[-1].accuracy_difference.mean == pytest.approx(-0.015)
     assert summarize(complete[:-2]) == []
 
@@ -60,7 +63,7 @@ def test_what_stock_again_varies_by_is_allowed_for() -> None:
 
 
 def test_the_published_method_and_a_gain_are_not_judged() -> None:
-    rows = summarize([*controls(), *runs(NOT_JUDGED, (-0.2, -0.2, -0.2)), *runs("mesa", (0.02, 0.02, 0.02))])
+    rows = summarize([*controls(), *runs("lowmemory-bp", (-0.2, -0.2, -0.2)), *runs("mesa", (0.02, 0.02, 0.02))])
     assert shortfalls(rows) == []
 
 
@@ -125,27 +128,62 @@ def test_what_is_missing_is_named_with_the_command_that_gets_it(missing, monkeyp
     assert words in line
 
 
-def test_the_command_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys) -> None:
-    measured = [*controls(), *runs("int8", (-0.01, -0.02, -0.03))]
-    monkeypatch.setattr(finetune_task, "load_task", lambda tests: Task(tuple(examples(3)), tuple(examples(2))))
-    monkeypatch.setattr(finetune, "runs_of", lambda task, seed, *_: (run for run in measured if run.seed == seed))
+@pytest.fixture
+def measured(monkeypatch) -> None:
+    """The command finds everything that it needs, and these runs."""
+    found = [*controls(), *runs("int8", (-0.01, -0.02, -0.03))]
+    monkeypatch.setattr(finetune_task, "check", lambda: None)
+    monkeypatch.setattr(finetune, "runs_of", lambda preset, size, way, *_: (run for run in found if run.way == way))
+
+
+def test_the_command_prints_a_table_and_writes_json(measured, tmp_path, capsys) -> None:
     file = tmp_path / "new" / "finetune.json"
-    assert finetune.main(["--seeds", "3", "--recipes", "int8", "--json", str(file)]) == 0
+    assert finetune.main(["--seeds", "3", "--ways", "int8", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     assert len(content["runs"]) == 9
     assert [row["passed"] for row in content["rows"]] == [True, True, False]
-    assert finetune.main(["--seeds", "3", "--recipes", "int8", "--check"]) == 1
+    assert finetune.main(["--seeds", "3", "--ways", "int8", "--check"]) == 1
     printed = capsys.readouterr()
     assert "-2.00% ± 0.58%" in printed.out
     assert "falls short: int8" in printed.err
 
 
-@pytest.mark.parametrize("arguments", [["--seeds", "1"], ["--steps", "0"]])
-def test_too_few_seeds_or_steps_are_refused(arguments: list[str]) -> None:
+def test_a_way_that_cannot_run_says_why_and_one_that_failed_falls_short(
+    measured, monkeypatch, tmp_path, capsys
+) -> None:
+    file = tmp_path / "finetune.json"
+    assert finetune.main(["--seeds", "3", "--ways", "liger", "offload", "--check", "--json", str(file)]) == 0
+    assert set(json.loads(file.read_text())["cannot_run"]) == {"liger", "offload"}
+    assert "liger: cannot run: its kernels need a GPU." in capsys.readouterr().out
+    measured_runs = finetune.runs_of
+    monkeypatch.setattr(
+        finetune,
+        "runs_of",
+        lambda p, s, way, *_: ["failed: it broke"] if way == "compile" else measured_runs(p, s, way),
+    )
+    assert finetune.main(["--seeds", "3", "--ways", "compile", "--check"]) == 1
+    assert "falls short: compile: failed: it broke" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "1"], ["--steps", "0"], ["--size", "paper"]])
+def test_too_few_seeds_or_steps_and_a_size_that_is_none_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         finetune.main(arguments)
 
 
-def test_an_unknown_recipe_is_named_before_anything_runs(capsys) -> None:
-    assert finetune.main(["--recipes", "int9"]) == 2
+def test_an_unknown_recipe_is_named_before_anything_runs(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(finetune_task, "check", lambda: None)
+    assert finetune.main(["--ways", "int9"]) == 2
     assert "Unknown recipe 'int9'" in capsys.readouterr().err
+
+
+def test_a_way_is_exact_or_falls_short_by_its_gradient_or_by_its_loss() -> None:
+    """... of which five runs in a row, each a little worse than stock, are one thing, and a wrong gradient another."""
+    base = [replace(run, rounding=1e-7) for run in controls()]
+    exact = [replace(run, way="exact-levels", gradient_error=2e-7) for run in runs(STOCK, (0.0, 0.0, 0.0))]
+    assert shortfalls(summarize([*base, *exact])) == []
+    (line,) = shortfalls(summarize([*base, *(replace(run, gradient_error=4e-7) for run in exact)]))
+    assert line == "exact-levels: gradient off by 4e-07, rounding explains 1e-07"
+    worse = [replace(run, loss=run.loss + more) for run, more in zip(exact, (0.05, 0.06, 0.05), strict=True)]
+    (line,) = shortfalls(summarize([*base, *worse]))
+    assert line.startswith("exact-levels: loss +0.053 to stock")

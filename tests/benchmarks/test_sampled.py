@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from benchmarks import finetune_sampled, finetune_task, sampled_kernels
-from benchmarks.finetune import AGAIN, STOCK, Run, summarize
+from benchmarks.comparison import summarize
 from benchmarks.finetune_task import BATCH, INDEX, Example, Task
 from benchmarks.sampled_bytes import COLUMNS, Line, Tail, linear_inputs, shortfalls
+from benchmarks.training import Run
+from benchmarks.ways import AGAIN, STOCK
 
 
 def line(what: str, **units: float) -> Line:
@@ -59,7 +61,7 @@ def test_only_the_recipes_own_sampler_and_the_exact_alternative_are_judged() -> 
 
     names = [STOCK, AGAIN, *(variant.name for variant in finetune_sampled.VARIANTS), finetune_sampled.ACCUMULATED]
     rows = summarize([run for name in names for run in runs(name, 0.0)])
-    judged = [row.variant for row in rows if finetune_sampled._is_judged(row)]
+    judged = [row.way for row in rows if finetune_sampled._is_judged(row)]
     assert judged == ["systematic 0.3", "accumulated"]
 
 
