@@ -152,9 +152,7 @@ def _complaints(row: Row, rows: Sequence[Row]) -> list[str]:
 # --- for people ----------------------------------------------------------------------------------------------------
 
 
-def table(
-    rows: Sequence[Row], cannot_run: dict[str, str] | None = None, title: str = "Fine-tune of MiniLM-L6"
-) -> Table:
+def table(rows: Sequence[Row], title: str = "Fine-tune of MiniLM-L6") -> Table:
     """The rows; ± is a standard deviation over the seeds in the first columns, then the standard error of the paired
     difference."""
     result = Table(title=title, title_justify="left")
@@ -182,8 +180,6 @@ def table(
     for row in rows:
         cells = (cell(row) for cell in shown.values())
         result.add_row(row.way, *cells, style="bold red" if falls_short(row, rows) else None)
-    lines = [f"{way}: {reason}." for way, reason in (cannot_run or {}).items()]
-    result.caption, result.caption_justify = "\n".join(lines), "left"
     return result
 
 

@@ -101,12 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     cannot_run = {way: reason for way, reason in found.items() if reason}
     rows = summarize(runs)
     write()
-    console.print(table(rows, cannot_run, title=f"{arguments.preset}: {preset.about}"))
+    if rows:
+        console.print(table(rows, title=f"{arguments.preset}: {preset.about}"))
+    for way, reason in cannot_run.items():
+        console.print(f"{way}: {reason}.")
     if arguments.plot is not None:
         plot(runs, rows, arguments.plot)
     lines = [*shortfalls(rows), *(f"{way}: {why}" for way, why in cannot_run.items() if why.startswith(FAILED))]
     for line in lines:
         print(f"falls short: {line}", file=sys.stderr)
+    if arguments.check and not rows and not lines:
+        return EXIT_CANNOT_RUN
     return EXIT_SHORT if arguments.check and lines else EXIT_OK
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import finetune, finetune_task
+from benchmarks import finetune, finetune_task, presets
 from benchmarks.comparison import shortfalls, summarize
 from benchmarks.finetune_task import BATCH, CannotRun, Example, Task, collate, move_by_one_ulp, split, training_batches
+from benchmarks.published import Predicted
 from benchmarks.training import Run, relative_error
 from benchmarks.ways import AGAIN, STOCK
 
@@ -163,6 +164,19 @@ def test_a_way_that_cannot_run_says_why_and_one_that_failed_falls_short(
     )
     assert finetune.main(["--seeds", "3", "--ways", "compile", "--check"]) == 1
     assert "falls short: compile: failed: it broke" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is trained")
+def test_a_papers_size_is_predicted_and_without_a_gpu_says_that_it_was_not_measured(monkeypatch, capsys) -> None:
+    rows = [Predicted("stock", 4 << 20, 2 << 20, "peak", 0.0, None, None)]
+    rows.append(Predicted("int8", 3 << 20, 1 << 20, "peak", -0.25, -0.3, None))
+    monkeypatch.setattr(presets, "predict", lambda *_: rows)
+    asked = ["--preset", "bert-wta-crs", "--size", "paper", "--ways", "int8"]
+    assert finetune.main(asked) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "-25% of peak │ -30%" in printed
+    assert "int8: not measured: this size needs a GPU." in printed
+    assert finetune.main([*asked, "--check"]) == 2
 
 
 @pytest.mark.parametrize("arguments", [["--seeds", "1"], ["--steps", "0"], ["--size", "paper"]])
