@@ -362,6 +362,14 @@ def test_fake_tensors_have_no_memory_and_can_be_left() -> None:
     assert type(real) is Tensor
 
 
+def test_a_mode_sees_that_autograd_reads_the_device_of_a_fake_tensor() -> None:
+    with torch_compat.FakeTensorMode():
+        weight = leaf(2)
+        with _Record() as mode:
+            weight.view(1, 2)
+    assert torch_compat.device_read in mode.seen
+
+
 def test_a_wrapper_of_tensors_is_told_from_a_tensor() -> None:
     wrapper = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     assert torch_compat.is_traceable_wrapper_subclass(wrapper)

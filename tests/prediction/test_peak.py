@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.prediction.optimizers import follow
+from memopt.prediction.optimizers import follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
 from memopt.prediction.setup import Setup
+from memopt.reporting.timeline import Timeline
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 
@@ -36,6 +37,31 @@ def test_adamw_keeps_two_states_an_element_and_foreach_a_copy_of_the_weights_in_
     assert sum(each.nbytes for each in fused.states) == 2 * 2 * count + 2 * 4  # the number of steps is on the device
     assert max(_live(foreach.events)) == 2 * count
     assert not fused.events
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_what_an_optimizer_allocates_is_told_on_meta_as_on_real_tensors(optimizer: Any, foreach: bool) -> None:
+    setup = Setup(optimizer, momentum=0.9 * (optimizer == "sgd"))
+    forms = (((8, 4), torch.float32), ((3,), torch.bfloat16), ((4, 8), torch.float32), ((3,), torch.bfloat16))
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in forms]
+    real = make_optimizer(parameters, setup, foreach=foreach)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    real.step()
+    timeline = Timeline(torch.nn.ParameterList(parameters))
+    with timeline:
+        real.step()
+    found = follow(forms, setup, foreach)
+    assert [(each.allocated, each.storage.nbytes, each.storage.operation) for each in found.events] == [
+        (life.born == at, life.nbytes, life.birth.operation)
+        for at, life in enumerate(timeline.events)
+        if life.died >= 0
+    ]
+    states = [each for state in real.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+    on_device = [each for each in states if each.dim() or not foreach]  # numbers of steps
+    kept = [each for each in found.states if each.part == "optimizer states"]
+    assert sorted(each.nbytes for each in kept) == sorted(each.nbytes for each in on_device)
 
 
 def test_eight_bit_states_have_a_statistic_for_256_codes_and_small_tensors_stay_in_fp32() -> None:

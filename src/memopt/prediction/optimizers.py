@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,9 +14,8 @@ from torch import Tensor, nn
 
 from memopt.prediction.events import Event, Storage
 from memopt.prediction.setup import Setup
-from memopt.reporting.storages import storages
-from memopt.reporting.timeline import Timeline
-from memopt.torch_compat import FakeTensorMode, storage_id, tree_leaves
+from memopt.reporting.storages import tensors
+from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, operator_schema, storage_id, tree_leaves
 
 #: bitsandbytes/optim/optimizer.py: blocks of a statistic, the least elements of a tensor whose states have 8 bits, and
 #: the entries of each of its two maps from codes to values.
@@ -44,25 +45,62 @@ def follow(forms: tuple[Form, ...], setup: Setup, cuda: bool = True) -> Optimize
     """
     if setup.optimizer == "adamw8bit":
         return OptimizerTrace(tuple(_states_8bit(forms)), ())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in forms)
+    # Fused steps refuse the meta device; under a fake mode every operation takes several times as long.
+    device, fake = ("cpu", FakeTensorMode()) if setup.fused else ("meta", contextlib.nullcontext())
+    with fake:
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms)
+        parameters = nn.ParameterList(map(nn.Parameter, empty))
         optimizer = make_optimizer(parameters, setup, foreach=cuda)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()  # makes the states
         states = tuple(_states(optimizer, cuda=cuda))
-        timeline = Timeline(parameters)
-        with timeline:
+        with _Allocations() as step:
             optimizer.step()
-    made: dict[Any, Storage] = {}
-    events = []
-    for index, life in enumerate(timeline.events):
-        birth = life.birth
-        if life.born == index:
-            made[life] = Storage(life.nbytes, "optimizer transients", "", birth.operation, birth.dtype, birth.shape)
-        events.append(Event(made[life], life.born == index, "optimizer step"))
-    kept = [storage for life, storage in made.items() if life.died < 0]
-    return OptimizerTrace((*states, *kept), tuple(event for event in events if event.storage not in kept))
+    return OptimizerTrace((*states, *step.living.values()), step.freed())
+
+
+class _Allocations(TorchDispatchMode):
+    """Records what the operations inside allocate, and when that is freed; tensors may be on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.living: dict[int, Storage] = {}
+        self._watched: set[weakref.ref[torch.UntypedStorage]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for output in tensors(result):
+            storage = output.untyped_storage()
+            address = storage_id(storage)
+            if address in self.living:
+                continue
+            given = given or {storage_id(each.untyped_storage()) for each in tensors((args, kwargs))}
+            if address not in given:
+                self._record(storage, address, _transient(output, operator_schema(func).name.removeprefix("aten::")))
+        return result
+
+    def _record(self, storage: torch.UntypedStorage, address: int, made: Storage) -> None:
+        def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            del self.living[address]
+            self.events.append(Event(made, False, "optimizer step"))
+            self._watched.discard(reference)
+
+        self.living[address] = made
+        self.events.append(Event(made, True, "optimizer step"))
+        self._watched.add(weakref.ref(storage, died))
+
+    def freed(self) -> tuple[Event, ...]:
+        """The events of what does not live on."""
+        kept = set(self.living.values())
+        return tuple(event for event in self.events if event.storage not in kept)
+
+
+def _transient(tensor: Tensor, operation: str) -> Storage:
+    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
+    return Storage(nbytes, "optimizer transients", "", operation, dtype, tuple(tensor.shape))
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup: Setup, *, foreach: bool) -> Any:
@@ -84,10 +122,10 @@ def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
         # Numbers of steps stay on the CPU, unless the optimizer is fused.
         if not isinstance(leaf, Tensor) or (cuda and not leaf.dim() and not optimizer.defaults.get("fused")):
             continue
-        for storage in storages([leaf]):
-            if storage_id(storage) not in seen:
-                seen.add(storage_id(storage))
-                yield _state(storage.nbytes(), str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        storage = leaf.untyped_storage()
+        if storage_id(storage) not in seen:
+            seen.add(storage_id(storage))
+            yield _state(storage.nbytes(), str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
 
 
 def _states_8bit(forms: Sequence[Form]) -> Iterator[Storage]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memopt.torch_compat import (
     FakeTensor,
     TorchDispatchMode,
+    device_read,
     is_operator,
     is_traceable_wrapper_subclass,
     living_storage,
@@ -104,6 +105,8 @@ class StorageTracker(TorchDispatchMode):
                 yield storage, birth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is device_read and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of what a mode sees
         # In backward, function modes would see every attribute of a tensor that a mode reads here.
         with no_torch_function():
             result = func(*args, **(kwargs or {}))

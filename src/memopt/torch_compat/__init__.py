@@ -38,6 +38,7 @@ from memopt.torch_compat.dispatch import (
     FakeTensorMode,
     TorchDispatchMode,
     any_autocast_enabled,
+    device_read,
     forward_mode_level,
     interpreter_stack,
     is_legacy_batched,

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map as tree_map
 
     no_torch_function = DisableTorchFunction
+    device_read: object
 else:
     _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
     TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode", _Unavailable, _NO_WALK)
@@ -84,6 +85,7 @@ else:
         "torch.utils._mode_utils.no_dispatch", contextlib.nullcontext, "models with dropout cannot be estimated"
     )
     no_torch_function = find("torch._C.DisableTorchFunction", contextlib.nullcontext, "traces of a step take longer")
+    device_read = find("torch.ops.prim.device.default", object(), "traces of a step take longer")
     tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
     tree_leaves = find("torch.utils._pytree.tree_leaves", _own_tree_leaves, _TREES)
 
@@ -94,6 +96,7 @@ else:
 #: unset_fake_temporarily          inside it that mode is off
 #: no_dispatch                     inside it no mode sees what is called
 #: no_torch_function               inside it no function mode sees what is called
+#: device_read                     the operator that modes see where the device of a fake tensor is read
 #: tree_map, tree_leaves           every tensor in nested containers
 
 _VALUES = "memopt_values"
