@@ -34,7 +34,7 @@ def test_a_folder_with_experts_is_verified(family, tmp_path):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         randomise_vectors_(model)
-    # PyTorch's shape rule for grouped products knows bf16 alone; GPT-OSS is loaded with fp32 norms, which run stock code.
+    # PyTorch's shape rule for grouped products knows bf16 alone; GPT-OSS has fp32 norms, which run stock code.
     dtype = torch.float16 if family in ("Mixtral", "GptOss") else torch.bfloat16
     levels = {"Mixtral": "all", "GptOss": ["gradient", "memory"]}
     model.to(dtype).save_pretrained(tmp_path / "model")

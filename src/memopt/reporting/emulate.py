@@ -59,6 +59,9 @@ class CudaChoices(TorchFunctionMode):
 class AnyGroupedProduct(TorchDispatchMode):
     """While active, grouped products can be traced in every dtype: PyTorch's shape rule for them knows bf16 only."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is _GROUPED and args[0].dtype != torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
@@ -67,7 +70,7 @@ class AnyGroupedProduct(TorchDispatchMode):
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
     """What `a` times `b` returns, rows or columns or summands of the groups up to `offs`; both of 2 or 3 dimensions."""
-    size = (a.size(-2), b.size(-1))
+    size: tuple[int, ...] = (a.size(-2), b.size(-1))
     if a.dim() == b.dim():
         size = (b.size(0) if offs is None or b.dim() == 3 else offs.size(0), *size)
     return a.new_empty(size)
