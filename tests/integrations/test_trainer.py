@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import memopt
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
@@ -39,14 +41,13 @@ QUIET: dict[str, Any] = {
 def trainer(folder: Path, model: Any, *callbacks: Any, name: str = "llama", **settings: Any) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
-        **QUIET,
+        **{**QUIET, **settings},
         max_steps=STEPS,
         per_device_train_batch_size=2,
-        **settings,
     )
     built = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
     data: Any = samples(name)
-    return Trainer(args=arguments, train_dataset=data, callbacks=list(callbacks), **built)
+    return Trainer(args=arguments, train_dataset=data, eval_dataset=data[:2], callbacks=list(callbacks), **built)
 
 
 def losses(run: Trainer) -> list[float]:
@@ -62,6 +63,50 @@ def test_losses_are_those_of_patching_by_hand(tmp_path: Path, settings: dict[str
     assert with_callback == losses(trainer(tmp_path, memopt.patch(tiny_model("llama")), **settings))
     stock = losses(trainer(tmp_path, tiny_model("llama"), **settings))
     assert with_callback == pytest.approx(stock, rel=1e-2 if "bf16" in settings else 1e-5)
+
+
+class Generates(TrainerCallback):
+    """Greedy tokens in the middle of training."""
+
+    tokens: list[int]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.tokens = model.eval().generate(tiny_inputs("llama", 1, 6)["input_ids"], max_new_tokens=4)[0].tolist()
+            model.train()
+
+
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded", "exact-levels"])
+def test_a_run_that_evaluates_generates_and_is_resumed_has_the_losses_of_one_that_does_not(
+    tmp_path: Path, recipe: str | None
+) -> None:
+    def run(folder: str, resume: str | None = None, *callbacks: Any, **settings: Any) -> list[float]:
+        patching = [] if recipe is None else [memopt.TrainerCallback(recipe)]
+        each = trainer(tmp_path / folder, tiny_model("llama"), *patching, *callbacks, **settings)
+        each.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return [row["loss"] for row in each.state.log_history if "loss" in row]
+
+    expected, generates = run("plain"), Generates()
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    assert run("whole", None, generates, **often) == expected
+    assert run("resumed", "whole/checkpoint-2") == expected
+    stock = Generates()
+    trainer(tmp_path, tiny_model("llama"), stock).train()
+    assert generates.tokens == stock.tokens
+
+
+def test_early_stopping_gives_the_best_model_back_patched(tmp_path: Path) -> None:
+    early = EarlyStoppingCallback(1, early_stopping_threshold=10.0)  # no step is so much better
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    run = trainer(tmp_path, tiny_model("llama"), memopt.TrainerCallback(), early, **settings, **best)
+    run.train()
+    assert run.state.global_step == 2
+    assert is_patched(run.model)
+    saved = load_file(f"{run.state.best_model_checkpoint}/model.safetensors")
+    weights = dict(run.model.named_parameters())
+    assert all(torch.equal(weights[name], each) for name, each in saved.items())
+    assert run.evaluate()["eval_loss"] == pytest.approx(run.state.best_metric, rel=1e-6)
 
 
 class Models:

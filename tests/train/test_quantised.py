@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -146,6 +146,36 @@ def test_in_bf16_the_error_is_the_stock_models(folder: Path, kind: str) -> None:
     stock = gradients(adapted(KINDS[kind](folder, torch.bfloat16)), inputs)
     ours = gradients(adapted(memopt.patch(KINDS[kind](folder, torch.bfloat16))), inputs)
     assert error(ours, truth) <= _RATIO * error(stock, truth)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_before_and_after_the_model_is_prepared_for_training_on_codes(folder: Path, checkpointing: bool) -> None:
+    """`prepare_model_for_kbit_training` freezes, casts norms and head to fp32, and switches checkpointing on."""
+    inputs = tiny_inputs("llama", 2, _ROWS // 2)
+
+    def prepared(model: nn.Module) -> nn.Module:
+        ready: nn.Module = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+        assert {each.dtype for each in ready.parameters() if each.is_floating_point()} == {torch.float32}
+        return ready
+
+    def model() -> nn.Module:
+        return KINDS["bitsandbytes nf4"](folder, torch.bfloat16)
+
+    def found(made: nn.Module) -> Gradients:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(made, inputs)
+
+    truth = gradients(adapted(prepared(KINDS["bitsandbytes nf4"](folder, torch.float32))), inputs)
+    stock = found(adapted(prepared(model())))
+    ours = [
+        found(memopt.patch(adapted(prepared(model())))),
+        found(adapted(memopt.patch(prepared(model())))),
+        found(adapted(prepared(memopt.patch(model())))),
+    ]
+    assert error(ours[0], truth) <= _RATIO * error(stock, truth)
+    for other in ours[1:]:
+        assert other.keys() == ours[0].keys()
+        assert all(torch.equal(other[name], each) for name, each in ours[0].items())
 
 
 def test_codes_are_not_sampled_and_that_is_said(tmp_path: Path) -> None:
