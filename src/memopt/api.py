@@ -15,7 +15,7 @@ from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.generators import generators_kept
 from memopt.partitioned import shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
-from memopt.patches.record import Record, drop_record, keep_record, record_of
+from memopt.patches.record import Record, drop_record, keep_record, record_of, warn_once
 from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped, shadowed
 from memopt.plan.plan import Plan, make_plan
@@ -260,8 +260,7 @@ def _say(model: nn.Module, plan: Plan) -> None:
             _logger.setLevel(logging.INFO)
     undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
     _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
-    for remark in summary(model).remarks:
-        _logger.warning("%s", remark)
+    warn_once(model, summary(model).remarks)
 
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:

@@ -152,5 +152,19 @@ def test_a_forward_that_was_put_around_the_head_is_said() -> None:
     assert f"now one of {__name__}" in str(memopt.summary(model))
 
 
+def test_a_forward_that_was_put_around_the_head_after_the_patch_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, inputs = memopt.patch(tiny_model("llama")), tiny_inputs("llama")
+    model.forward = types.MethodType(_fused, model)
+    wrapped = nn.Sequential(model)  # as DDP is around it
+    caplog.clear()
+    for _ in range(2):
+        wrapped(inputs["input_ids"]).sum().backward()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"the forward of the model is now one of {__name__}"
+    ]
+
+
 def _fused(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return self.model(input_ids).last_hidden_state @ self.lm_head.weight.t()

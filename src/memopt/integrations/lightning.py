@@ -10,8 +10,10 @@ from lightning import Callback, LightningModule, Trainer
 from torch import nn
 from transformers import PreTrainedModel
 
-from memopt.integrations.once import Patching, say_remarks
+from memopt.api import summary
+from memopt.integrations.once import Patching
 from memopt.patches.apply import is_patched
+from memopt.patches.record import warn_once
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 
 
@@ -46,7 +48,7 @@ class MemoptCallback(Callback):  # type: ignore[misc]
             if not is_patched(model):
                 self._patching.patch_once(model, say=trainer.is_global_zero)
             if trainer.is_global_zero:
-                say_remarks(model, set())
+                warn_once(model, summary(model).remarks)
 
 
 def _models(module: nn.Module) -> list[nn.Module]:

@@ -56,14 +56,6 @@ class Patching:
             patch(model, self.recipe, inputs=self.inputs, budget=self.budget, **sizes)
 
 
-def say_remarks(model: nn.Module, said: set[str]) -> None:
-    """Warn of what the trainer has set on a patched model since, each remark once."""
-    for remark in summary(model).remarks:
-        if remark not in said:
-            said.add(remark)
-            logger.warning("%s", remark)
-
-
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     level = logger.level

@@ -12,8 +12,9 @@ from torch import nn
 
 from memopt.api import summary
 from memopt.errors import ModelError
-from memopt.integrations.once import Patching, logger, say_remarks
+from memopt.integrations.once import Patching, logger
 from memopt.patches.apply import is_patched
+from memopt.patches.record import warn_once
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 from memopt.sampling import GradientMemoryCallback
 
@@ -60,7 +61,6 @@ class TrainerCallback(transformers.TrainerCallback):
         """
         self._patching = Patching(recipe, inputs, budget, batch, seq)
         self._gradients = GradientMemoryCallback(max_tokens, required=False)
-        self._said: set[str] = set()
 
     def model_init(self, function: Callable[..., M]) -> Callable[..., M]:
         """`function`, a Trainer's ``model_init``, with its model patched."""
@@ -88,7 +88,7 @@ class TrainerCallback(transformers.TrainerCallback):
             _check_untouched(model, args)
             self._patch(model, args, state)
         if state.is_local_process_zero:
-            say_remarks(model, self._said)
+            warn_once(model, summary(model).remarks)
         self._gradients.on_train_begin(args, state, control, model=model, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,7 +104,6 @@ class TrainerCallback(transformers.TrainerCallback):
             seq=getattr(args, "max_length", None),
             say=state.is_local_process_zero,
         )
-        self._said.update(summary(model).remarks)
 
 
 def _check_untouched(model: nn.Module, args: Any) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from memopt.patches.base import PlanView
 
 _ATTRIBUTE = "_memopt_record"
+_logger = logging.getLogger("memopt")
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,26 @@ def keep_record(model: nn.Module, record: Record) -> None:
 
 def record_of(model: nn.Module) -> Record | None:
     """The record of `model`, or of a model that it wraps (PEFT, DDP)."""
-    return next((vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)), None)
+    return next((vars(module)[_ATTRIBUTE] for module in _recorded(model)), None)
+
+
+def warn_once(model: nn.Module, remarks: Iterable[str]) -> None:
+    """Log each of `remarks` on a patched model, or on what it wraps, the first time that it is given."""
+    for module in _recorded(model):
+        said = _said.setdefault(module, set())
+        for remark in remarks:
+            if remark not in said:
+                said.add(remark)
+                _logger.warning("%s", remark)
+        return
 
 
 def drop_record(model: nn.Module) -> None:
     """Forget what was done to `model`."""
-    for module in model.modules():
-        vars(module).pop(_ATTRIBUTE, None)
+    for module in list(_recorded(model)):
+        del vars(module)[_ATTRIBUTE]
+        _said.pop(module, None)
+
+
+def _recorded(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if _ATTRIBUTE in vars(module))

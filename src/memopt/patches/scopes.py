@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
@@ -29,7 +30,13 @@ def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
 
 
 def _prepare(plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
-    return next((prepare for patch in patches() if (prepare := patch.prepares(plan, scope)) is not None), None)
+    found = [prepare for patch in patches() if (prepare := patch.prepares(plan, scope)) is not None]
+    return functools.partial(_call_each, tuple(found)) if len(found) > 1 else next(iter(found), None)
+
+
+def _call_each(functions: tuple[Callable[[nn.Module], None], ...], module: nn.Module) -> None:
+    for function in functions:
+        function(module)
 
 
 def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
+from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
-from memopt.torch_compat import FakeTensor, is_dropout, makes_wrappers, module_hooks
+from memopt.torch_compat import FakeTensor, is_dropout, is_module_call, makes_wrappers, module_hooks
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (
@@ -72,14 +74,27 @@ def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str]
     return linear
 
 
-def replaced_forwards(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Where a forward around patched heads comes from that was put in the place of a module's own, and these heads."""
+def replaced_forwards(model: nn.Module) -> Iterator[str]:
+    """Where a forward around patched heads comes from that was put in the place of a module's own, in words."""
     named = dict(model.named_modules())
     heads = [name for name, each in named.items() if is_swapped(each) and isinstance(swap_state(each), LossRewrite)]
     for name, module in named.items():
         inside = [head for head in heads if not name or head.startswith(f"{name}.")]
         if inside and (owner := replaced_by(module)) is not None:
-            yield owner, inside
+            yield (
+                f"the forward of the model is now one of {owner}: where that computes a loss from the weights of "
+                f"{', '.join(inside)} itself, it is left to it; where it calls the head, the loss is memopt's"
+            )
+
+
+def say_who_computes_it(block: nn.Module) -> None:
+    """Warn of :func:`replaced_forwards` in the model that is running: trainers put theirs there after the patch."""
+    model, frame = block, sys._getframe().f_back
+    while frame is not None:
+        model = frame.f_locals["self"] if is_module_call(frame) else model
+        frame = frame.f_back
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        warn_once(model, replaced_forwards(model))
 
 
 @torch.no_grad()

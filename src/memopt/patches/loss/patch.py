@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, Rules
@@ -59,14 +59,15 @@ class LossPatch(Patch):
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
             live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, lean=lean)
 
+    def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
+        from memopt.patches.loss.module import say_who_computes_it
+
+        return say_who_computes_it if plan.chosen(self.name) and scope in plan.sites.blocks[:1] else None
+
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.loss.module import replaced_forwards
 
-        for owner, heads in replaced_forwards(model):
-            yield (
-                f"the forward of the model is now one of {owner}: where that computes a loss from the weights of "
-                f"{', '.join(heads)} itself, it is left to it; where it calls the head, the loss is memopt's"
-            )
+        return replaced_forwards(model)
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses
