@@ -65,8 +65,6 @@ class Tracer:
             if not deeper.runs:
                 return deeper
             shallow = self._trace(training, LEAST_GROUPS)
-            if _form(_deepened(shallow, 1)) != _form(deeper):  # the first step of a process may prove a head beside
-                deeper = self._trace(training, LEAST_GROUPS + 1)
             self.extends = _form(_deepened(shallow, 1)) == _form(deeper)
             return _deepened(shallow) if self.extends else None
         except (UnlikeError, ModelError):
@@ -84,9 +82,13 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
 
 
 def _form(traced: Trace) -> list[Hashable]:
-    """The events and sums of the operations of a trace, to compare with those of another."""
+    """The events and sums of the operations of a trace, to compare with those of another.
+
+    In which order storages without bytes are freed at the end is left to Python's collector.
+    """
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
-    numbers = {event.storage: number for number, event in enumerate(traced.events) if event.allocated}
+    events = [event for event in traced.events if event.storage.nbytes]
+    numbers = {event.storage: number for number, event in enumerate(events) if event.allocated}
     return [
         totals,
         *(
@@ -96,6 +98,6 @@ def _form(traced: Trace) -> list[Hashable]:
                 event.moment,
                 *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
             )
-            for event in traced.events
+            for event in events
         ),
     ]

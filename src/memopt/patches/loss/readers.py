@@ -153,7 +153,7 @@ def _has_values(tensor: Tensor) -> bool:
 @functools.cache
 def _dtype_of_loss(dtype: torch.dtype, autocast: torch.dtype | None, device: torch.device) -> torch.dtype:
     """That of the stock loss: autocast computes it in fp32."""
-    with torch.no_grad():
+    with torch.no_grad(), no_dispatch():  # a mode that counts what a step allocates would see the first step differ
         target = torch.zeros(1, dtype=torch.long, device=device)
         return F.cross_entropy(torch.zeros((1, 2), dtype=dtype, device=device), target).dtype
 
