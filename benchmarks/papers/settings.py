@@ -114,6 +114,7 @@ def _in_4_bits(model: Any, auto: Any) -> nn.Module:
     from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
+    transformers.utils.logging.disable_progress_bar()
     prepare: Any = prepare_model_for_kbit_training
     with tempfile.TemporaryDirectory(prefix="memopt-benchmark-") as folder:
         model.save_pretrained(folder)
@@ -172,7 +173,7 @@ def deit(size: Size, hidden: int = 384, heads: int = 6) -> PreTrainedConfig:
 
 
 def _llama(size: Size) -> PreTrainedConfig:
-    small: dict[str, Any] = {**_SMALL, "intermediate_size": 176, "vocab_size": 256, "max_position_embeddings": 256}
+    small: dict[str, Any] = {**_SMALL, "intermediate_size": 192, "vocab_size": 256, "max_position_embeddings": 256}
     whole: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": 16384}  # the rest is LLaMA-7B's
     given = small if size == "cpu" else whole
     return transformers.LlamaConfig(**given, use_cache=False, architectures=["LlamaForCausalLM"])

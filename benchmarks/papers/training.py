@@ -145,11 +145,9 @@ def _forward(run: Callable[..., Any], batch: Mapping[str, Tensor], setting: Sett
 
 
 def _scored(setting: Setting, model: nn.Module) -> Score:
-    model.eval()
+    # In train mode: without dropout it is the same function, and bitsandbytes packs weights anew for inference.
     with torch.no_grad(), torch.autocast(setting.device, setting.autocast, enabled=setting.autocast is not None):
-        score = setting.score(model)
-    model.train()
-    return score
+        return setting.score(model)
 
 
 def _first_gradients(model: nn.Module, run: Callable[..., Any], batch: Batch, setting: Setting) -> Gradients:
