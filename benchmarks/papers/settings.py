@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -23,7 +23,7 @@ from benchmarks.measure import version
 from benchmarks.published import EAGER, Point
 from benchmarks.training import Score, Setting
 from benchmarks.ways import CHECKPOINTING
-from memopt.reporting.training import Train, Training
+from memopt.reporting.training import Training
 
 Size = Literal["cpu", "gpu", "paper"]
 Kind = Literal["next", "classes", "image", "first"]
@@ -45,12 +45,15 @@ class Paper:
     attention: str = "sdpa"
     labels: int | None = None
     """Tokens of the target, of an encoder with a decoder."""
-    quantised: bool = False
-    """Whether the weights of linears are in 4 bits."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the weights of linears are in 4 bits."""
+        return self.training.train == "qlora"
 
     def check(self) -> None:
         """Raises CannotRun where a package is missing."""
-        if self.training.train != "full" and version("peft") is None:
+        if self.training.has_adapters and version("peft") is None:
             raise CannotRun("peft is not installed; get it with: python -m pip install peft")
         if self.quantised and version("bitsandbytes") is None:
             raise CannotRun("bitsandbytes is not installed; run it in the environment of: make setup-train")
@@ -77,7 +80,8 @@ class Paper:
     def _model(self, config: PreTrainedConfig, small: bool, device: str, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         auto: Any = getattr(transformers, _AUTO[self.kind])
-        dtype = torch.float32 if small or "mixed" in self.training.precision else torch.bfloat16
+        masters = "mixed" in self.training.precision and not self.quantised
+        dtype = torch.float32 if small or masters else torch.bfloat16
         with torch.device(device):
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=self.attention)
         if self.quantised:
@@ -85,7 +89,6 @@ class Paper:
         return _adapted(model, self.training, 4 if small else self.training.lora_rank).train()
 
 
-_QLORA: Any = "qlora" if "qlora" in get_args(Train) else "lora"
 _AUTO: dict[Kind, str] = {
     "next": "AutoModelForCausalLM",
     "classes": "AutoModelForSequenceClassification",
@@ -98,7 +101,7 @@ _AUTO: dict[Kind, str] = {
 
 
 def _adapted(model: Any, training: Training, rank: int) -> nn.Module:
-    if training.train == "full":
+    if not training.has_adapters:
         return model  # type: ignore[no-any-return]
     from peft import LoraConfig, get_peft_model
 
@@ -180,9 +183,9 @@ def _llama(size: Size) -> PreTrainedConfig:
 
 
 def _encoder(kind: str, model: str, whole: dict[str, Any], size: Size) -> PreTrainedConfig:
-    small = {**_SMALL, "vocab_size": 256, "max_position_embeddings": 130}
+    small = {**_SMALL, **_NO_DROPOUT, "vocab_size": 256, "max_position_embeddings": 130}
     config: Any = getattr(transformers, kind)
-    return config(**_NO_DROPOUT, **(small if size == "cpu" else whole), architectures=[model])  # type: ignore[no-any-return]
+    return config(**(small if size == "cpu" else whole), architectures=[model])  # type: ignore[no-any-return]
 
 
 _roberta = partial(
@@ -195,9 +198,17 @@ _bert = partial(_encoder, "BertConfig", "BertForSequenceClassification", {})
 def t5(size: Size) -> PreTrainedConfig:
     """T5-base."""
     whole = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
-    small = {"d_model": 64, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 256}
+    small = {
+        "d_model": 64,
+        "d_ff": 256,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 16,
+        "vocab_size": 256,
+        "dropout_rate": 0.0,
+    }
     return transformers.T5Config(
-        **(small if size == "cpu" else whole), dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
+        **(small if size == "cpu" else whole), decoder_start_token_id=0, use_cache=False,
         architectures=["T5ForConditionalGeneration"],
     )  # fmt: skip
 
@@ -218,21 +229,20 @@ PAPERS: dict[str, Paper] = {
     ),
     "llama-qlora": Paper(
         _BP, _llama, "next",
-        Training(4, 640, "bf16", _QLORA, 64, adapter_fp32=True),
+        Training(4, 640, "bf16-mixed", "qlora", 64),
         (
             Point(), Point("lowmemory-bp", -0.29), Point("exact-unfolded"), Point("exact-levels"),
             Point("int8"), Point(CHECKPOINTING),
         ),
-        quantised=True,
     ),
     "roberta-lora": Paper(
         _BP, _roberta, "classes",
-        Training(32, 256, "fp16-mixed", "lora", 64, ("query", "value"), adapter_fp32=True, dropout=False),
+        Training(32, 256, "fp16-mixed", "lora", 64, ("query", "value"), adapter_fp32=True),
         (Point(), Point("lowmemory-bp", -0.21), Point("exact-unfolded"), Point("exact-levels"), Point("int8")),
     ),
     "bert-wta-crs": Paper(
         _WTA + " (no figure of its memory is at hand)", _bert, "classes",
-        Training(128, 128, "fp32", dropout=False),
+        Training(128, 128, "fp32"),
         (Point(), Point("wta-crs"), Point("sampled"), Point("exact-unfolded"), Point("int8")),
         attention=EAGER,
     ),
@@ -263,7 +273,7 @@ PAPERS: dict[str, Paper] = {
     ),
     "mixed-precision": Paper(
         "Micikevicius et al., arXiv 1710.03740: about half the memory, by 16-bit activations", _bert, "classes",
-        Training(32, 256, "fp32", dropout=False),
+        Training(32, 256, "fp32"),
         (
             Point(of="activations"),
             Point("stock", -0.5, "autocast, ", of="activations", training=_AUTOCAST),

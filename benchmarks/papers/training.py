@@ -40,7 +40,7 @@ class Setting:
     """What is trained, on which device and how; a seed gives the same model and the same batches each time."""
 
     model: Callable[[int], nn.Module]
-    """The stock model in train mode with its adapters, on the device, without dropout."""
+    """The stock model in train mode with its adapters, on the device; without dropout where gradients are compared."""
     batches: Callable[[int], Sequence[Batch]]
     """One a step."""
     score: Callable[[nn.Module], Score]
@@ -88,10 +88,9 @@ def train(
     own = _first_gradients(model, model, batches[0], setting)
     rounding = _rounding(model, batches[0], setting, own) if way == STOCK and setting.in_fp64 else None
     run = prepare(way, model, seed)
-    torch.manual_seed(seed)  # what rounds at random
     error = 0.0 if way == STOCK else relative_error(_first_gradients(model, run, batches[0], setting), own)
     del own
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # what rounds at random
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=setting.rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(batches))
@@ -151,6 +150,7 @@ def _scored(setting: Setting, model: nn.Module) -> Score:
 
 
 def _first_gradients(model: nn.Module, run: Callable[..., Any], batch: Batch, setting: Setting) -> Gradients:
+    torch.manual_seed(0)  # the same masks where there is dropout
     _forward(run, batch, setting).loss.backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad(set_to_none=True)
