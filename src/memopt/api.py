@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.generators import generators_kept
-from memopt.partitioned import shape_of
+from memopt.partitioned import before_sharding, shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.record import Record, drop_record, keep_record, record_of, warn_once
 from memopt.patches.registry import patches
@@ -155,12 +155,13 @@ def load(
             the checkpoint names.
         inputs: as in `patch`; by default of the form in memopt.json, else guessed.
         overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
-        **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
+        **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...). With
+            ``distributed_config`` (FSDP2, tensor parallel) each rank reads its shards alone.
 
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
-    from memopt.checkpoint.patched import patched_folder
+    from memopt.checkpoint.patched import affines_read, patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config
     from memopt.walk.models.config import model_class as natural_class
@@ -178,16 +179,25 @@ def load(
     cls: Any = model_class
     if cls is None:
         cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
-    model = from_pretrained(cls, directory, **kwargs)
     unfolded = load_recipe(record.recipe, overrides).unfolded()
-    names = {name for name, _ in model.named_modules() if _same_norm(name, folded)}
-    with generators_kept():  # as `from_pretrained` left them: it draws the weights of a new head
-        sites = _walk(model, remembered if batch is None else batch)
-        if batch is None and not sites.ran:  # a model with another head may not take that batch
-            sites = _walk(model, None)
-        plan = make_plan(sites, unfolded)
-        applied = apply(model, plan, folded=names)
-    _finish(model, plan, applied)
+    done: list[nn.Module] = []
+
+    def patched(model: nn.Module) -> None:
+        names = {name: norm for name, _ in model.named_modules() if (norm := _same_norm(name, folded))}
+        with generators_kept():  # as `from_pretrained` left them: it draws the weights of a new head
+            sites = _walk(model, remembered if batch is None else batch)
+            if batch is None and not sites.ran:  # a model with another head may not take that batch
+                sites = _walk(model, None)
+            plan = make_plan(sites, unfolded)
+            with affines_read(model, directory, names) as known:
+                applied = apply(model, plan, folded=known)
+        _finish(model, plan, applied)
+        done.append(model)
+
+    with before_sharding(patched):
+        model = from_pretrained(cls, directory, **kwargs)
+    if not done:
+        patched(model)
     return model
 
 
@@ -245,9 +255,11 @@ def from_pretrained(cls: Any, source: str | Path, **kwargs: Any) -> nn.Module:
     return model
 
 
-def _same_norm(name: str, folded: frozenset[str]) -> bool:
+def _same_norm(name: str, folded: frozenset[str]) -> str | None:
+    """The one of `folded` that is the module `name` of a loaded model."""
     # Another head class puts the base model's prefix before the name, or takes it away.
-    return name in folded or any(name.endswith("." + other) or other.endswith("." + name) for other in folded if name)
+    same = (each for each in folded if each and (name.endswith("." + each) or each.endswith("." + name)))
+    return name if name in folded else next(same, None)
 
 
 def _say(model: nn.Module, plan: Plan) -> None:

@@ -1,9 +1,11 @@
-"""Parameters that DeepSpeed's ZeRO-3 has partitioned: empty here but for the time that they are gathered."""
+"""Models that other tools partition: ZeRO-3's parameters, empty here but for the time that they are gathered, and
+models that transformers shards before it reads their weights."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,3 +22,42 @@ def gathered(module: nn.Module) -> AbstractContextManager[Any]:
     parts = [p for p in module.parameters() if hasattr(p, "ds_id")]
     deepspeed: Any = sys.modules.get("deepspeed")
     return deepspeed.zero.GatheredParameters(parts) if parts and deepspeed else nullcontext()
+
+
+def stays_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
+    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward.
+
+    That is ``reshard_after_forward=False``; without the private names that say so, none counts as left whole.
+    """
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
+    ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
+    return state is not None and None not in groups and ours and not resharded
+
+
+@contextmanager
+def before_sharding(change: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.
+
+    What FSDP2 has sharded admits no other parameters, and each rank reads its shards alone. Without effect where
+    transformers has no ``maybe_distribute_model``.
+    """
+    from transformers import PreTrainedModel
+
+    name = "maybe_distribute_model"
+    inherited: Any = getattr(PreTrainedModel, name, None)
+    if inherited is None:
+        yield
+        return
+
+    def changed(cls: type, model: nn.Module, distributed_config: Any, mesh: Any) -> Any:
+        if mesh is not None:
+            change(model)
+        return inherited.__func__(cls, model, distributed_config, mesh)
+
+    setattr(PreTrainedModel, name, classmethod(changed))
+    try:
+        yield
+    finally:
+        delattr(PreTrainedModel, name)

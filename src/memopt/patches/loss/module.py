@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
+from memopt.partitioned import stays_gathered
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
@@ -152,9 +153,15 @@ def _has_its_own(rewrite: LossRewrite, module: nn.Module) -> bool:
 def _is_out_of_reach(module: nn.Module) -> bool:
     """Whether a chunk would not be computed as the whole.
 
-    Hooks of the module may gather its weights for this call alone, as those of sharded training do, and dropouts draw
-    one mask for all rows. Hooks for all modules see the tensor that stands for the logits.
+    Hooks of the module may gather its weights for this call alone, as those of sharded training do where they do not
+    leave them gathered, and dropouts draw one mask for all rows. Hooks for all modules see the tensor that stands for
+    the logits.
     """
-    if any(module_hooks(module)) or "forward" in module.__dict__ or "parametrizations" in module._modules:
+    if "forward" in module.__dict__ or "parametrizations" in module._modules:
+        return True
+    forward, forward_pre, *backward = module_hooks(module)
+    if any(backward) or (
+        (forward or forward_pre) and not stays_gathered(module, [*forward.values(), *forward_pre.values()])
+    ):
         return True
     return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())
