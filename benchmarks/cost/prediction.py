@@ -2,22 +2,29 @@
 
     python -m benchmarks.prediction                            print the table (about 20 s a pair)
     python -m benchmarks.prediction --only "llama, lora"       pairs whose name contains the text
-    python -m benchmarks.prediction --check                    and exit 1 where a prediction is off by more than 0.5 %
+    python -m benchmarks.prediction --check                    and exit 1 where a prediction is off by too much
+    python -m benchmarks.prediction --zoo [--types bert t5]    saved bytes of small models of every type instead
 
 Setting: CPU, fp32 weights (or as the name says), AdamW, 4 x 128 tokens, the structure and the depth of real models at a
 width of 64. `predicted` comes from the config alone. `live` is the most bytes of live storages over the second step of
 the same model with random weights, `allocated` the most that PyTorch's CPU allocator reports to its profiler,
 temporaries inside of operators included: it knows neither storages nor memopt. KiB are 2^10 bytes.
+
+The check holds predictions to 0.5 % of live storages, which is what they predict. What operators allocate inside
+themselves is in no trace, and on another device they are other kernels; it has to be within the margin that a
+prediction states. QLoRA needs bitsandbytes, and is left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,13 +42,16 @@ from transformers import PreTrainedConfig
 import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from memopt.prediction.measure import RealStep
-from memopt.prediction.peak import predict
+from memopt.prediction.peak import MARGIN, predict
 from memopt.prediction.setup import Setup
 from memopt.reporting.estimate import quiet
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
+from tests.zoo.examine import model_types
+from tests.zoo.predicted import compare
 
+#: Of live storages.
 LIMIT = 0.005
 BATCH, SEQ = 4, 128
 #: Name -> checkpointing and recipe.
@@ -99,6 +109,8 @@ class Pair:
 
 PAIRS = [
     *(Pair(model, train, way) for model in MODELS for train in ("full", "lora") for way in WAYS if way != "int8"),
+    *(Pair(model, "qlora", way) for model in MODELS for way in ("none", "levels")),
+    *(Pair("llama", "qlora", way, "bf16-mixed") for way in ("checkpointing", "exact", "int8")),
     # PyTorch traces grouped products in bf16 alone; their stand-in for fp32 holds its output for longer.
     *(Pair(model, "full", "int8", "bf16" if model == "moe" else "fp32") for model in MODELS),
     Pair("llama", "full", "exact", "bf16"),
@@ -125,33 +137,69 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, the worse of the two."""
-        return max((self.predicted / real - 1 for real in (self.live, self.allocated)), key=abs)
+        """Of the prediction, relative to live storages."""
+        return self.predicted / self.live - 1
+
+    @property
+    def beside_allocator(self) -> float:
+        """How far the prediction is from what the allocator reports."""
+        return self.predicted / self.allocated - 1
+
+    @property
+    def passed(self) -> bool:
+        """Whether both are within their limits."""
+        return abs(self.error) <= LIMIT and abs(self.beside_allocator) <= MARGIN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--check", action="store_true", help=f"exit 1 where a prediction is off by more than {LIMIT:.1%}%"
+        "--check", action="store_true", help=f"exit 1 where a prediction is off by more than {100 * LIMIT} %%"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="only pairs whose name contains TEXT")
+    parser.add_argument("--zoo", action="store_true", help="compare what a forward of every model type saves instead")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="of --zoo: these model types alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
     arguments = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
+    if arguments.zoo:
+        return zoo(arguments.types or model_types(), check=arguments.check)
     rows = []
-    for pair in PAIRS:
-        if arguments.only.lower() in str(pair):
-            rows.append(measure(pair))
-            print(f"{rows[-1].pair}: {rows[-1].error:+.3%} ({rows[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
+    chosen = [pair for pair in PAIRS if arguments.only.lower() in str(pair)]
+    here = [pair for pair in chosen if pair.train != "qlora" or importlib.util.find_spec("bitsandbytes")]
+    if here != chosen:
+        print(f"Left out: {len(chosen) - len(here)} pairs that need bitsandbytes (make setup-train).", file=sys.stderr)
+    for pair in here:
+        rows.append(measure(pair))
+        row = rows[-1]
+        said = f"{row.error:+.3%}, allocator {row.beside_allocator:+.3%} ({row.seconds:.0f} s)"
+        print(f"{row.pair}: {said}", file=sys.stderr, flush=True)
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
     if arguments.json:
         given = list(sys.argv[1:] if argv is None else argv)
         content = document(given, "benchmarks.prediction", dry_run=True, rows=[asdict(row) for row in rows])
         write_json(arguments.json, {**content, "dry_run": False})
-    missed = [row for row in rows if abs(row.error) > LIMIT]
+    missed = [row for row in rows if not row.passed]
     for row in missed:
-        print(f"falls short: {row.pair} is off by {row.error:+.2%}", file=sys.stderr)
+        print(
+            f"falls short: {row.pair} is off by {row.error:+.2%}, the allocator by {row.beside_allocator:+.2%}",
+            file=sys.stderr,
+        )
     return EXIT_SHORT if arguments.check and missed else EXIT_OK
+
+
+def zoo(types: Sequence[str], *, check: bool) -> int:
+    """Saved bytes of these types, predicted and real; prints those that differ or cannot be compared, and the sums."""
+    counts: Counter[str] = Counter()
+    for row in (row for each in types for row in compare(each)):
+        found = "equal" if row.equal else "left out" if row.left_out else "different"
+        counts[found] += 1
+        if not row.equal:
+            said = row.left_out or "; ".join(row.differences[:4])
+            name = f"{row.model_type}, {'patched' if row.patched else 'stock'}"
+            print(f"{name}: {found}, {row.predicted} predicted, {row.saved} saved: {said}", flush=True)
+    print(", ".join(f"{count} {found}" for found, count in counts.items()))
+    return EXIT_SHORT if check and counts["different"] else EXIT_OK
 
 
 def measure(pair: Pair) -> Row:
@@ -208,11 +256,21 @@ def _is_memory(event: Any) -> bool:
 def table(rows: Sequence[Row]) -> Table:
     """A line for each pair."""
     result = Table(title="Peak of the second step, KiB", title_justify="left")
-    for heading in ("model, trained, saved by, precision", "peak in", "predicted", "live", "allocated", "off by"):
+    for heading in (
+        "model, trained, saved by, precision",
+        "peak in",
+        "predicted",
+        "live",
+        "off by",
+        "allocated",
+        "off by",
+    ):
         result.add_column(heading, justify="left" if heading[0] == "m" or heading == "peak in" else "right")
     for row in rows:
-        numbers = (f"{each / 1024:,.0f}" for each in (row.predicted, row.live, row.allocated))
-        result.add_row(row.pair, row.moment, *numbers, f"{row.error:+.3%}")
+        predicted, live, allocated = (f"{each / 1024:,.0f}" for each in (row.predicted, row.live, row.allocated))
+        errors = f"{row.error:+.3%}", f"{row.beside_allocator:+.3%}"
+        style = None if row.passed else "bold red"
+        result.add_row(row.pair, row.moment, predicted, live, errors[0], allocated, errors[1], style=style)
     return result
 
 

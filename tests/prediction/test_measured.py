@@ -26,6 +26,7 @@ FAST = [
 def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
     row = measure(replace(pair, depth=1))
     assert abs(row.error) <= LIMIT
+    assert abs(row.beside_allocator) <= LIMIT
 
 
 def test_a_gradient_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

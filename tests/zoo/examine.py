@@ -171,6 +171,16 @@ def _twin(config: PreTrainedConfig) -> PreTrainedModel:
     raise _Stop("not built", failure)
 
 
+def small_config(model_type: str) -> tuple[PreTrainedConfig, str]:
+    """A config of the type that its model can be built from, and the name of the model's class.
+
+    Raises:
+        Exception: it cannot.
+    """
+    config = _config(Row(model_type))
+    return config, type(_twin(config)).__name__
+
+
 def saved_twin(model_type: str, folder: Path) -> bool:
     """Write a small model of the type as `save_pretrained` does; False where it cannot be built, saved and read."""
     try:
