@@ -46,7 +46,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
         return None
     name = schema.name.rpartition("::")[2]
     written = sum(map(_nbytes, outputs))
-    read = written if name in _GATHERS else sum(map(_nbytes, inputs))
+    read = written if name in _GATHERS else sum(map(_nbytes, inputs)) - sum(map(_nbytes, tensors(kwargs.get("out"))))
     devices = {_device(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
     copied = _nbytes(outputs[0]) if len(devices) > 1 else 0
     return Operation(moment, _flops(func, name, args, kwargs, result), inputs[0].itemsize, read + written, copied)

@@ -32,7 +32,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.linear.function import FusedLinearFunction, is_plain
+from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
 from memopt.recompute_specs import Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
@@ -88,8 +88,7 @@ def gated_linear(
         return None
     value = functools.partial(_value_of_halves if up is None else _value, kind=kind, gate_first=gate_first)
     differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
-    y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *((gate,) if up is None else (gate, up)))
-    return y
+    return fused_linear(differentiate, value, weight, bias, *((gate,) if up is None else (gate, up)))
 
 
 # Below, `up` is None where `gate` holds both halves. `gate_first` says nothing where it does not.

@@ -28,7 +28,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
-from memopt.torch_compat import FakeTensor, is_transformed, tensor_hooks
+from memopt.torch_compat import FakeTensor, checkpointing_hook, is_transformed, tensor_hooks
 
 #: Weights of other types bring their own idea of a linear.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
@@ -79,14 +79,24 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
     is_cast = dtype is not None and x.dtype not in (dtype, torch.float64)  # autocast leaves fp64 as it is
     if is_cast:
         x = x.to(dtype)
-    y: Tensor
     if fuses and spec.differentiate is not None and not is_cast and _may_be_detached(x):
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
-        y = FusedLinearFunction.apply(differentiate, lambda *_: x, weight, bias, *spec.saved)
-    else:
-        y = RecomputedInputFunction.apply(x, weight, bias, spec)
-    return y
+        return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
+    return _with_values(RecomputedInputFunction.apply(x, weight, bias, spec), x, weight, bias)
+
+
+def fused_linear(
+    differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor
+) -> Tensor:
+    """``F.linear(value(*inputs), weight, bias)`` by :class:`FusedLinearFunction`."""
+    found: list[Tensor] = []
+
+    def noted(*given: Tensor) -> Tensor:
+        found.append(value(*given))
+        return found[0]
+
+    return _with_values(FusedLinearFunction.apply(differentiate, noted, weight, bias, *inputs), found[0], weight, bias)
 
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
@@ -127,6 +137,28 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return not_a_view(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
 
 
+def _result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`_linear`; in a checkpointed region without its values, which :func:`_with_values` computes.
+
+    Backward runs such a region until its last saved tensor, and a function saves when its forward is done. So the
+    product of a block's last linear is computed behind that, and not in backward, as with the stock linear.
+    """
+    if checkpointing_hook() is None:
+        return _linear(x, weight, bias)
+    return x.new_empty(*x.shape[:-1], weight.size(0))
+
+
+def _with_values(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if checkpointing_hook() is not None:
+        with torch.no_grad():
+            rows, columns, out = x.reshape(-1, x.size(-1)), weight.to(x.dtype).t(), y.data.view(-1, y.size(-1))
+            if bias is None:
+                torch.mm(rows, columns, out=out)
+            else:
+                torch.addmm(bias.to(x.dtype), rows, columns, out=out)
+    return y
+
+
 class RecomputedInputFunction(DirectFunction):
     """Saves the weight and what its input is recomputed from."""
 
@@ -134,7 +166,7 @@ class RecomputedInputFunction(DirectFunction):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
         ctx.recompute, ctx.recomputed, ctx.shape = spec.function, spec.recomputed, x.shape
         ctx.save_for_backward(weight, *spec.take())
-        return _linear(x, weight, bias)
+        return _result(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,7 +225,7 @@ class FusedLinearFunction(DirectFunction):
         h = value(*inputs)
         ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
         ctx.save_for_backward(weight, *inputs)
-        return _linear(h, weight, bias)
+        return _result(h, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

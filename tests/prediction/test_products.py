@@ -1,0 +1,29 @@
+"""The products that a predicted step computes on a CUDA device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.trace import Trace, trace
+from memopt.reporting.training import Checkpointing, Training
+from tests.reporting.builders import named_config, sites_of
+
+
+@cache
+def traced(name: str, patched: bool, checkpointing: Checkpointing = "none") -> Trace:
+    config = named_config(name)
+    recipe = load_recipe("exact-unfolded") if patched else None
+    return trace(config, Training(2, 24, checkpointing=checkpointing), sites=sites_of(config), recipe=recipe)
+
+
+def flops(found: Trace) -> int:
+    return sum(each.flops for each in found.operations)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_a_patched_block_that_runs_again_stops_where_the_stock_block_does(name: str) -> None:
+    stock, patched = (flops(traced(name, each, "full")) - flops(traced(name, each)) for each in (False, True))
+    assert patched == stock > 0
