@@ -1,4 +1,4 @@
-"""The products that a predicted step computes on a CUDA device."""
+"""The products that a predicted step computes on a CUDA device: how many, and in which dtype."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ def traced(name: str, patched: bool, checkpointing: Checkpointing = "none") -> T
     return trace(config, Training(2, 24, checkpointing=checkpointing), sites=sites_of(config), recipe=recipe)
 
 
-def flops(found: Trace) -> int:
-    return sum(each.flops for each in found.operations)
+def flops(found: Trace, itemsize: int | None = None) -> int:
+    return sum(each.flops for each in found.operations if itemsize in (None, each.itemsize))
+
+
+def test_no_product_of_a_loss_in_parts_is_in_fp32() -> None:
+    found = traced("llama", True)
+    assert flops(found, 2) > 0
+    assert flops(found, 4) == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])

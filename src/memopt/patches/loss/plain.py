@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.lazy import Source, distinct
 from memopt.patches.loss.rows import chunk_bytes, itself
+from memopt.torch_compat import FakeTensor
 
 #: Rows of a chunk with which a product is not bound by reading W.
 ROWS = 256
@@ -115,7 +117,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a @ b`` in `dtype`, rounded once."""
     if a.dtype == dtype:
         return a.mm(b)
-    if a.is_cuda:
+    if a.is_cuda or (isinstance(a, FakeTensor) and runs_triton(a, b)):  # fake ones that stand for a CUDA device's
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype).mm(b.to(dtype))
 
