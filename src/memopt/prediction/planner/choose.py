@@ -8,7 +8,7 @@ the model moves the limit of the next search.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from memopt.prediction.planner.search import BlockModel, cheapest, smallest
@@ -16,6 +16,8 @@ from memopt.prediction.planner.search import BlockModel, cheapest, smallest
 #: Traces that confirm, at most; those of them after one that fits; and the part of the budget, one over this, that no
 #: search more is worth.
 _MOST, _MORE, _STEP = 8, 2, 500
+#: The part of the budget, one over this, by which the model may be too careful about blocks that are all at one level.
+_NEAR = 20
 TotalOf = Callable[[tuple[int, ...]], int]
 """Options of the blocks -> bytes of the device that the step takes, by a trace."""
 
@@ -60,8 +62,17 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
     if best is None:
         least = cheapest(model, smallest(model))
         assert least is not None
-        best = least if total(least) <= budget else None
+        near = (each for each in _uniform(model) if model.peak(each) <= limit + budget // _NEAR)
+        best = next((each for each in (least, *sorted(near, key=model.time)) if total(each) <= budget), None)
     return best
+
+
+def _uniform(model: BlockModel) -> Iterator[tuple[int, ...]]:
+    """Every block at one level, and the head at its smallest: blocks of one level share what the allocator holds."""
+    *blocks, head = model.blocks
+    of_head = min(range(len(head)), key=lambda place: head[place].need)
+    for level in range(1, max(map(len, blocks), default=1)):
+        yield *(min(level, len(options) - 1) for options in blocks), of_head
 
 
 def without(model: BlockModel, allowed: Sequence[Sequence[bool]]) -> BlockModel:
