@@ -110,7 +110,9 @@ def test_what_fits_in_no_level_is_split_into_micro_batches(llama: Task) -> None:
 
 
 def test_a_budget_that_nothing_fits_says_how_far_it_is(llama: Task) -> None:
-    with pytest.raises(NegativeVerdict, match=r"the smallest takes 0\.00 GiB in micro-batches of 1, .* more") as error:
+    with pytest.raises(
+        NegativeVerdict, match=r"fits in 0\.0 MiB: the smallest takes \d\.\d MiB in micro-batches of 1, .* more"
+    ) as error:
         choose(llama, 1000)
     assert "Weights, gradients and optimizer take" in str(error.value)
 

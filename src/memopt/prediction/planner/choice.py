@@ -10,7 +10,17 @@ from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.setup import Setup
 from memopt.reporting.training import Training
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def in_words(nbytes: int) -> str:
+    """In GiB, or MiB where it is less than one."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
+
+
+def budget_name(nbytes: int) -> str:
+    """Of a recipe for so many bytes: ``budget-24GiB``."""
+    return f"budget-{nbytes / GIB:.4g}GiB" if nbytes >= GIB else f"budget-{nbytes / MIB:.4g}MiB"
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Plan:
         micro = f"; {self.accumulation} micro-batches of {self.batch}" if self.accumulation > 1 else ""
         accuracy = "" if self.exact else f", approximate (gradient off by up to {self.recipe.gradient_error:.0%})"
         about = "" if self.traced else "about "
-        return f"{self.words}{micro}: {about}{self.total / GIB:.2f} GiB, {self.extra:+.1%} time{accuracy}"
+        return f"{self.words}{micro}: {about}{in_words(self.total)}, {self.extra:+.1%} time{accuracy}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -85,7 +95,7 @@ class Choice:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.model}: {self.training}"
-        yield f"Budget {self.budget / GIB:.2f} GiB: fits, {(self.budget - self.plan.total) / GIB:.2f} GiB free."
+        yield f"Budget {in_words(self.budget)}: fits, {in_words(self.budget - self.plan.total)} free."
         yield f"Plan: {self.plan}"
         for other in self.others:
             yield f"Next: {other}"
@@ -129,8 +139,9 @@ class Frontier:
 
     def __str__(self) -> str:
         """A line a point."""
-        lines = [f"{self.model}: {self.training}", "     GiB    time  plan"]
-        lines += [f"{p.total / GIB:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
+        name, unit = ("GiB", GIB) if any(p.total >= GIB for p in self.points) else ("MiB", MIB)
+        lines = [f"{self.model}: {self.training}", f"     {name}    time  plan"]
+        lines += [f"{p.total / unit:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
         return "\n".join([*lines, f"Times by the rates of {self.card}; every point is exact."])
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from memopt.plan.shipped import shipped
 from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.blocks import cut
-from memopt.prediction.planner.choice import GIB, Choice, Frontier, Plan, point_of
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words, point_of
 from memopt.prediction.planner.choose import between, fastest_that_fits, without
 from memopt.prediction.planner.cost import nanoseconds
 from memopt.prediction.planner.levels import Levels
@@ -109,7 +109,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     Raises:
         NegativeVerdict: nothing fits; says what the smallest plan takes.
     """
-    name = f"budget-{budget / GIB:.4g}GiB"
+    name = budget_name(budget)
     whole, limit = _whole(task), task.limit(budget)
     plans = []
     found = fastest_that_fits(whole.model, limit, whole.total)
@@ -232,12 +232,12 @@ def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
     remedies = {"full": "another optimizer or LoRA", "lora": "QLoRA or fewer targets", "qlora": "fewer targets"}
     remedy = remedies[task.training.train]
     hint = (
-        f"Weights, gradients and optimizer take {fixed / GIB:.2f} GiB of it: try {remedy}, or more devices."
+        f"Weights, gradients and optimizer take {in_words(fixed)} of it: try {remedy}, or more devices."
         if fixed > budget / 2
         else "Try a shorter sequence, or approximate recipes (--allow approximate)."
     )
     return NegativeVerdict(
-        f"No exact plan of {task.model} fits in {budget / GIB:.2f} GiB: the smallest takes {need / GIB:.2f} GiB"
-        f"{micro}, {(need - budget) / GIB:.2f} GiB more.",
+        f"No exact plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need)}"
+        f"{micro}, {in_words(need - budget)} more.",
         hint,
     )
