@@ -87,7 +87,7 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
 
 
 def fused_linear(
-    differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor
+    differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor | None
 ) -> Tensor:
     """``F.linear(value(*inputs), weight, bias)`` by :class:`FusedLinearFunction`."""
     found: list[Tensor] = []
