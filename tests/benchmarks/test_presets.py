@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import convergence
+from benchmarks import convergence, finetune
 from benchmarks.comparison import shortfalls, summarize
 from benchmarks.convergence import Shape, texts
 from benchmarks.presets import PRESETS
@@ -49,6 +51,18 @@ def test_a_way_whose_gradient_is_wrong_falls_short(setting: Setting) -> None:
     assert any("checkpointing: gradient off by" in line for line in shortfalls(summarize(runs)))
     right = [train(setting, CHECKPOINTING, seed) for seed in (0, 1)]
     assert shortfalls(summarize([*runs[:4], *right])) == []
+
+
+@pytest.mark.slow
+def test_the_command_trains_each_way_in_a_process_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "ways.json"
+    asked = ["--preset", "mesa", "--ways", "exact-unfolded", "checkpointing", "liger", "--steps", "4", "--check"]
+    assert finetune.main([*asked, "--json", str(file)]) == 0
+    content = json.loads(file.read_text())
+    assert [row["way"] for row in content["rows"]] == [STOCK, AGAIN, "exact-unfolded", CHECKPOINTING]
+    assert list(content["cannot_run"]) == ["liger"]
+    assert all(row["passed"] for row in content["rows"])
+    assert content["rows"][2]["kept"] < 1
 
 
 def test_no_topic_is_learnt_and_held_out() -> None:
