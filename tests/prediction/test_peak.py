@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.prediction.optimizers import follow, make_optimizer
+from memopt.prediction.optimizers import OptimizerTrace, _repeated, _step, follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
 from memopt.prediction.setup import Setup
 from memopt.reporting.timeline import Timeline
@@ -64,6 +64,16 @@ def test_what_an_optimizer_allocates_is_told_on_meta_as_on_real_tensors(optimize
     assert sorted(each.nbytes for each in kept) == sorted(each.nbytes for each in on_device)
 
 
+@pytest.mark.parametrize("setup", [Setup(), Setup("sgd"), Setup("sgd", momentum=0.9)])
+def test_two_parameters_of_each_form_tell_what_a_foreach_step_allocates_for_many(setup: Setup) -> None:
+    one, other, third = ((8, 4), torch.float32), ((3,), torch.bfloat16), ((4, 8), torch.float32)
+    forms = (one, other, third, one, one, other, one, third)
+    few = (one, other, third, one, other, third)
+    extended = _repeated(_step(few, setup, True), few, forms)
+    assert extended is not None
+    assert _described(extended) == _described(_step(forms, setup, True))
+
+
 def test_eight_bit_states_have_a_statistic_for_256_codes_and_small_tensors_stay_in_fp32() -> None:
     forms = (((64, 64), torch.bfloat16), ((4095,), torch.bfloat16))
     found = follow(forms, Setup("adamw8bit"))
@@ -90,6 +100,13 @@ def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
 def test_a_setup_that_has_no_formula_is_refused(setup: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Setup(**setup)
+
+
+def _described(trace: OptimizerTrace) -> list[Any]:
+    numbers = {event.storage: at for at, event in enumerate(trace.events) if event.allocated}
+    each = [(event.allocated, numbers[event.storage], event.storage) for event in trace.events]
+    states = [(True, 0, storage) for storage in trace.states]
+    return [(*what, s.nbytes, s.part, s.operation, s.dtype, s.shape) for *what, s in (*states, *each)]
 
 
 def _live(events: Any) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +45,43 @@ def follow(forms: tuple[Form, ...], setup: Setup, cuda: bool = True) -> Optimize
     """
     if setup.optimizer == "adamw8bit":
         return OptimizerTrace(tuple(_states_8bit(forms)), ())
+    few = tuple(form for at, form in enumerate(forms) if forms[:at].count(form) < 2)
+    if len(few) < len(forms) and cuda and not setup.fused and setup.optimizer != "adafactor":
+        found = _repeated(_step(few, setup, cuda), few, forms)
+        if found is not None:
+            return found
+    return _step(forms, setup, cuda)
+
+
+def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]) -> OptimizerTrace | None:
+    """The trace over `forms` from that over `few` of them, two of each.
+
+    A foreach step allocates and frees lists, of all parameters of one dtype; None where this one does anything else.
+    """
+    each = len(traced.states) // len(few)
+    states = {form: traced.states[at * each : at * each + each] for at, form in enumerate(few)}
+    events: list[Event] = []
+    lists: dict[Storage, tuple[list[Storage], list[Storage]]] = {}
+    left = list(traced.events)
+    while left:
+        first = left[0]
+        mine, every = ([form for form in those if _named(form[1]) == first.storage.dtype] for those in (few, forms))
+        given = [event.storage for event in left[: len(mine)] if event.allocated == first.allocated]
+        if first.allocated:
+            if not mine or [storage.shape for storage in given] != [shape for shape, _ in mine]:
+                return None
+            like = dict(zip(mine, given, strict=True))
+            lists[given[0]] = lists[given[-1]] = given, [replace(like[form]) for form in every]
+        known, made = lists.get(first.storage, ([], []))
+        if given not in (known, known[::-1]):
+            return None
+        those = made if given == known else made[::-1]
+        events += (Event(storage, first.allocated, "optimizer step") for storage in those)
+        del left[: len(mine)]
+    return OptimizerTrace(tuple(state for form in forms for state in map(replace, states[form])), tuple(events))
+
+
+def _step(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
     # Fused steps refuse the meta device; under a fake mode every operation takes several times as long.
     device, fake = ("cpu", FakeTensorMode()) if setup.fused else ("meta", contextlib.nullcontext())
     with fake:
@@ -99,8 +136,12 @@ class _Allocations(TorchDispatchMode):
 
 
 def _transient(tensor: Tensor, operation: str) -> Storage:
-    dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
-    return Storage(nbytes, "optimizer transients", "", operation, dtype, tuple(tensor.shape))
+    nbytes = tensor.untyped_storage().nbytes()
+    return Storage(nbytes, "optimizer transients", "", operation, _named(tensor.dtype), tuple(tensor.shape))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup: Setup, *, foreach: bool) -> Any:
@@ -125,7 +166,7 @@ def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
         storage = leaf.untyped_storage()
         if storage_id(storage) not in seen:
             seen.add(storage_id(storage))
-            yield _state(storage.nbytes(), str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+            yield _state(storage.nbytes(), _named(leaf.dtype), tuple(leaf.shape))
 
 
 def _states_8bit(forms: Sequence[Form]) -> Iterator[Storage]:
