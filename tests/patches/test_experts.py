@@ -193,7 +193,8 @@ def test_several_adapters_one_switched_off_and_a_merge():
     assert_same(gradients(patched), gradients(stock))
     for model in (stock, patched):
         model.base_model.set_adapter(["default", "second"])
-    assert_same(gradients(patched), gradients(stock))
+    with pytest.warns(UserWarning, match=r"MixtralExperts computes its gate_up_proj anew .* one adapter at a time"):
+        assert_same(gradients(patched), gradients(stock))
     with stock.disable_adapter(), patched.disable_adapter():
         for model in (stock, patched):
             model.base_model.model.model.embed_tokens.weight.requires_grad_(True)

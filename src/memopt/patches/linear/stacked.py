@@ -6,6 +6,7 @@ all experts), and rows of hidden states that can be recomputed. A scope then sav
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
+from memopt.patches.swap import original_class, steps_aside, swap_forward, wraps_any_forward
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
 from memopt.saved.weights import Settings, adds, tell_weight
@@ -69,3 +70,9 @@ def _tell_weights(module: nn.Module, rewrite: StackedRewrite, saves: bool) -> No
         if key in rewrite.proven or adds(steps, weight):
             rewrite.proven.add(key)
             tell_weight(getattr(module, name), weight, settings)
+        else:
+            warnings.warn(
+                f"memopt: {original_class(module).__name__} computes its {name} anew for every call, and it is saved "
+                "whole: only the product of one adapter is recomputed. Train one adapter at a time.",
+                stacklevel=2,
+            )
