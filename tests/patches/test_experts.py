@@ -266,6 +266,47 @@ def test_a_sum_of_something_else_than_the_weight_is_saved():
         assert_same(ours, gradients(memopt.unpatch(model)))
 
 
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ListOfExperts(nn.Module):
+    """As models with code of their own have them: each expert looks for its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 4), nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x):
+        rows = x.reshape(-1, 32)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        sums = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            tokens, place = (chosen == index).nonzero(as_tuple=True)
+            sums = sums.index_add(0, tokens, expert(rows[tokens]) * weights[tokens, place, None])
+        return sums.reshape(x.shape)
+
+
+@pytest.mark.filterwarnings("error:memopt knows little")
+def test_experts_in_a_list_are_found_with_adapters_too():
+    model = base()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        model.model.layers[0].mlp = ListOfExperts().double()
+        config = LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    before, expected = saved(model).saved, gradients(model)
+    memopt.patch(model)
+    assert "4 gated MLPs: 4 recomputed" in str(memopt.summary(model))
+    assert_same(gradients(model), expected)
+    assert saved(model).saved < 0.8 * before
+
+
 def test_experts_save_what_as_many_dense_mlps_do_within_a_tenth():
     """Each token passes two experts, which are as wide as the dense model's MLP."""
     sizes = SIZES | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 448}

@@ -22,3 +22,10 @@ def test_a_branch_on_values_gets_a_yes() -> None:
 def test_an_error_that_devices_do_not_explain_stays() -> None:
     with MetaReads(), pytest.raises(RuntimeError):
         torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_every_element_counts_as_not_zero() -> None:
+    """... so each expert of a mixture that looks for its tokens has some."""
+    with MetaReads():
+        rows, columns = (torch.empty(3, 4, device="meta") == 1).nonzero(as_tuple=True)
+    assert (rows.shape, columns.shape, rows.dtype) == ((12,), (12,), torch.int64)

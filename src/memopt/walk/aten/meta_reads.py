@@ -13,7 +13,8 @@ from memopt.walk.aten.meta_shapes import MetaShapes
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
-    A boolean ("is the whole mask set?") reads as True, a number as 1. An operation on both devices runs on meta.
+    A boolean ("is the whole mask set?") reads as True, a number as 1, and every element is one of those that are not
+    zero, so that each expert of a mixture has tokens. An operation on both devices runs on meta.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,8 @@ class MetaReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         try:
             return self._shapes.call(func, args, kwargs or {})
         except RuntimeError:
