@@ -42,7 +42,7 @@ def patch(
     """Patch a model in memory so that training it saves fewer bytes for backward; returns the same object.
 
     No weight changes: the loss and every gradient are the stock model's within rounding. Call it before or after
-    adding LoRA adapters, and before tools that wrap modules (FSDP, DDP, accelerate's device maps). The logger
+    adding LoRA adapters, and before tools that shard modules (FSDP2, DeepSpeed). The logger
     ``memopt`` says in one line what was done; ``logging.getLogger("memopt").setLevel("WARNING")`` silences it.
 
     Args:
@@ -277,13 +277,11 @@ def _say(model: nn.Module, plan: Plan) -> None:
 
 def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
     """Warn of what could not be patched, and record the plan on the model; an error where nothing was patched."""
-    if not applied.patched and any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise NegativeVerdict(
-            "Nothing in this model can be patched: a device map's hooks are around its modules.",
-            "Load it without device_map, patch it, then call accelerate.dispatch_model(model, device_map).",
-        )
-    for name, reason in applied.refused:
-        warnings.warn(f"memopt left {name or 'the model'} as it was: {reason}", stacklevel=3)
+    reasons = dict.fromkeys(reason for _, reason in applied.refused)
+    for reason in reasons:
+        names = [name or "the model" for name, why in applied.refused if why == reason]
+        was = "it was" if len(names) == 1 else "they were"
+        warnings.warn(f"memopt left {first_of(names)} as {was}: {reason}", stacklevel=3)
     sites = plan.sites
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.

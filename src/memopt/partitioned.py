@@ -1,11 +1,12 @@
-"""Models that other tools partition: ZeRO-3's parameters, empty here but for the time that they are gathered, and
-models that transformers shards before it reads their weights."""
+"""Models that other tools partition: ZeRO-3's parameters, empty here but for the time that they are gathered, models
+that transformers shards before it reads their weights, and forwards that accelerate's device maps have hooked."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +35,28 @@ def stays_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
     resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
     ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
     return state is not None and None not in groups and ours and not resharded
+
+
+@contextmanager
+def hooks_lifted(model: nn.Module) -> Iterator[None]:
+    """Inside, modules have the forwards that accelerate's hooks are around; afterwards the hooks are around those of
+    the modules' classes then.
+
+    Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward.
+    """
+    lifted = [each for each in model.modules() if "_old_forward" in vars(each) and not offloads(each)]
+    forwards = [vars(each).pop("forward") for each in lifted]
+    try:
+        yield
+    finally:
+        for module, forward in zip(lifted, forwards, strict=True):
+            module.__dict__.update(forward=forward, _old_forward=MethodType(type(module).forward, module))
+
+
+def offloads(module: nn.Module) -> bool:
+    """Whether accelerate loads the weights of `module` for each of its calls, from CPU memory or disk."""
+    hook: Any = vars(module).get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ())))
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from accelerate import dispatch_model
 from torch import nn
 
 import memopt
-from memopt.errors import NegativeVerdict
 from memopt.reporting.account import live_bytes
 from tests.factories import tiny_inputs, tiny_model
 
@@ -20,22 +22,49 @@ def dispatched(model: nn.Module) -> Any:
     return dispatch_model(model, MAP, main_device="cpu", force_hooks=True)
 
 
-def test_a_model_that_was_patched_first_saves_as_much_behind_the_hooks() -> None:
+Run = tuple[float, dict[str, torch.Tensor], int]
+
+
+def run(model: Any) -> Run:
+    """Loss, gradients, and bytes that a forward leaves behind."""
     inputs = tiny_inputs("llama", 2, 16)
-    saved = []
-    for patched in (False, True):
-        model = tiny_model("llama", use_cache=False)
-        if patched:
-            memopt.patch(model, memopt.load_recipe("exact-unfolded", ("loss.method=none",)))
-        hooked = dispatched(model)
-        loss = hooked(**inputs).loss
-        loss.backward()
-        saved.append((loss.item(), live_bytes(lambda model=hooked: model(**inputs).loss)))
-    (stock_loss, stock), (loss, ours) = saved
-    assert loss == pytest.approx(stock_loss, rel=1e-6)
-    assert ours < 0.6 * stock
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, live_bytes(lambda: model(**inputs).loss)
 
 
-def test_patching_behind_the_hooks_is_refused_with_the_remedy() -> None:
-    with pytest.raises(NegativeVerdict, match=r"dispatch_model\(model, device_map\)"):
-        memopt.patch(dispatched(tiny_model("llama")))
+@pytest.mark.parametrize("overrides", [(), ("linears.recompute=mlp",)], ids=["exact", "outputs"])
+def test_patching_before_and_behind_the_hooks_are_one(overrides: tuple[str, ...]) -> None:
+    recipe = memopt.load_recipe("exact-unfolded", ("loss.method=none", *overrides))
+    stock = run(dispatched(tiny_model("llama", use_cache=False)))
+    first = run(dispatched(memopt.patch(tiny_model("llama", use_cache=False), recipe)))
+    behind = memopt.patch(dispatched(tiny_model("llama", use_cache=False)), recipe)
+    found = run(behind)
+    assert found[0] == first[0] == pytest.approx(stock[0], rel=1e-6)
+    assert all(torch.equal(first[1][name], gradient) for name, gradient in found[1].items())
+    assert found[1].keys() == stock[1].keys()
+    assert found[2] == first[2] < 0.6 * stock[2]
+    behind.zero_grad()
+    undone = run(memopt.unpatch(behind))
+    assert undone[2] == stock[2]
+    assert all(torch.equal(stock[1][name], gradient) for name, gradient in undone[1].items())
+
+
+def test_what_is_offloaded_is_left_and_the_rest_trains_as_in_stock(tmp_path: Path) -> None:
+    tiny_model("llama", use_cache=False).save_pretrained(tmp_path / "stock")
+    memopt.patch_checkpoint(tmp_path / "stock", tmp_path / "patched")
+    parts = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
+    places = {**parts, "lm_head": "cpu", "model.layers.1": "disk"}
+    options: Any = {"device_map": places, "offload_folder": tmp_path / "disk"}
+    stock = run(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "patched", **options).train())
+    with pytest.warns(UserWarning, match=r"layers\.1\.input_layernorm, .* as they were: accelerate loads its weights"):
+        model = memopt.load(tmp_path / "patched", overrides=("loss.method=none",), **options)
+    found = run(model.train())
+    assert found[0] == pytest.approx(stock[0], rel=1e-6)
+    folded = {f"model.layers.0.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    assert stock[1].keys() - found[1].keys() == folded
+    assert not any("layers.1" in name for name in stock[1])  # accelerate's weights of a call are no parameters
+    for name, gradient in found[1].items():
+        assert (gradient - stock[1][name]).abs().max() <= 1e-5 * stock[1][name].abs().max()
+    assert found[2] < 0.7 * stock[2]

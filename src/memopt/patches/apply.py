@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.partitioned import gathered
+from memopt.partitioned import gathered, hooks_lifted, offloads
 from memopt.patches.base import PlanView
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope
@@ -45,13 +45,14 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
         folded: names of norms whose affine has already been folded away in the weights that `model` holds.
     """
     live = _Live(model, dict(model.named_modules()), plan, folded, choose_scopes(plan))
-    for patch in patches():
-        patch.apply(live)
-    for name, scope in live.scopes.items():
-        if not is_swapped(live.modules[name]):
-            live.attempt(SCOPE, name, patch_scope, scope)
-    for patch in patches():
-        patch.finish(live)
+    with hooks_lifted(model):
+        for patch in patches():
+            patch.apply(live)
+        for name, scope in live.scopes.items():
+            if not is_swapped(live.modules[name]):
+                live.attempt(SCOPE, name, patch_scope, scope)
+        for patch in patches():
+            patch.finish(live)
     return Applied(plan, {patch: tuple(names) for patch, names in live.rewritten.items()}, tuple(live.refused))
 
 
@@ -74,6 +75,8 @@ class _Live:
         return self.rewritten.get(patch, ())
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        if offloads(self.modules[name]):
+            return self.refuse(name, "accelerate loads its weights for its own call alone, and they get no gradient")
         try:
             # The proof of a scope, which holds a whole block, is not by values.
             with nullcontext() if patch == SCOPE else gathered(self.modules[name]):

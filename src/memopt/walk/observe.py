@@ -115,9 +115,10 @@ def walk_model(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         # Hooks of the user, or of a sharding tool, may count calls, read values or gather shards.
         for hooks in module_hooks(module):
             hooks.clear()
-        # A wrapper that a trainer has put around a forward may hold the live module's.
+        # A wrapper that a trainer has put around a forward may hold the live module's; accelerate's moves tensors.
         forward = vars(module).get("forward")
-        if forward is not None and inspect.unwrap(forward) is inspect.unwrap(type(module).forward):
+        hooked = "_old_forward" in vars(module)
+        if hooked or (forward is not None and inspect.unwrap(forward) is inspect.unwrap(type(module).forward)):
             del module.__dict__["forward"]
         # One batched product: a loop over the experts that were hit reads values, which meta tensors lack.
         config: Any = getattr(module, "config", None)
