@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 import memopt
+from memopt.reporting.account import live_bytes
 from tests.distributed.engines import Case as Training
 from tests.distributed.engines import batch, blocks
 from tests.distributed.pair import RANKS, Pair
@@ -81,6 +82,34 @@ def test_shards_train_as_a_model_that_was_loaded_whole(pair: Pair, recipe: str, 
     tiny_model("llama", use_cache=False).save_pretrained(tmp_path / "stock")
     memopt.patch_checkpoint(tmp_path / "stock", tmp_path / "patched", recipe)
     pair.call(compared, str(tmp_path / "patched"))
+
+
+def parallel(rank: int, folder: str, recipe: str) -> tuple[float, float]:
+    """Largest relative difference of a gradient to stock's under the same plan, and share of saved bytes."""
+    found = []
+    inputs = batch(Training("fsdp2"), 0, 0)
+    for load, name, more in (
+        (transformers.LlamaForCausalLM.from_pretrained, "stock", {}),
+        (memopt.load, recipe, {"overrides": ("loss.method=none",)}),
+    ):
+        model: Any = load(f"{folder}/{name}", distributed_config=DistributedConfig(tp_size=RANKS), **more).train()
+        loss = model(**inputs).loss
+        loss.backward()
+        gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.item(), gradients, live_bytes(lambda model=model: model(**inputs).loss)))
+    (stock_loss, stock, before), (loss, ours, after) = found
+    assert loss == pytest.approx(stock_loss, rel=1e-6)
+    untouched = [n for n in ours if recipe == "exact-unfolded" or "_proj" not in n]
+    return max(float((ours[n] - stock[n]).norm() / stock[n].norm()) for n in untouched), after / before
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("exact", 0.7), ("exact-unfolded", 0.8)])
+def test_a_tensor_parallel_plan_trains_as_stock(pair: Pair, recipe: str, most: float, tmp_path: Path) -> None:
+    tiny_model("llama", use_cache=False).save_pretrained(tmp_path / "stock")
+    memopt.patch_checkpoint(tmp_path / "stock", tmp_path / recipe, recipe)
+    for error, share in pair.call(parallel, str(tmp_path), recipe):
+        assert error < 2e-6
+        assert share < most
 
 
 def trained_norm(rank: int, folder: str) -> None:
