@@ -1,8 +1,9 @@
 """What each of several devices holds: what sharding divides, and the buffers that it adds.
 
 DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group a block, and one for the
-rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: formulas of ours, not measured, with the defaults of
-DeepSpeed's settings (deepspeed/runtime/zero/config.py). Bytes are of the device that holds most.
+rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: the tensors that DeepSpeed 0.19 holds in two processes on the
+CPU (docs/fit.md says which were compared), with the defaults of its settings (deepspeed/runtime/zero/config.py). Bytes
+are of the device that holds most.
 """
 
 from __future__ import annotations
@@ -120,14 +121,14 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
     width = max((each.dtype.itemsize for each in trained), default=2)
     part = -(-elements // devices)
     resident = [each for each in traced.resident() if stage < 3 or each.part != "weights"]
-    buffers = [min(_REDUCED, elements) * width] * (2 if stage == 3 else 1)
+    buffers = [_REDUCED * width]  # whole, however few gradients there are
     if stage == 3:
         large = [each for each in traced.parameters if not each.is_buffer and _numel(each) >= _PERSISTENT]
         small = sum(each.nbytes for each in traced.parameters) - sum(each.nbytes for each in large)
         resident.append(Storage(small + -(-sum(each.nbytes for each in large) // devices), "weights"))
         buffers.append(min(_LIVE + _PREFETCHED, sum(map(_numel, large))) * width)
-    if width < 4:
-        resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
+    # Of fp32 weights too: a copy of the device's part.
+    resident.append(Storage(4 * part, "optimizer states", "", "fp32 weights", "float32", (part,)))
     resident += [_buffer(nbytes, "buckets") for nbytes in buffers]
     events, gradients = list(traced.events), list(traced.gradients)
     if stage > 1:
@@ -140,7 +141,7 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
                 kept = replace(event.storage, nbytes=-(-event.storage.nbytes // devices))
                 events += [Event(kept, True, event.moment), Event(event.storage, False, event.moment)]
                 gradients.append(kept)
-    copies = [Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))] if width < 4 else []
+    copies = [Storage(4 * part, "gradients", "", "fp32 gradients", "float32", (part,))]
     divided = {1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[stage]
     note = (
         f"ZeRO-{stage}: {divided} over {devices} devices; the optimizer steps fp32 copies of the device's part; "
