@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from memopt.errors import ModelError
 from memopt.patches.apply import apply
@@ -19,6 +20,7 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.reporting import estimate
 from memopt.reporting.account import Account
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
+from memopt.reporting.emulate import unpadded_masks
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
@@ -131,6 +133,15 @@ def test_dropout_keeps_one_byte_an_element() -> None:
 def test_a_sliding_window_keeps_a_mask_only_where_the_row_is_longer(seq: int, masks: int) -> None:
     counted = traced("mistral", seq=seq)
     assert len([kept for kept in counted.of_block("model.layers.1") if kept.cause == "attention mask"]) == masks
+
+
+def test_a_mask_that_is_not_skipped_has_a_row_for_each_of_the_batch() -> None:
+    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 24, "kv_length": 24, "local_size": 8}
+    sizes["attention_mask"] = torch.ones(2, 24, dtype=torch.bool)
+    real = masking_utils.sdpa_mask(**sizes)
+    with unpadded_masks():
+        traced_one = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**sizes)
+    assert traced_one.untyped_storage().nbytes() == real.untyped_storage().nbytes() == 2 * 24 * 24
 
 
 def test_checkpointing_keeps_one_unit_a_block() -> None:

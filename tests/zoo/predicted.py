@@ -6,15 +6,16 @@ counts as live storages. No model is known here.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import MemoptError
-from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.prediction.measure import RealStep
 from memopt.prediction.setup import Setup
 from memopt.reporting.account import Account, account
@@ -25,7 +26,7 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.observe import find_sites
-from tests.zoo.examine import small_config
+from tests.zoo.examine import MAX_WEIGHED, small_config
 
 ROWS, TOKENS = 2, 24
 
@@ -52,34 +53,48 @@ class Compared:
 
 @quiet()
 def compare(model_type: str) -> Iterator[Compared]:
-    """The small model of a type, stock and patched by ``exact-unfolded``; one row says why where it does not run."""
+    """A small model of a type, stock and patched by ``exact-unfolded``; one row says why where it does not run."""
+    why = "no small form builds"
     try:
         config, name = small_config(model_type)
-        form = next(shrunken(config))
-        form.architectures = [name]
-        model = build_meta(form)
-        sites = find_sites(model)
-    except Exception as error:  # of transformers: what it cannot build is another test's subject
-        yield Compared(model_type, False, left_out=_said(error))
+        for form in itertools.islice(shrunken(config), MAX_WEIGHED):
+            form.architectures = [name]
+            try:
+                steps = _Steps(form)
+                stock = steps.real(None)
+                break
+            except Exception as error:
+                why = _said(error)
+        else:
+            raise MemoptError(why)
+    except Exception as error:  # of transformers: what it cannot build or run is another test's subject
+        yield Compared(model_type, False, left_out=f"does not run: {_said(error)}")
         return
-    tokens = TOKENS if reads_tokens(form) else None
-    # PyTorch traces the grouped products of experts in bf16 alone.
-    precision: Precision = "bf16" if _has_experts(model) else "fp32"
-    training = Training(ROWS, tokens, precision, dropout=False, cuda_kernels=False)
     for recipe in (None, load_recipe(DEFAULT_MEMORY_RECIPE)):
+        real = stock if recipe is None else steps.real(recipe)
         try:
-            torch.manual_seed(0)
-            step = RealStep(form, training, Setup("sgd"), sites=sites, recipe=recipe)
-            real = account(step.model, step.forward, blocks=sites.blocks, sites=sites)
-        except Exception as error:
-            yield Compared(model_type, recipe is not None, left_out=f"does not run: {_said(error)}")
-            return
-        try:
-            found = trace_account(form, training, sites=sites, recipe=recipe)
+            found = trace_account(form, steps.training, sites=steps.sites, recipe=recipe)
         except MemoptError as error:
             yield Compared(model_type, recipe is not None, saved=real.total, left_out=f"not traced: {_said(error)}")
             return
         yield Compared(model_type, recipe is not None, found.total, real.total, tuple(_differences(found, real)))
+
+
+class _Steps:
+    """Real forwards of the model of a config."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        model = build_meta(config)
+        self.config, self.sites = config, find_sites(model)
+        # PyTorch traces the grouped products of experts in bf16 alone.
+        precision: Precision = "bf16" if _has_experts(model) else "fp32"
+        tokens = TOKENS if reads_tokens(config) else None
+        self.training = Training(ROWS, tokens, precision, dropout=False, cuda_kernels=False)
+
+    def real(self, recipe: Recipe | None) -> Account:
+        torch.manual_seed(0)
+        step = RealStep(self.config, self.training, Setup("sgd"), sites=self.sites, recipe=recipe)
+        return account(step.model, step.forward, blocks=self.sites.blocks, sites=self.sites)
 
 
 def _has_experts(model: PreTrainedModel) -> bool:

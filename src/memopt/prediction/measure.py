@@ -228,7 +228,9 @@ def _random(device: torch.device) -> Callable[[Tensor], Tensor]:
         if not tensor.is_meta:
             return tensor.detach().to(device)
         real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        return real.normal_(std=0.02) if real.is_floating_point() else real
+        if isinstance(tensor, nn.Parameter) and real.is_floating_point():
+            return real.normal_(std=0.02)
+        return real.fill_(1)  # the variance of a batch norm is positive
 
     return values
 

@@ -109,7 +109,14 @@ def _mask(
     skippable = (allow_is_causal_skip and q_length == kv_length) or allow_is_bidirectional_skip
     if skippable and (local_size is None or kv_length < local_size):
         return None
-    mask: Tensor | None = sdpa_mask(kv_length=kv_length, local_size=local_size, allow_is_causal_skip=False, **kwargs)
+    # A mask that is not skipped has a row for each of the batch, because padding is looked for there.
+    mask: Tensor | None = sdpa_mask(
+        kv_length=kv_length,
+        local_size=local_size,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
     return mask
 
 
