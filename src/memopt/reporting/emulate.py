@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from memopt.kernels.base.device import launches_emulated
-from memopt.torch_compat import TorchDispatchMode, tree_map
+from memopt.torch_compat import TorchDispatchMode, known_values, tree_map
 
 _MAX_FLASH_HEAD = 256
 _DROPOUT: frozenset[Any] = frozenset({F.dropout, torch.dropout})
@@ -83,10 +84,17 @@ def unpadded_masks() -> Iterator[None]:
     While tracing it skips none, because it cannot look for padding.
     """
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = _mask
+    # Of a mask with known values transformers may read them; its first releases do not ask.
+    masking: Any = masking_utils
+    stock = getattr(masking, "is_tracing", None)
+    if stock is not None:
+        masking.is_tracing = lambda tensor=None: known_values(tensor) is None and stock(tensor)
     try:
         yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # the override alone
+        if stock is not None:
+            masking.is_tracing = stock
 
 
 def _mask(

@@ -335,7 +335,7 @@ def _with_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]
     for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         if ids in inputs and mask in forward_parameters(model):
             # Without a mask transformers reads the positions to look for packed sequences.
-            inputs.setdefault(mask, torch.ones_like(inputs[ids]))
+            inputs.setdefault(mask, _with_values(torch.ones_like(inputs[ids]), 1))
     return inputs
 
 
@@ -362,11 +362,14 @@ def _counted(target: Any) -> Any:
     """Labels of which none is ignored; how many rows of a loss count decides what it allocates."""
     if not isinstance(target, Tensor) or target.is_floating_point():
         return target
-    labels = torch.zeros_like(target)
-    if isinstance(labels, FakeTensor):
+    return _with_values(torch.zeros_like(target), 0)
+
+
+def _with_values(tensor: Tensor, value: int) -> Tensor:
+    if isinstance(tensor, FakeTensor):
         with no_dispatch():
-            know_values(labels, torch.zeros(labels.shape, dtype=labels.dtype))
-    return labels
+            know_values(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype))
+    return tensor
 
 
 def _traced(leaf: Any, dtype: torch.dtype) -> Any:

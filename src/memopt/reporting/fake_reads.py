@@ -30,7 +30,8 @@ class FiniteValues(TorchFunctionMode):
     """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
 
     Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value. What
-    is computed from labels alone, whose values are known, has known values too: a loss counts those not ignored.
+    is computed from labels or masks alone, whose values are known, has known values too: a loss counts those not
+    ignored.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,13 @@ class FiniteValues(TorchFunctionMode):
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
             return output
         values = known_values(args[0])
-        if values is not None and not any(isinstance(each, Tensor) for each in args[1:]):
+        if values is not None and not any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
             with no_dispatch():
-                know_values(output, func(values, *args[1:], **(kwargs or {})))
+                found = func(values, *args[1:], **(kwargs or {}))
+                truth = bool(found) if found.dtype == torch.bool and not found.dim() else None
+            if truth is not None:
+                return torch.tensor(truth)  # a fake tensor that has a value
+            know_values(output, found)
         name = getattr(func, "__name__", "")
         value = _OF_FINITE.get(name)
         if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:

@@ -107,7 +107,7 @@ def know_values(fake: Tensor, values: Tensor) -> None:
     setattr(fake, _VALUES, values)
 
 
-def known_values(tensor: Tensor) -> Tensor | None:
+def known_values(tensor: Tensor | None) -> Tensor | None:
     """The values of a fake tensor where a trace knows them (labels); None elsewhere."""
     return getattr(tensor, _VALUES, None) if isinstance(tensor, FakeTensor) else None
 
