@@ -17,6 +17,9 @@ from memopt.torch_compat import FakeTensor, is_operator, operator_schema, storag
 
 #: Operations that read of their operands as much as they write.
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})
+#: Allocations that read nothing of their operand. `empty_like` stands for a kernel of ours that reads it: on fake
+#: tensors none is launched.
+_ALLOCATIONS = frozenset({"new_empty"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
     name = schema.name.rpartition("::")[2]
     written = sum(map(_nbytes, outputs))
     read = written if name in _GATHERS else sum(map(_nbytes, inputs)) - sum(map(_nbytes, tensors(kwargs.get("out"))))
+    read = 0 if name in _ALLOCATIONS else read
     devices = {_device(tensor) for tensor in (*inputs, *outputs) if tensor.dim()}
     copied = _nbytes(outputs[0]) if len(devices) > 1 else 0
     return Operation(moment, _flops(func, name, args, kwargs, result), inputs[0].itemsize, read + written, copied)

@@ -145,7 +145,7 @@ def _result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if checkpointing_hook() is None:
         return _linear(x, weight, bias)
-    return x.new_empty(*x.shape[:-1], weight.size(0))
+    return torch.empty(*x.shape[:-1], weight.size(0), dtype=x.dtype, device=x.device)
 
 
 def _with_values(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
