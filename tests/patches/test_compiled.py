@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from benchmarks.compiled import BACKEND, CASES, measure, saved_bytes
 from memopt.patches import compiled
-from tests.factories import tiny_inputs, tiny_model
+from memopt.prediction.planner.levels import levels_of
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+from tests.factories import tiny_config, tiny_inputs, tiny_model
 
 WIDTH, ROWS = 32, 6
 ADD = torch.ops.aten.add.Tensor
@@ -287,3 +290,24 @@ def test_an_exact_recipe_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled_model(toy())(draw())
+
+
+def test_a_plan_of_mixed_levels_holds_in_compiled_code_but_for_offloading() -> None:
+    compiled._warn_once.cache_clear()
+    config = tiny_config("llama", num_hidden_layers=3, architectures=["LlamaForCausalLM"])
+    levels = levels_of(find_sites(build_meta(config)), memopt.load_recipe("exact-unfolded"))
+    numbers = {level.words: number for number, level in enumerate(levels.beyond, 1)}
+    ids = tiny_inputs("llama")["input_ids"]
+
+    def patched(checkpointed: str) -> nn.Module:
+        model = tiny_model("llama", num_hidden_layers=3, use_cache=False).train()
+        return memopt.patch(model, levels.recipe_at((numbers[checkpointed], numbers["up_proj recomputed"], 0, 0)))
+
+    eager, model = patched("checkpointed"), patched("checkpointed with offloaded input")
+    run = compiled_model(model)
+    words = r"checkpointing\.offload is off: inputs of checkpointed blocks stay on the device"
+    with pytest.warns(UserWarning, match=words):
+        run(ids)
+    in_eager = saved_bytes(lambda: eager(ids).logits, eager)
+    # A compiled region that runs again saves the state of the random numbers.
+    assert saved_bytes(lambda: run(ids).logits, model) <= in_eager + torch.get_rng_state().nbytes

@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import is_swapped, swap_forward, swap_state, with_attributes, wraps_any_forward
 from memopt.torch_compat import is_checkpointed_region
 
+_NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 #: What transformers switches off in a checkpointed layer: a cache would be written twice.
 _CACHES = ("past_key_values", "layer_past")
@@ -45,6 +47,7 @@ class BlockRewrite:
     def run_again(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which runs again in backward, from `args`."""
         if torch.compiler.is_compiling():
+            is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
             return checkpoint(function, *args, use_reentrant=False)
         if is_checkpointed_region():  # by somebody around the block
             return function(*args)
