@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+import memopt
 from memopt.errors import NegativeVerdict
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import find_card
@@ -19,7 +20,7 @@ from memopt.prediction.trace import Trace, trace
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
-from tests.factories import tiny_config
+from tests.factories import tiny_config, tiny_model
 
 #: Of a block of a tiny model: some of what its patches offer, so that every combination can be traced.
 FEW = ("up_proj recomputed", "dense recomputed", "c_fc recomputed", "checkpointed")
@@ -129,6 +130,22 @@ def test_approximate_recipes_are_taken_only_if_asked_for(llama: Task) -> None:
     recipes = recipes_with("approximate")
     assert {recipe.name for recipe in recipes} >= {"int8", "mesa"}
     assert all(recipe.effects == {"approximate"} and not recipe.folds for recipe in recipes)
+
+
+def test_an_approximate_recipe_is_taken_where_no_exact_plan_fits_and_can_be_used() -> None:
+    task = task_of("llama", batch=64, seq=512, cuda_kernels=True)
+    task = replace(task, levels=replace(task.levels, beyond=()), splits=False)
+    [recipe] = (each for each in recipes_with("approximate") if each.name == "int8")
+    own, coded = (task.predicted(each, 64, 1).total for each in (task.levels.recipe, recipe))
+    assert coded < own
+    with pytest.raises(NegativeVerdict):
+        choose(task, own - 1)
+    plan = choose(task, own - 1, approximate=[recipe]).plan
+    assert (plan.total, plan.exact) == (coded, False)
+    assert f"approximate (gradient off by up to {recipe.gradient_error:.0%})" in str(plan)
+    model = memopt.patch(tiny_model("llama").train(), plan.recipe)
+    assert f"recipe '{recipe.name}'" in str(memopt.summary(model))
+    assert choose(task, own, approximate=[recipe]).plan.exact
 
 
 def test_a_frontier_goes_from_the_fastest_to_the_smallest(llama: Task) -> None:
