@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,11 +82,13 @@ def trace(
     folded: Collection[str] = (),
     inputs: Batch | None = None,
     groups: int | None = None,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> Trace:
     """Follow one step of the model of `config`; arguments and errors as `memopt.reporting.estimate.traced`'s.
 
     Args:
         groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+        prepare: called with the model on the meta device, patched and without adapters.
     """
     runs: list[Run] = []
 
@@ -94,6 +96,7 @@ def trace(
         # Adapters come later and go to alike blocks alike, unless single modules are named.
         if groups is not None and not any("." in target for target in training.lora_targets):
             runs.extend(take_out(model, sites.blocks, groups))
+        prepare(model)
 
     with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, shrink=shrink) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
