@@ -23,6 +23,7 @@ from memopt.errors import ModelError
 from memopt.generators import seed_cpu
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes, probe_inputs
+from memopt.verification.jumps import JUMP_SCALE, JumpingRows
 from memopt.verification.models import (
     Pair,
     Reference,
@@ -46,9 +47,9 @@ PASS_DIVERGENCE = PASS_RATIO**2
 WARN_DIVERGENCE = WARN_RATIO**2
 #: Errors below this many unit roundoffs of the truth count as this many: rounding the result alone costs that.
 FLOOR_ROUNDOFFS = 1
-#: Runs of the original with random rounding, where a check does not pass; rounding of as many more, by which rows are
-#: found that jump; and what share of the rows may.
-_ROUNDED, _JUMP_SCALE, _JUMPING = 4, 4.0, 0.1
+#: Runs of the original with random rounding, where a check does not pass, at least and at most; and of as many more, by
+#: which rows are found that jump.
+_ROUNDED, _MOST = 4, 16
 #: Elements of an output below which the limits are widened by what chance does to the ratio of so few errors.
 _FEW = 512
 
@@ -136,51 +137,41 @@ def verify_forward(pair: Pair) -> list[Check]:
     if all(check.status == "pass" for check in checks):
         return checks
     folded = frozenset().union(*(record.fold.touched for record in manifest.folds))
-    again = load_run_free(load_original, functools.partial(_rounded_at_random, original, folded))
-    return list(
-        compared([original.outputs, *again[:_ROUNDED]], jumps=_jumps(original.outputs, again[_ROUNDED:], truth))
-    )
+    usual = {
+        field: _errors(original.outputs, truth, field).rms
+        for field, value in truth[0].items()
+        if value.dim() >= 2 and all(field in batch for batch in original.outputs)
+    }
+    jumps = JumpingRows(truth, usual, outputs.values())
+    again = load_run_free(load_original, functools.partial(_rounded_at_random, original, folded, jumps))
+    return list(compared([original.outputs, *again], jumps=jumps.rows()))
 
 
 @torch.no_grad()
-def _rounded_at_random(original: _Original, folded: Collection[str], model: nn.Module) -> list[list[dict[str, Tensor]]]:
+def _rounded_at_random(
+    original: _Original, folded: Collection[str], jumps: JumpingRows, model: nn.Module
+) -> list[list[dict[str, Tensor]]]:
     """Runs of the original in which the weights that folds touch are rounded at random, as a fold does once more.
 
-    In the second half of the runs every result is as well, and by more: what jumps then hangs on a rounding.
+    In further runs every result is as well, and by more: what jumps then hangs on a rounding, and is noted in `jumps`.
     """
     weights = {name: parameter for name, parameter in model.named_parameters() if name in folded}
     stored = {name: parameter.clone() for name, parameter in weights.items()}
-    runs = []
+
+    def run(scale: float) -> list[dict[str, Tensor]]:
+        for name, parameter in weights.items():
+            parameter.copy_(rounded_at_random(stored[name], scale))
+        with contextlib.nullcontext() if scale == 1 else RandomRounding(original.dtype, scale):
+            return _run(model, original.probes, original.dtype)
+
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
-        for scale in (1.0,) * _ROUNDED + (_JUMP_SCALE,) * _ROUNDED:
-            for name, parameter in weights.items():
-                parameter.copy_(rounded_at_random(stored[name], scale))
-            with contextlib.nullcontext() if scale == 1 else RandomRounding(original.dtype, scale):
-                runs.append(_run(model, original.probes, original.dtype))
+        runs: list[list[dict[str, Tensor]]] = []
+        # A choice may take the other side in one run of ten only.
+        while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
+            runs.append(run(1.0))
+            jumps.add(run(JUMP_SCALE))
     return runs
-
-
-def _jumps(
-    original: list[dict[str, Tensor]], runs: list[list[dict[str, Tensor]]], truth: list[dict[str, Tensor]]
-) -> dict[str, list[Tensor]]:
-    """Field -> rows of each batch that jump in `runs`, where a choice (a router's) hangs on a rounding.
-
-    Empty where more than a tenth of the rows do: then it is the error that is large.
-    """
-    found = {}
-    for field, first in truth[0].items():
-        if first.dim() < 2 or any(field not in batch for run in (original, *runs) for batch in run):
-            continue
-        usual = max(_errors(original, truth, field).rms, torch.finfo(torch.float64).tiny)
-        rows = [torch.zeros(batch[field].shape[:-1], dtype=torch.bool) for batch in truth]
-        for run in runs:
-            for batch, exact, jumps in zip(run, truth, rows, strict=True):
-                error = (batch[field].double() - exact[field].double()).square().mean(-1).sqrt()
-                jumps |= error > _JUMP_SCALE**2 * usual
-        if sum(int(jumps.sum()) for jumps in rows) <= _JUMPING * sum(jumps.numel() for jumps in rows):
-            found[field] = rows
-    return found
 
 
 class _NotLoaded(Exception):
