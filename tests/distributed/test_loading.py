@@ -23,7 +23,7 @@ from tests.distributed.pair import RANKS, Pair
 from tests.factories import tiny_model
 
 #: About 80 MiB of weights in matrices of which a half is many pages, and huge ones too: files are mapped by the page.
-LARGE = {"hidden_size": 1024, "intermediate_size": 5504, "num_hidden_layers": 1, "num_attention_heads": 8}
+LARGE: Any = {"hidden_size": 1024, "intermediate_size": 5504, "num_hidden_layers": 1, "num_attention_heads": 8}
 #: A rank's share of them, and half as much again.
 MOST = 1.5 / RANKS
 STEPS = 3

@@ -44,8 +44,8 @@ def compared(rank: int, stage: int, precision: Any) -> tuple[float, float]:
         Parameter(n, tuple(p.shape), dtype, dtype.itemsize * p.numel(), True) for n, p in model.named_parameters()
     )
     optimizer = case.optimizer(list(model.parameters()))
-    in_step, step = [], optimizer.step
-    optimizer.step = lambda *a, **k: (in_step.append(held(before)), step(*a, **k))[1]  # type: ignore[method-assign]
+    in_step: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: in_step.append(held(before)))
     config = zero_config(case)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for number in range(2):
