@@ -79,8 +79,12 @@ def before_sharding(change: Callable[[nn.Module], object]) -> Iterator[None]:
             change(model)
         return inherited.__func__(cls, model, distributed_config, mesh)
 
+    own = vars(PreTrainedModel).get(name)
     setattr(PreTrainedModel, name, classmethod(changed))
     try:
         yield
     finally:
-        delattr(PreTrainedModel, name)
+        if own is None:
+            delattr(PreTrainedModel, name)
+        else:
+            setattr(PreTrainedModel, name, own)

@@ -137,10 +137,12 @@ def affines_read(model: nn.Module, folder: Path, norms: Mapping[str, str]) -> It
             lent.append((modules[name], each, parameter))
             values = source.read(stored).to(parameter.dtype)
             modules[name]._parameters[each] = nn.Parameter(values, parameter.requires_grad)
-    yield known
-    for module, each, parameter in lent:
-        if each in module._parameters:
-            module._parameters[each] = parameter
+    try:
+        yield known
+    finally:
+        for module, each, parameter in lent:
+            if each in module._parameters:
+                module._parameters[each] = parameter
 
 
 def config_key(
