@@ -78,8 +78,8 @@ class LinearPatch(Patch):
             with contextlib.suppress(ValueError):  # then its weights are saved
                 if is_stacked:  # experts
                     patch_stacked(module)
-                elif is_linear(module, transposed=True):  # scopes adopt the others
-                    patch_linear(module, fuses=False)
+                elif is_linear(module, transposed=True) and any(name.startswith(f"{each}.") for each in live.scopes):
+                    patch_linear(module, fuses=False)  # scopes adopt the others
 
     def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
         from memopt.patches.linear.module import adopt_linears
