@@ -161,7 +161,8 @@ def load(
     Raises:
         ModelError: the folder does not exist or was not written by `memopt patch`.
     """
-    from memopt.checkpoint.patched import affines_read, patched_folder
+    from memopt.checkpoint.affines import affines_read
+    from memopt.checkpoint.patched import patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config
     from memopt.walk.models.config import model_class as natural_class
