@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memopt.cli import adapters, common
-from memopt.emit.engines import check_kinds
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ def patch(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
+    from memopt.emit.engines import check_kinds
+
     check_kinds(emit or ())
     with common.only_results_on_stdout(), common.progress("Writing") as progress:
         from memopt.pipeline import patch_checkpoint
