@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import memopt
 from memopt import torch_compat
@@ -535,30 +535,45 @@ def test_a_traced_graph_recomputes_elementwise_results_but_those_that_are_to_be_
 # -- selective checkpointing ----------------------------------------------------------------------------------------
 
 
-def test_selective_checkpointing_of_a_patched_model_gives_the_stock_gradients() -> None:
+def _every_mm(ctx: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_mm = operator._overloadpacket is torch.ops.aten.mm
+    return CheckpointPolicy.MUST_SAVE if is_mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Count(torch_compat.TorchDispatchMode):
+    """The names of the operators that were computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.computed.append(torch_compat.operator_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], _every_mm], ids=["list", "function"])
+def test_selective_checkpointing_of_a_patched_model_computes_and_gives_what_it_does_in_stock(policy: Any) -> None:
     inputs = tiny_inputs("llama")
     stock = tiny_model("llama").train()
-    patched = memopt.patch(tiny_model("llama").train())
-    kept = torch_compat.selective_checkpoint_arguments([torch.ops.aten.mm.default])
-    patched.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)
+    patched = memopt.patch(tiny_model("llama").train(), memopt.load_recipe("exact-unfolded", ("loss.method=none",)))
+    products = []
     for model in (stock, patched):
-        model(**inputs).loss.backward()
+        arguments = torch_compat.selective_checkpoint_arguments(policy)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        with Count() as count:
+            model(**inputs).loss.backward()
+        products.append(count.computed.count("mm"))
+    assert products[0] == products[1]
     for (name, ours), (_, theirs) in zip(patched.named_parameters(), stock.named_parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
 
 
 def test_what_a_policy_selects_is_not_computed_again() -> None:
-    computed: list[str] = []
-
-    class Count(torch_compat.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            computed.append(torch_compat.operator_name(func))
-            return func(*args, **(kwargs or {}))
-
     arguments = torch_compat.selective_checkpoint_arguments([torch.ops.aten.exp.default])
-    with Count():
+    with Count() as count:
         checkpoint(lambda t: t.relu().exp().tanh(), leaf(2, 2), **arguments).sum().backward()
-    assert (computed.count("relu"), computed.count("exp")) == (2, 1)
+    assert (count.computed.count("relu"), count.computed.count("exp")) == (2, 1)
 
 
 @pytest.mark.parametrize("taker", ["checkpoint", "create_selective_checkpoint_contexts"])

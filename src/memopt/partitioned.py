@@ -42,15 +42,22 @@ def hooks_lifted(model: nn.Module) -> Iterator[None]:
     """Inside, modules have the forwards that accelerate's hooks are around; afterwards the hooks are around those of
     the modules' classes then.
 
-    Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward.
+    Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward. So do
+    those of a forward that somebody had put in the place of the class's.
     """
-    lifted = [each for each in model.modules() if "_old_forward" in vars(each) and not offloads(each)]
+    lifted = [each for each in model.modules() if _hooks_its_class(each) and not offloads(each)]
     forwards = [vars(each).pop("forward") for each in lifted]
     try:
         yield
     finally:
         for module, forward in zip(lifted, forwards, strict=True):
             module.__dict__.update(forward=forward, _old_forward=MethodType(type(module).forward, module))
+
+
+def _hooks_its_class(module: nn.Module) -> bool:
+    """Whether accelerate's hook on `module` is around the forward of the module's class."""
+    inner = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return "forward" in vars(module) and inner is type(module).forward
 
 
 def offloads(module: nn.Module) -> bool:

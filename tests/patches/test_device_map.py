@@ -51,6 +51,24 @@ def test_patching_before_and_behind_the_hooks_are_one(overrides: tuple[str, ...]
     assert all(torch.equal(stock[1][name], gradient) for name, gradient in undone[1].items())
 
 
+def test_a_forward_of_somebody_else_stays_inside_the_hooks() -> None:
+    def doubled(model: Any) -> Any:
+        norm = model.model.layers[0].input_layernorm
+        norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+        return dispatched(model)
+
+    stock = run(doubled(tiny_model("llama", use_cache=False)))
+    model = doubled(tiny_model("llama", use_cache=False))
+    for _ in range(2):  # and the second patch finds the hooks as the first did
+        with pytest.warns(UserWarning, match="input_layernorm as it was: it does not compute the norm it looks like"):
+            memopt.patch(model, "exact-unfolded")
+        found = run(model)
+        assert found[0] == pytest.approx(stock[0], rel=1e-6)
+        assert found[2] < 0.7 * stock[2]
+        memopt.unpatch(model)
+        model.zero_grad()
+
+
 def test_what_is_offloaded_is_left_and_the_rest_trains_as_in_stock(tmp_path: Path) -> None:
     tiny_model("llama", use_cache=False).save_pretrained(tmp_path / "stock")
     memopt.patch_checkpoint(tmp_path / "stock", tmp_path / "patched")

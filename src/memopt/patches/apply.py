@@ -92,8 +92,9 @@ class _Live:
 def undo(model: nn.Module) -> int:
     """Give every patched module of `model` its stock forward back; returns how many there were."""
     swapped = [module for module in model.modules() if is_swapped(module)]
-    for module in swapped:
-        unswap(module)
+    with hooks_lifted(model):
+        for module in swapped:
+            unswap(module)
     return len(swapped)
 
 

@@ -67,6 +67,7 @@ from memopt.torch_compat.modules import (
     is_checkpointed_region,
     is_dropout,
     is_module_call,
+    is_selectively_checkpointed,
     module_forward_hooks,
     module_hooks,
     no_forward_hooks,

@@ -114,6 +114,18 @@ def calls_of_checkpointing() -> int:
     return count
 
 
+_modes: Callable[[], Any] = find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    tuple,
+    "selective checkpointing does not save the products of patched linears",
+)
+
+
+def is_selectively_checkpointed() -> bool:
+    """Whether selective checkpointing chooses among the operators that run here."""
+    return any(type(mode).__module__ == checkpoint.__name__ for mode in _modes())
+
+
 _RESPECT = "respect_saved_tensors_hooks"
 
 

@@ -28,7 +28,13 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
-from memopt.torch_compat import FakeTensor, checkpointing_hook, is_transformed, tensor_hooks
+from memopt.torch_compat import (
+    FakeTensor,
+    checkpointing_hook,
+    is_selectively_checkpointed,
+    is_transformed,
+    tensor_hooks,
+)
 
 #: Weights of other types bring their own idea of a linear.
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
@@ -143,13 +149,18 @@ def _result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Backward runs such a region until its last saved tensor, and a function saves when its forward is done. So the
     product of a block's last linear is computed behind that, and not in backward, as with the stock linear.
     """
-    if checkpointing_hook() is None:
+    if not _is_computed_behind():
         return _linear(x, weight, bias)
     return torch.empty(*x.shape[:-1], weight.size(0), dtype=x.dtype, device=x.device)
 
 
+def _is_computed_behind() -> bool:
+    # Selective checkpointing knows products by the operators that return them, and refuses writes into what it saved.
+    return checkpointing_hook() is not None and not is_selectively_checkpointed()
+
+
 def _with_values(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if checkpointing_hook() is not None:
+    if _is_computed_behind():
         with torch.no_grad():
             rows, columns, out = x.reshape(-1, x.size(-1)), weight.to(x.dtype).t(), y.data.view(-1, y.size(-1))
             if bias is None:
