@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
+EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 NO_GPU = (
     "This benchmark needs a CUDA or ROCm GPU and torch finds none; "
     "--dry-run runs every step on tiny shapes on the CPU instead."

@@ -43,9 +43,18 @@ import torch
 from rich.console import Console
 
 from benchmarks import ways
-from benchmarks.comparison import falls_short, plot, shortfalls, summarize, table
+from benchmarks.comparison import Row, falls_short, plot, shortfalls, summarize, table
 from benchmarks.finetune_task import CannotRun
-from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, document, sentence, write_json
+from benchmarks.measure import (
+    EXIT_CANNOT_RUN,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_SHORT,
+    document,
+    sentence,
+    version,
+    write_json,
+)
 from benchmarks.presets import PRESETS, Size
 from benchmarks.training import LEAST_STEPS, Run, train
 from benchmarks.ways import AGAIN, STOCK
@@ -53,6 +62,14 @@ from memopt.errors import MemoptError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("Interrupted; the file of --json has the runs that were done.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     preset = PRESETS[arguments.preset]
@@ -67,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = tuple(dict.fromkeys((STOCK, AGAIN, *(arguments.ways or preset.ways))))
     try:
         preset.check()
+        if arguments.plot is not None and version("matplotlib") is None:
+            raise CannotRun("--plot needs matplotlib: pip install 'memopt[plots]'")
         found = {way: _obstacle(way, preset.device(arguments.size)) for way in asked}
     except (CannotRun, MemoptError) as error:
         print(error, file=sys.stderr)
@@ -76,9 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(preset.predicted_table(predicted))
     runs: list[Run] = []
 
+    def finished() -> list[Row]:
+        return summarize([run for run in runs if not found[run.way]])
+
     def write() -> None:
         if arguments.json is not None:
-            rows = summarize(runs)
+            rows = finished()
             content = {
                 "preset": {"name": arguments.preset, "about": preset.about, "size": arguments.size, "steps": steps},
                 "rows": [asdict(row) | {"passed": not falls_short(row, rows)} for row in rows],
@@ -90,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             written = document(given, "benchmarks.finetune", dry_run=on_cpu, threads=torch.get_num_threads(), **content)
             write_json(arguments.json, written | {"dry_run": False})
 
-    for way in (way for way in asked if not found[way]):
+    for way in (way for way in asked if not found[way] and not found[STOCK]):
         for run in runs_of(arguments.preset, arguments.size, way, seeds, steps):
             if isinstance(run, str):
                 found[way] = run
@@ -99,13 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{way}, seed {run.seed}: loss {run.loss:.4f}, {run.seconds * 1e3:.0f} ms a step", file=sys.stderr)
             write()
     cannot_run = {way: reason for way, reason in found.items() if reason}
-    rows = summarize(runs)
+    rows = finished()
     write()
     if rows:
         console.print(table(rows, title=f"{arguments.preset}: {preset.about}"))
     for way, reason in cannot_run.items():
         console.print(f"{way}: {reason}.")
-    if arguments.plot is not None:
+    if arguments.plot is not None and rows:
         plot(runs, rows, arguments.plot)
     lines = [*shortfalls(rows), *(f"{way}: {why}" for way, why in cannot_run.items() if why.startswith(FAILED))]
     for line in lines:

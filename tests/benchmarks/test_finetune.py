@@ -166,6 +166,45 @@ def test_a_way_that_cannot_run_says_why_and_one_that_failed_falls_short(
     assert "falls short: compile: failed: it broke" in capsys.readouterr().err
 
 
+def test_a_way_that_fails_at_a_later_seed_leaves_the_others_their_rows(measured, monkeypatch, tmp_path, capsys) -> None:
+    file = tmp_path / "finetune.json"
+    measured_runs = finetune.runs_of
+
+    def breaks(preset: str, size: str, way: str, *_: object) -> list[object]:
+        its = list(measured_runs(preset, size, way))
+        return [runs("mesa", (0.0, 0.0, 0.0))[0], "failed: it broke"] if way == "mesa" else its
+
+    monkeypatch.setattr(finetune, "runs_of", breaks)
+    assert finetune.main(["--seeds", "3", "--ways", "int8", "mesa", "--json", str(file)]) == 0
+    assert "-2.00% ± 0.58%" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert [row["way"] for row in content["rows"]] == [STOCK, AGAIN, "int8"]
+    assert len(content["runs"]) == 10
+
+
+def test_where_stock_fails_nothing_else_is_trained(measured, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(finetune, "runs_of", lambda p, s, way, *_: ["failed: it broke"] if way == STOCK else 1 / 0)
+    assert finetune.main(["--seeds", "3", "--ways", "int8", "--check"]) == 1
+    assert "stock: failed: it broke" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_trained(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(finetune_task, "check", lambda: None)
+    monkeypatch.setattr(finetune, "version", lambda package: None)
+    monkeypatch.setattr(finetune, "runs_of", lambda *_: 1 / 0)
+    assert finetune.main(["--plot", str(tmp_path / "finetune.svg")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_told_in_a_sentence(measured, monkeypatch, tmp_path, capsys) -> None:
+    def interrupted(preset: str, size: str, way: str, *_: object) -> list[Run]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "runs_of", interrupted)
+    assert finetune.main(["--seeds", "3", "--json", str(tmp_path / "finetune.json")]) == 130
+    assert capsys.readouterr().err.startswith("Interrupted")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is trained")
 def test_a_papers_size_is_predicted_and_without_a_gpu_says_that_it_was_not_measured(monkeypatch, capsys) -> None:
     rows = [Predicted("stock", 4 << 20, 2 << 20, "peak", 0.0, None, None)]
