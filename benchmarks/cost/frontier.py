@@ -139,8 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [row for name in chosen for row in rows(CASES[name])]
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     if arguments.json:
-        content = document([], "benchmarks.frontier", dry_run=True, rows=[asdict(row) for row in found])
-        write_json(arguments.json, content)
+        given = list(sys.argv[1:] if argv is None else argv)
+        # JSON knows no infinity, the time of a plan that does not fit.
+        listed = [{name: None if each == math.inf else each for name, each in asdict(row).items()} for row in found]
+        content = document(given, "benchmarks.frontier", dry_run=True, rows=listed)
+        write_json(arguments.json, {**content, "dry_run": False})
     missed = misses(found)
     for line in missed:
         print(f"falls short: {line}", file=sys.stderr)

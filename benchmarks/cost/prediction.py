@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
 
 import memopt
-from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
+from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, document, write_json
 from memopt.prediction.measure import RealStep
 from memopt.prediction.peak import MARGIN, predict
 from memopt.prediction.setup import Setup
@@ -161,14 +161,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="of --zoo: these model types alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
     arguments = parser.parse_args(argv)
+    known = model_types() if arguments.zoo else []
+    if arguments.zoo and (arguments.only or arguments.json):
+        parser.error("--zoo prints model types: leave out --only and --json")
+    if arguments.types and not arguments.zoo:
+        parser.error("--types is about --zoo")
+    if unknown := sorted({*(arguments.types or ())} - {*known}):
+        parser.error(f"transformers has no model type {', '.join(unknown)}")
     warnings.filterwarnings("ignore")
     if arguments.zoo:
-        return zoo(arguments.types or model_types(), check=arguments.check)
+        return zoo(arguments.types or known, check=arguments.check)
     rows = []
-    chosen = [pair for pair in PAIRS if arguments.only.lower() in str(pair)]
+    chosen = [pair for pair in PAIRS if arguments.only.lower() in str(pair).lower()]
     here = [pair for pair in chosen if pair.train != "qlora" or importlib.util.find_spec("bitsandbytes")]
     if here != chosen:
         print(f"Left out: {len(chosen) - len(here)} pairs that need bitsandbytes (make setup-train).", file=sys.stderr)
+    if not here:
+        print(f"There is no pair left whose name contains '{arguments.only}'.", file=sys.stderr)
+        return EXIT_CANNOT_RUN
     for pair in here:
         rows.append(measure(pair))
         row = rows[-1]

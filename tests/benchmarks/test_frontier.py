@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
 
+import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
 from memopt.prediction.trace import Trace, trace
@@ -56,3 +59,17 @@ def test_a_compiled_block_recomputes_products_under_a_small_budget_alone() -> No
         for prepare in (_nothing, *(partial(compile_blocks, blocks=blocks, budget=budget) for budget in (0.8, 0.0)))
     )
     assert roomy == stock < tight
+
+
+def test_the_file_names_its_command_and_a_plan_that_does_not_fit_is_no_number(tmp_path, monkeypatch) -> None:
+    def refused(constant: str) -> None:
+        raise AssertionError(constant)
+
+    none = replace(ROW, plan="none fits", plan_total=0, plan_seconds=math.inf, plan_products=math.inf)
+    monkeypatch.setattr(benchmarks.frontier, "rows", lambda case: iter([none]))
+    file = tmp_path / "frontier.json"
+    assert benchmarks.frontier.main(["--case", "vit", "--check", "--json", str(file)]) == 1
+    content = json.loads(file.read_text(), parse_constant=refused)
+    assert content["command"].startswith("python -m benchmarks.frontier --case vit --check --json")
+    assert not content["dry_run"]
+    assert content["rows"][0]["plan_seconds"] is None

@@ -45,3 +45,26 @@ def test_a_gradient_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch
 def test_the_benchmark_has_thirty_pairs_or_more_of_eight_models() -> None:
     assert len(PAIRS) >= 30
     assert len({pair.model for pair in PAIRS}) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--zoo", "--types", "bert", "bort"], "no model type bort"),
+        (["--types", "bert"], "--types is about --zoo"),
+        (["--zoo", "--json", "zoo.json"], "leave out --only and --json"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.prediction, "zoo", lambda types, check: 0)
+    monkeypatch.setattr(benchmarks.prediction, "PAIRS", [])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.prediction.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_check_of_no_pair_passes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmarks.prediction.main(["--check", "--only", "lamb, full"]) == 2
+    assert "'lamb, full'" in capsys.readouterr().err
