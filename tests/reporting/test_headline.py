@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.alternatives import answer
+from memopt.prediction.cards import find_card
+from memopt.prediction.setup import Setup
+from memopt.reporting.build import Subject
 from memopt.reporting.headline import Headline, Largest, Way, headline_tables
 from memopt.reporting.text import as_text
+from memopt.reporting.training import Training
+from tests.reporting.builders import named_config, sites_of
 
 GIB = 1 << 30
 PARTS = {"weights": 15 * GIB, "optimizer states": 2 * GIB, "saved tensors": 6 * GIB, "loss": GIB}
@@ -89,3 +96,10 @@ def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     assert [what for what, _ in alone.lines()][:1] == ["peak"]
     assert "way to train" not in as_text(headline_tables(alone))
     assert HEADLINE.to_dict()["ways"][3]["gradient_error"] == 0.1
+
+
+def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
+    config = named_config("vit")
+    about = Subject(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
+    remedy = answer("a model", about, Setup(), find_card("40MiB")).remedy
+    assert remedy == "nothing here fits: the CUDA context alone takes 512 MiB; a larger card"

@@ -169,6 +169,8 @@ class _Answer:
         if shorter is not None and shorter.value:
             return f"{best.name} fits with --seq {shorter.value} and batch {self.subject.training.batch}"
         weights = _gib(now.by_what()["weights"])
+        if patched.at().context >= memory:
+            return f"nothing here fits: the CUDA context alone takes {_gib(patched.at().context)}; a larger card"
         return f"nothing here fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
@@ -234,4 +236,4 @@ def _named(card: Card) -> str:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"

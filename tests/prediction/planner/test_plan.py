@@ -148,6 +148,25 @@ def test_an_approximate_recipe_is_taken_where_no_exact_plan_fits_and_can_be_used
     assert choose(task, own, approximate=[recipe]).plan.exact
 
 
+def test_what_takes_most_of_a_budget_that_is_too_small_is_named(llama: Task) -> None:
+    task = replace(llama, setup=Setup(sharding="zero2", devices=2))  # whose buckets are whole, however small a model is
+    with pytest.raises(NegativeVerdict, match=r"Buffers for several devices take 954 MiB of it: try another --shard"):
+        choose(task, 1 << 20)
+    with pytest.raises(NegativeVerdict, match=r"The CUDA context takes \d+ MiB of it"):
+        choose(task_of("llama", batch=1, cuda_kernels=True), 1 << 28)
+
+
+def test_who_allows_approximate_recipes_is_not_told_to_allow_them() -> None:
+    task = task_of("llama", batch=64, seq=128)
+    task = replace(task, levels=replace(task.levels, beyond=()), splits=False)
+    [recipe] = (each for each in recipes_with("approximate") if each.name == "int8")
+    budget = min(task.predicted(each, 64, 1).total for each in (task.levels.recipe, recipe)) - 1
+    with pytest.raises(NegativeVerdict, match=r"^No exact plan of .* or approximate recipes \(--allow approximate\)"):
+        choose(task, budget)
+    with pytest.raises(NegativeVerdict, match=r"^No plan of .* Try a shorter sequence\.$"):
+        choose(task, budget, approximate=[recipe])
+
+
 def test_a_frontier_goes_from_the_fastest_to_the_smallest(llama: Task) -> None:
     points = frontier_of(llama).points
     assert points[0].extra == 0

@@ -27,6 +27,8 @@ TraceOf = Callable[[Recipe, int], Trace]
 """A recipe and the rows of a batch -> one step."""
 #: Plans that are shown beside the chosen one.
 _OTHERS = 2
+#: Parts of a peak that do not depend on the batch.
+_FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
         plans = [route.plan(found, name), *_next(route, found, limit, name)]
     plans += [each for each in _approximate(task, approximate, whole) if each.total <= limit]
     if not plans:
-        raise _too_small(task, whole, budget)
+        raise _too_small(task, whole, budget, approximate=bool(approximate))
     best, *others = sorted(plans, key=lambda each: (not each.traced, each.seconds))
     # One that the model takes for faster and that was not chosen did not fit by its trace.
     others = [each for each in others if each.seconds >= best.seconds and each.words != best.words]
@@ -220,24 +222,29 @@ def _approximate(task: Task, recipes: Sequence[Recipe], whole: _Route) -> Iterat
         yield Plan(recipe, words, whole.rows, whole.accumulation, found.total, time / 1e9, extra)
 
 
-def _too_small(task: Task, whole: _Route, budget: int) -> NegativeVerdict:
+def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> NegativeVerdict:
     totals = {
         key: combine(traced, replace(task.setup, accumulation=whole.rows // key[1] * whole.accumulation))
         for key, traced in task._traces.items()
     }
     (_, rows), least = min(totals.items(), key=lambda item: item[1].total)
     need = least.total + round(task.margin * least.reserved)
-    fixed = sum(each.nbytes for each in least.resident) + sum(each.nbytes for each in least.trace.gradients)
+    parts = least.parts
+    fixed = sum(size for part, size in parts.items() if part in _FIXED)
+    exchanged = parts.get("communication", 0)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
     remedies = {"full": "another optimizer or LoRA", "lora": "QLoRA or fewer targets", "qlora": "fewer targets"}
     remedy = remedies[task.training.train]
-    hint = (
-        f"Weights, gradients and optimizer take {in_words(fixed)} of it: try {remedy}, or more devices."
-        if fixed > budget / 2
-        else "Try a shorter sequence, or approximate recipes (--allow approximate)."
+    most, hint = max(
+        (fixed, f"Weights, gradients and optimizer take {in_words(fixed)} of it: try {remedy}, or more devices."),
+        (exchanged, f"Buffers for several devices take {in_words(exchanged)} of it: try another --sharding."),
+        (least.context, f"The CUDA context takes {in_words(least.context)} of it."),
     )
+    if most <= budget / 2:
+        hint = "Try a shorter sequence" + ("." if approximate else ", or approximate recipes (--allow approximate).")
+    kind = "" if approximate else "exact "
     return NegativeVerdict(
-        f"No exact plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need)}"
+        f"No {kind}plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need)}"
         f"{micro}, {in_words(need - budget)} more.",
         hint,
     )
