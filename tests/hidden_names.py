@@ -30,11 +30,15 @@ def build() -> torch.nn.Module:
 
 
 def build_with_readers() -> torch.nn.Module:
-    """A model whose linears (Conv1D) read handles of a scope, and no recompute specs."""
+    """A model whose linears (Conv1D with a buffer) read handles of a scope, and no recompute specs."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 13, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "resid_pdrop": 0.0}
     sizes |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double()
+    for module in model.modules():
+        if isinstance(module, transformers.pytorch_utils.Conv1D):
+            module.register_buffer("unused", torch.zeros(()))  # a linear alone would be patched, and read specs
+    return model
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -73,6 +73,6 @@ def _tell_weights(module: nn.Module, rewrite: StackedRewrite, saves: bool) -> No
         else:
             warnings.warn(
                 f"memopt: {original_class(module).__name__} computes its {name} anew for every call, and it is saved "
-                "whole: only the product of one adapter is recomputed. Train one adapter at a time.",
+                "whole: only the sum with one adapter's product is recomputed. Of several train one adapter at a time.",
                 stacklevel=2,
             )
