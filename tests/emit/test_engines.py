@@ -64,6 +64,9 @@ def test_4_bit_weights_are_loaded_as_they_were_counted() -> None:
     mixed = text_of(planned(train="qlora", precision="bf16-mixed"), "trainer")
     assert loading in mixed
     assert "prepare_model_for_kbit_training(model, False), then memopt.patch" in mixed
+    assert "quant_storage" not in in_bf16
+    sharded = text_of(planned(train="qlora", setup={"sharding": "fsdp", "devices": 2}), "fsdp")
+    assert "bnb_4bit_quant_storage=torch.bfloat16)" in sharded
 
 
 def test_trainer_shards_as_planned() -> None:

@@ -47,6 +47,8 @@ class Planned:
             precision, _, mixed = self.step.precision.partition("-")
             dtype = names.get(precision, "float32")
             given = f"load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}"
+            if self.sharding in ("fsdp", "zero3"):  # shards have one dtype
+                given += f", bnb_4bit_quant_storage=torch.{dtype}"
             dtype += f", quantization_config=BitsAndBytesConfig({given})"
             then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
         return f"from_pretrained({self.model!r}, dtype=torch.{dtype}), {then}"
