@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction import measure
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
@@ -96,6 +98,17 @@ def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     assert [what for what, _ in alone.lines()][:1] == ["peak"]
     assert "way to train" not in as_text(headline_tables(alone))
     assert HEADLINE.to_dict()["ways"][3]["gradient_error"] == 0.1
+
+
+def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = named_config("llama")
+    about = Subject(config, Training(1, 8, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
+    monkeypatch.setattr(measure, "predict", lambda *_, **__: pytest.fail("traced"))
+    monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="need bitsandbytes to be measured"):
+        measure.compare(about)
 
 
 def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:

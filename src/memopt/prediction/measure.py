@@ -73,6 +73,8 @@ def compare(of: Subject, setup: Setup | None = None, *, stock: bool = False) -> 
     options: dict[str, Any] = {"sites": of.sites, "inputs": of.inputs}
     if not stock:
         options.update(recipe=of.recipe, folded=of.folded)
+    if training.train == "qlora":
+        _check_bitsandbytes()
     found = predict(of.config, training, setup, **options)
     measured = measure(of.config, training, setup, **options)
     return Comparison(found.moment, found.peak.nbytes, found.reserved, measured)
@@ -196,10 +198,14 @@ class RealStep:
         return resident + peak_of((), step_events(found)[0]).nbytes
 
 
-def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """`memopt.reporting.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
+def _check_bitsandbytes() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("Steps with 4-bit weights need bitsandbytes to be measured.", "pip install bitsandbytes")
+
+
+def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
+    """`memopt.reporting.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
+    _check_bitsandbytes()
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     settings = BitsAndBytesConfig(
