@@ -94,7 +94,8 @@ def say_who_computes_it(block: nn.Module) -> None:
     while frame is not None:
         model = frame.f_locals["self"] if is_module_call(frame) else model
         frame = frame.f_back
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
         warn_once(model, replaced_forwards(model))
 
 
