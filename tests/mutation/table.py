@@ -48,7 +48,7 @@ def _section(faults: list[_Record], clean: list[_Record]) -> Iterator[str]:
         f"({', '.join(architectures)}) and dtype: {_counts(outcomes)}."
     )
     if clean:
-        families = {record["checkpoint"].split("-random")[0].split("-outliers")[0] for record in clean}
+        families = {record["checkpoint"].rsplit("-", 3)[0] for record in clean}  # then weights, seed and dtype
         yield ""
         yield (
             f"{len(clean)} clean runs over {len(families)} architectures: "
