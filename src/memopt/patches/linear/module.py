@@ -78,7 +78,7 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     try:
         with torch.no_grad():
             y = with_stand_ins(module, parameters=stand_ins).forward(x)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except Exception:  # a forward of somebody else's: bitsandbytes asserts that it finds packed weights
         return False
     matrix = stand_ins["weight"].t() if transposed else stand_ins["weight"]
     expected = nn.functional.linear(x, matrix, stand_ins.get("bias"))

@@ -78,7 +78,7 @@ class LinearPatch(Patch):
             with contextlib.suppress(ValueError):  # then its weights are saved
                 if is_stacked:  # experts
                     patch_stacked(module)
-                elif is_linear(module, transposed=True) and any(name.startswith(f"{each}.") for each in live.scopes):
+                elif any(name.startswith(f"{each}.") for each in live.scopes) and is_linear(module, transposed=True):
                     patch_linear(module, fuses=False)  # scopes adopt the others
 
     def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
