@@ -173,6 +173,22 @@ def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reen
     assert (hooks == [None] * 4) if use_reentrant else (None not in hooks and hooks[0] is not hooks[2])
 
 
+def test_selective_checkpointing_is_told_from_plain_checkpointing() -> None:
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(torch_compat.is_selectively_checkpointed())
+        return x.sin()
+
+    def chosen() -> Any:
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    assert not torch_compat.is_selectively_checkpointed()
+    checkpoint(run, leaf(), use_reentrant=False).sum().backward()
+    checkpoint(run, leaf(), use_reentrant=False, context_fn=chosen).sum().backward()
+    assert seen == [False, False, True, True]
+
+
 def test_unpack_hooks_are_those_of_the_scope_that_saved() -> None:
     x, y = leaf(), leaf()
     plain = x * y
