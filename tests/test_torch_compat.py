@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -171,6 +172,22 @@ def test_a_checkpointed_region_knows_itself_in_both_runs_or_in_backward(use_reen
     assert all(calls)
     # Each region has a hook of its own, and reentrant checkpointing has none.
     assert (hooks == [None] * 4) if use_reentrant else (None not in hooks and hooks[0] is not hooks[2])
+
+
+def test_whether_fsdp_leaves_parameters_gathered() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        left = [
+            torch_compat.fsdp_leaves_gathered(
+                fully_shard(torch.nn.Linear(2, 2), mesh=mesh, reshard_after_forward=reshards)
+            )
+            for reshards in (False, True)
+        ]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert left == [True, False]
+    assert not torch_compat.fsdp_leaves_gathered(torch.nn.Linear(2, 2))
 
 
 def test_selective_checkpointing_is_told_from_plain_checkpointing() -> None:

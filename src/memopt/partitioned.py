@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.torch_compat import fsdp_leaves_gathered
+
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """The shape of `tensor`, of a partitioned parameter that of the whole."""
@@ -26,15 +28,9 @@ def gathered(module: nn.Module) -> AbstractContextManager[Any]:
 
 
 def stays_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
-    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward.
-
-    That is ``reshard_after_forward=False``; without the private names that say so, none counts as left whole.
-    """
-    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
+    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward."""
     ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
-    return state is not None and None not in groups and ours and not resharded
+    return ours and fsdp_leaves_gathered(module)
 
 
 @contextmanager

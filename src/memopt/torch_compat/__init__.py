@@ -63,6 +63,7 @@ from memopt.torch_compat.modules import (
     calls_of_checkpointing,
     checkpointing_hook,
     compiled_module,
+    fsdp_leaves_gathered,
     has_any_global_hook,
     is_checkpointed_region,
     is_dropout,

@@ -85,6 +85,17 @@ def parametrizations_are_cached() -> bool:
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
+def fsdp_leaves_gathered(module: nn.Module) -> bool:
+    """Whether FSDP2 shards `module` and leaves its parameters whole from its forward until its backward.
+
+    That is ``reshard_after_forward=False``. Without the private names that say so, none counts as left whole.
+    """
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
+    return state is not None and None not in groups and not resharded
+
+
 def compiled_module(module: object) -> object | None:
     """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)
