@@ -178,16 +178,17 @@ def test_whether_fsdp_leaves_parameters_gathered() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        left = [
-            torch_compat.fsdp_leaves_gathered(
-                fully_shard(torch.nn.Linear(2, 2), mesh=mesh, reshard_after_forward=reshards)
-            )
-            for reshards in (False, True)
-        ]
+        left = []
+        for reshards in (False, True):
+            sharded = fully_shard(torch.nn.Linear(2, 2), mesh=mesh, reshard_after_forward=reshards)
+            hooks = [hook for each in torch_compat.module_hooks(sharded) for hook in each.values()]
+            left.append(torch_compat.fsdp_leaves_gathered(sharded, hooks))
+            assert hooks
+            assert not torch_compat.fsdp_leaves_gathered(sharded, [*hooks, print])
     finally:
         torch.distributed.destroy_process_group()
     assert left == [True, False]
-    assert not torch_compat.fsdp_leaves_gathered(torch.nn.Linear(2, 2))
+    assert not torch_compat.fsdp_leaves_gathered(torch.nn.Linear(2, 2), [])
 
 
 def test_selective_checkpointing_is_told_from_plain_checkpointing() -> None:

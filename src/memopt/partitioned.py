@@ -4,15 +4,13 @@ that transformers shards before it reads their weights, and forwards that accele
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-
-from memopt.torch_compat import fsdp_leaves_gathered
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
@@ -25,12 +23,6 @@ def gathered(module: nn.Module) -> AbstractContextManager[Any]:
     parts = [p for p in module.parameters() if hasattr(p, "ds_id")]
     deepspeed: Any = sys.modules.get("deepspeed")
     return deepspeed.zero.GatheredParameters(parts) if parts and deepspeed else nullcontext()
-
-
-def stays_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
-    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward."""
-    ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
-    return ours and fsdp_leaves_gathered(module)
 
 
 @contextmanager

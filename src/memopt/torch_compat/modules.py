@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -85,15 +85,16 @@ def parametrizations_are_cached() -> bool:
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
-def fsdp_leaves_gathered(module: nn.Module) -> bool:
-    """Whether FSDP2 shards `module` and leaves its parameters whole from its forward until its backward.
+def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
+    """Whether `hooks` are FSDP2's, and leave the parameters of `module` whole from its forward until its backward.
 
     That is ``reshard_after_forward=False``. Without the private names that say so, none counts as left whole.
     """
     state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
-    return state is not None and None not in groups and not resharded
+    ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
+    return state is not None and None not in groups and ours and not resharded
 
 
 def compiled_module(module: object) -> object | None:

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.partitioned import stays_gathered
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
-from memopt.torch_compat import FakeTensor, is_dropout, is_module_call, makes_wrappers, module_hooks
+from memopt.torch_compat import (
+    FakeTensor,
+    fsdp_leaves_gathered,
+    is_dropout,
+    is_module_call,
+    makes_wrappers,
+    module_hooks,
+)
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (
@@ -162,7 +168,7 @@ def _is_out_of_reach(module: nn.Module) -> bool:
         return True
     forward, forward_pre, *backward = module_hooks(module)
     if any(backward) or (
-        (forward or forward_pre) and not stays_gathered(module, [*forward.values(), *forward_pre.values()])
+        (forward or forward_pre) and not fsdp_leaves_gathered(module, [*forward.values(), *forward_pre.values()])
     ):
         return True
     return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())
