@@ -65,6 +65,8 @@ def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     has_more = len(parameters) > 1 + (bias is not None) or next(module.buffers(), None) is not None
     if has_more or next(module.children(), None) is not None:
         return False
+    if type(module) is nn.Linear and "forward" not in vars(module):
+        return not transposed  # the forward of this class is known
     size = shape_of(weight)[1 if transposed else 0]
     generator = torch.Generator().manual_seed(0)
 
