@@ -5,6 +5,7 @@
     python -m benchmarks.coverage --check          the sums of docs/coverage.json; exit 1 where they fall short
     python -m benchmarks.coverage --out FILE --against docs/coverage.json
                                                    every type -> FILE; exit 1 where less holds than in the other file
+    python -m benchmarks.coverage --losses         losses of types with a head -> docs/losses.json, docs/losses.md
 
 A type is one process (`tests.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
 the output as they come: an interrupted run goes on where it stopped.
@@ -22,8 +23,9 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.coverage_page import page
 from tests.zoo.coverage_sums import COVERAGE, Sum, lost, sums
 from tests.zoo.examine import Row, examine, model_types
+from tests.zoo.losses import LOSSES, LossRow, examine_loss, loss_page, loss_sums, types_with_a_head
 
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
 TYPE_SECONDS = 240
@@ -46,22 +49,45 @@ TYPE_SECONDS = 240
 Rows = list[dict[str, Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is examined of a type, and what becomes of the rows."""
+
+    options: str
+    header: dict[str, Any]
+    row: type[Row] | type[LossRow]
+    examine: Callable[[str], Row | LossRow]
+    types: Callable[[], list[str]]
+    sums: Callable[[Sequence[dict[str, Any]]], list[Sum]]
+    page: Callable[[dict[str, Any]], str]
+
+
 def main() -> int:
     arguments = _parser().parse_args()
+    study = _study(arguments)
+    arguments.out = arguments.out or (LOSSES if arguments.losses else COVERAGE)
     # A terminated run stops its workers, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if arguments.check:
-            return _check(_read(arguments.out))
+            return _check(_read(arguments.out, study), study)
         if arguments.types:
-            return _some(arguments.types, arguments.jobs, memory=not arguments.no_memory)
-        return _all(arguments)
+            return _some(arguments.types, arguments.jobs, study)
+        return _all(arguments, study)
     except _Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CANNOT_RUN
     except KeyboardInterrupt:
         print("Interrupted; the rows so far are kept, the same command goes on.", file=sys.stderr)
         return 130
+
+
+def _study(arguments: argparse.Namespace) -> Study:
+    header: dict[str, Any] = {"versions": versions()}
+    if arguments.losses:
+        return Study("--losses", header, LossRow, examine_loss, types_with_a_head, loss_sums, loss_page)
+    memory = not arguments.no_memory
+    return Study("", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, page)
 
 
 class _Unusable(Exception):
@@ -78,9 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, by default all")
     parser.add_argument("--check", action="store_true", help="recompute the sums of --out and run nothing")
-    parser.add_argument(
-        "--out", type=Path, default=COVERAGE, metavar="FILE", help="JSON; the page is written beside it"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; the page is written beside it")
+    parser.add_argument("--losses", action="store_true", help="compare losses, of types with a head over a vocabulary")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="exit 1 where less holds than in this earlier file"
     )
@@ -89,37 +114,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _some(types: Sequence[str], jobs: int, *, memory: bool) -> int:
+def _some(types: Sequence[str], jobs: int, study: Study) -> int:
     unknown = sorted(set(types) - set(model_types()))
     if unknown:
         raise _Unusable(f"the installed transformers has no model type {', '.join(map(repr, unknown))}.")
-    rows = list(_examined(types, jobs, memory))
+    rows = list(_examined(types, jobs, study))
     print(json.dumps(rows, indent=1))
     return EXIT_SHORT if any(row["status"] == "wrong" for row in rows) else EXIT_OK
 
 
-def _all(arguments: argparse.Namespace) -> int:
-    before = _read(arguments.against)["rows"] if arguments.against else []
-    partial = arguments.out.with_suffix(".partial.jsonl")
-    header = {"versions": versions(), "memory": not arguments.no_memory}
-    rows = _resumed(partial, header)
-    types = [name for name in model_types() if name not in {row["model_type"] for row in rows}]
+def _all(arguments: argparse.Namespace, study: Study) -> int:
+    before = _read(arguments.against, study)["rows"] if arguments.against else []
+    partial_rows = arguments.out.with_suffix(".partial.jsonl")
+    rows = _resumed(partial_rows, study.header)
+    types = [name for name in study.types() if name not in {row["model_type"] for row in rows}]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("a") as stream:
+    with partial_rows.open("a") as stream:
         if not rows:
-            print(json.dumps(header), file=stream, flush=True)
-        for row in _with_progress(_examined(types, arguments.jobs, not arguments.no_memory), len(rows), len(types)):
+            print(json.dumps(study.header), file=stream, flush=True)
+        for row in _with_progress(_examined(types, arguments.jobs, study), len(rows), len(types)):
             rows.append(row)
             print(json.dumps(row), file=stream, flush=True)
     rows.sort(key=lambda row: row["model_type"])
-    document = {"command": "python -m benchmarks.coverage", "device": "cpu", **header, "rows": rows}
+    command = f"python -m benchmarks.coverage {study.options}".rstrip()
+    document = {"command": command, "device": "cpu", **study.header, "rows": rows}
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(page(document))
-    partial.unlink()
-    losses = lost(before, rows)
+    arguments.out.with_suffix(".md").write_text(study.page(document))
+    partial_rows.unlink()
+    losses = [] if arguments.losses else lost(before, rows)
     for loss in losses:
         print(f"lost: {loss}", file=sys.stderr)
-    _print(sums(rows))
+    _print(study.sums(rows))
     return EXIT_SHORT if losses or any(row["status"] == "wrong" for row in rows) else EXIT_OK
 
 
@@ -153,33 +178,33 @@ def _resumed(partial: Path, header: dict[str, Any]) -> Rows:
     return lines[1:]
 
 
-def _examined(types: Sequence[str], jobs: int, memory: bool) -> Iterator[dict[str, Any]]:
+def _examined(types: Sequence[str], jobs: int, study: Study) -> Iterator[dict[str, Any]]:
     """Rows in the order in which they are ready."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.zoo.examine"])  # transformers is imported once
+    context.set_forkserver_preload(["tests.zoo.losses"])  # transformers is imported once
     with ProcessPool(max_workers=jobs, max_tasks=1, context=context) as pool:
-        futures = {pool.schedule(_work, args=(name, memory), timeout=TYPE_SECONDS): name for name in types}
+        futures = {pool.schedule(_work, args=(study.examine, name), timeout=TYPE_SECONDS): name for name in types}
         try:
             for future in as_completed(futures):
-                yield _row(futures[future], future)
+                yield _row(study, futures[future], future)
         except BaseException:
             pool.stop()
             raise
 
 
-def _row(model_type: str, future: Any) -> dict[str, Any]:
+def _row(study: Study, model_type: str, future: Any) -> dict[str, Any]:
     try:
-        row: Row = future.result()
+        row: Row | LossRow = future.result()
     except TimeoutError:
-        row = Row(model_type, "not run", f"it takes more than {TYPE_SECONDS} seconds")
+        row = study.row(model_type, "not run", f"it takes more than {TYPE_SECONDS} seconds")
     except ProcessExpired as error:
-        row = Row(model_type, "not run", f"its process ended with exit code {error.exitcode}")
+        row = study.row(model_type, "not run", f"its process ended with exit code {error.exitcode}")
     except Exception as error:  # memopt itself failed, which is never right
-        row = Row(model_type, "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        row = study.row(model_type, "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     return dataclasses.asdict(row)
 
 
-def _work(model_type: str, memory: bool) -> Row:
+def _work(examined: Callable[[str], Row | LossRow], model_type: str) -> Row | LossRow:
     import torch
 
     torch.set_num_threads(1)
@@ -189,7 +214,7 @@ def _work(model_type: str, memory: bool) -> Row:
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        return examine(model_type, memory=memory)  # models print what they like
+        return examined(model_type)  # models print what they like
 
 
 def _with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iterator[dict[str, Any]]:
@@ -204,7 +229,7 @@ def _with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iter
             yield row
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, study: Study) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
         rows = document["rows"]
@@ -212,7 +237,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Unusable(f"there is no file {path}; make it with: python -m benchmarks.coverage --out {path}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Unusable(f"{path} is not what this command writes ({type(error).__name__}: {error}).") from None
-    fields = {field.name for field in dataclasses.fields(Row)}
+    fields = {field.name for field in dataclasses.fields(study.row)}
     if not isinstance(rows, list) or any(
         not isinstance(row, dict) or not {"model_type", "status"} <= set(row) <= fields for row in rows
     ):
@@ -220,8 +245,8 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _check(document: dict[str, Any]) -> int:
-    results = sums(document["rows"])
+def _check(document: dict[str, Any], study: Study) -> int:
+    results = study.sums(document["rows"])
     _print(results)
     return EXIT_OK if all(result.holds for result in results) else EXIT_SHORT
 

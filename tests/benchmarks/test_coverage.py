@@ -13,6 +13,7 @@ from benchmarks import coverage
 from benchmarks.coverage_page import page
 from tests.zoo.coverage_sums import lost, rewrites, sums
 from tests.zoo.examine import Row, default_config
+from tests.zoo.losses import LossRow, loss_page, loss_sums
 
 
 def row(name: str = "llama", **fields):
@@ -120,6 +121,38 @@ def test_an_interrupted_run_goes_on_with_the_rows_that_are_whole(tmp_path: Path)
     assert [each["model_type"] for each in coverage._resumed(partial, header)] == ["llama"]
     assert coverage._resumed(partial, {"versions": {"torch": "3"}}) == []
     assert not partial.exists()
+
+
+def losses(*rows: LossRow) -> list[dict]:
+    fused = [LossRow(str(i), "fused", bf16=1.0) for i in range(97)]
+    return [dataclasses.asdict(each) for each in (*fused, LossRow("ctc", "left", "its loss|other"), *rows)]
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "promise"),
+    [
+        ((), None),
+        ((LossRow("a", "wrong", "differs"),), "not the stock"),
+        (tuple(LossRow(each, "whole", "read") for each in "abcd"), "never whole"),
+        ((LossRow("a", "fused", bf16=1.3),), "bf16"),
+    ],
+)
+def test_promises_of_losses_are_broken_one_by_one(spoilt, promise) -> None:
+    rows = losses(*spoilt)
+    assert [each.name for each in loss_sums(rows) if not each.holds] == [
+        each.name for each in loss_sums(rows) if promise and promise in each.name
+    ]
+    page = loss_page({"rows": rows})
+    assert "| its loss\\|other | ctc |" in page
+    assert all(f"| {each.reason} |" in page for each in spoilt if each.reason)
+
+
+def test_losses_are_checked_from_their_own_file(tmp_path: Path, monkeypatch, capsys) -> None:
+    file = tmp_path / "losses.json"
+    file.write_text(json.dumps({"versions": {}, "rows": losses()}))
+    assert run("--losses", "--check", "--out", str(file), monkeypatch=monkeypatch) == 0
+    assert run("--check", "--out", str(file), monkeypatch=monkeypatch) == 2
+    assert "97 of 97 (100.0 %)" in capsys.readouterr().out
 
 
 def test_parts_of_a_model_type_get_defaults() -> None:

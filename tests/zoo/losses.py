@@ -1,9 +1,15 @@
-"""One model type's loss: the stock model's and that of a patched head, in fp64, with labels that fit."""
+"""One model type's loss: the stock model's and that of a patched head, in fp64 and in bf16, with labels that fit.
+
+`benchmarks.coverage --losses` runs it on every type with a head, `tests/zoo/test_losses.py` on some.
+"""
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +20,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.patches.apply import apply, undo
-from memopt.plan.plan import make_plan
+from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import load_recipe
+from memopt.verification.forward import PASS_RATIO
 from memopt.walk.aten.precision import precise
-from memopt.walk.calls.inputs import training_targets
+from memopt.walk.calls.inputs import runnable_calls, training_targets
 from memopt.walk.calls.preserve import preserved
-from memopt.walk.observe import walk_config
-from tests.zoo.examine import Row, _config, _difference, _Stop, _twin, every_call
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+from tests.zoo.coverage_sums import COVERAGE, Sum
+from tests.zoo.examine import Row, _config, _difference, _Stop, _twin, model_types
 
+#: What the last `benchmarks.coverage --losses` recorded.
+LOSSES = COVERAGE.with_name("losses.json")
 #: Largest relative difference of loss, gradients and logits.
 TOLERANCE = 1e-10
 _RECIPE = ("norms.method=none", "activations.method=none", "gated_mlps.method=none", "loss.method=chunked")
@@ -35,6 +46,72 @@ class LossRow:
     head's logits, or no inputs are known)."""
     reason: str = ""
     difference: float = 0.0
+    bf16: float | None = None
+    """The larger of two errors in bf16 over the stock model's: the loss's and that of all gradients; None where the
+    model does not run in bf16."""
+
+
+def types_with_a_head() -> list[str]:
+    """Model types in which the last `make coverage` found a head over a vocabulary, and types that it did not know."""
+    recorded = {row["model_type"]: row["counts"] for row in json.loads(COVERAGE.read_text())["rows"]}
+    return [name for name in model_types() if "loss" in recorded.get(name, "loss")]
+
+
+def loss_sums(rows: Sequence[dict[str, Any]]) -> list[Sum]:
+    """What is promised of the rows' losses."""
+    of = {
+        status: [row["model_type"] for row in rows if row["status"] == status] for status in ("wrong", "fused", "whole")
+    }
+    compared = sum(map(len, of.values()))
+    ratios = {row["model_type"]: row["bf16"] for row in rows if row.get("bf16") is not None}
+    worse = [name for name, ratio in ratios.items() if not ratio <= PASS_RATIO]
+    fused = len(of["fused"]) / max(compared, 1)
+    return [
+        Sum(
+            "losses that are not the stock model's",
+            f"{', '.join(of['wrong']) or 0} of {compared}",
+            "0",
+            not of["wrong"],
+        ),
+        Sum(
+            "losses from logits that are never whole",
+            f"{len(of['fused'])} of {compared} ({100 * fused:.1f} %)",
+            ">= 97 %",
+            fused >= 0.97,
+        ),
+        Sum(
+            f"bf16 errors above {PASS_RATIO} times stock's", f"{', '.join(worse) or 0} of {len(ratios)}", "0", not worse
+        ),
+    ]
+
+
+def loss_page(document: dict[str, Any]) -> str:
+    """docs/losses.md."""
+    rows = document["rows"]
+    lines = [_INTRO, "| | | wanted |", "|---|---|---|"]
+    lines += [
+        f"| {each.name} | {each.text}{'' if each.holds else ' **short**'} | {each.target} |" for each in loss_sums(rows)
+    ]
+    for title, statuses in (("Computed whole, or wrong", ("whole", "wrong")), ("Not compared", ("left", "not run"))):
+        lines += ["", f"## {title}", "", "| reason | types |", "|---|---|"]
+        reasons: dict[str, list[str]] = {}
+        for row in rows:
+            if row["status"] in statuses:
+                reasons.setdefault(row["reason"].replace("|", "\\|"), []).append(row["model_type"])
+        lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+_INTRO = """\
+# Losses
+
+Written by `python -m benchmarks.coverage --losses`; do not edit.
+
+Every model type in which a head over a vocabulary was found is built small, given labels that fit, and its loss is
+computed by the stock model and with the head patched alone. Loss, the gradient of every parameter and `outputs.logits`
+are compared in fp64 (1e-10). In bf16, the errors of the loss and of all gradients to the fp64 run are divided by the
+stock model's. A loss that is computed whole is the stock model's, without the saving.
+"""
 
 
 class _Losses(TorchFunctionMode):
@@ -56,13 +133,16 @@ def examine_loss(model_type: str) -> LossRow:
     row = LossRow(model_type, "left")
     try:
         twin = _twin(_config(Row(model_type)))
-        calls = every_call(twin)
+        for parameter in twin.parameters():  # so that the fp64 run is the truth of the bf16 ones
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+        calls = runnable_calls(twin, variants=("plain",))
     except _Stop as stop:
         row.reason = stop.reason
         return row
-    sites = walk_config(twin.config)
+    sites = find_sites(build_meta(twin.config))
     if not calls or sites.loss_head is None:
-        row.reason = "no head over a vocabulary" if calls else "no inputs"
+        obstacles = [head.obstacle for head in sites.loss_heads if head.obstacle]
+        row.reason = (obstacles or ["no head over a vocabulary"])[0] if calls else "no inputs"
         return row
     batch = dict(calls[0].kwargs)
     targets = training_targets(twin, batch)
@@ -89,16 +169,46 @@ def examine_loss(model_type: str) -> LossRow:
     row.difference = max(
         _difference({k: stock[k] for k in keys}, {k: run[k] for k in keys}, 1e-4) for keys, run in pairs
     )
-    row.status, row.reason = ("whole", notes[0]) if notes else ("fused", "")
+    row.status, row.reason = ("whole", _reader(notes[0])) if notes else ("fused", "")
     if not row.difference <= TOLERANCE:
         row.status, row.reason = "wrong", f"differs by {row.difference:.1e}"
+    row.bf16 = _bf16(twin, {**batch, **targets}, plan, stock)
     return row
 
 
-def _run(model: nn.Module, batch: dict[str, Any], *, read: bool = True) -> dict[str, Tensor]:
+def _reader(note: str) -> str:
+    """Who read the logits, by a note of a patched head: the operation, the file without its folder, the line."""
+    found = re.search(r"since (.+) at (?:.*/)?(\S+);", note)
+    return f"{found[1]} in {found[2]}" if found else note
+
+
+def _bf16(twin: nn.Module, batch: dict[str, Any], plan: Plan, truth: dict[str, Tensor]) -> float | None:
+    """Errors of a patched step in bf16 over those of a stock one, the larger of loss and gradients; `twin` is cast."""
+    twin.bfloat16()
+    batch = {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    try:
+        stock = _errors(_run(twin, batch, torch.bfloat16, read=False), truth)
+    except Exception:  # the stock model's: a type that does not run in bf16
+        return None
+    apply(twin, plan)
+    ours = _errors(_run(twin, batch, torch.bfloat16, read=False), truth)
+    return max(one / max(other, 1e-30) for one, other in zip(ours, stock, strict=True))
+
+
+def _errors(run: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
+    """Of the loss, at least the roundoff of one bf16 number, and of all gradients, each relative to its own size."""
+    loss = float((run["loss"].double() - truth["loss"]).abs() / truth["loss"].abs())
+    gradients = [name for name in run.keys() & truth.keys() if name != "loss" and truth[name].any()]
+    squares = ((run[n].double() - truth[n]).norm() / truth[n].norm() for n in gradients)
+    return max(loss, torch.finfo(torch.bfloat16).eps / 2), float(sum(each**2 for each in squares)) ** 0.5
+
+
+def _run(
+    model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64, *, read: bool = True
+) -> dict[str, Tensor]:
     """Loss and gradients of one step, and the logits if they are to be `read`."""
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-    with preserved(model), precise(torch.float64):
+    with preserved(model), precise(dtype):
         model.train()
         torch.manual_seed(0)
         np.random.seed(0)

@@ -9,8 +9,8 @@ import pytest
 
 from memopt.patches.loss import operations
 from memopt.patches.loss.lazy import HANDLERS
-from tests.zoo.losses import examine_loss
-from tests.zoo.test_zoo import RECORDED, SAMPLE
+from tests.zoo.losses import examine_loss, types_with_a_head
+from tests.zoo.test_zoo import SAMPLE
 
 #: Types whose logits are computed whole, and why.
 WHOLE = {
@@ -18,7 +18,7 @@ WHOLE = {
     "chameleon": "it writes into its logits",
     "dia": "its head is that of several vocabularies, which it cuts apart",
 }
-TYPES = [name for name, row in RECORDED.items() if "loss" in row["counts"]]
+TYPES = types_with_a_head()
 #: A part of the share is enough each day.
 QUICK = [name for name in SAMPLE if name in TYPES][:4]
 
