@@ -6,6 +6,7 @@
     python -m benchmarks.coverage --out FILE --against docs/coverage.json
                                                    every type -> FILE; exit 1 where less holds than in the other file
     python -m benchmarks.coverage --losses         losses of types with a head -> docs/losses.json, docs/losses.md
+    python -m benchmarks.coverage --peaks          the peaks of a step alone, into the rows of docs/coverage.json
 
 A type is one process (`tests.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
 the output as they come: an interrupted run goes on where it stopped.
@@ -39,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.coverage_page import page
 from tests.zoo.coverage_sums import COVERAGE, Sum, lost, sums
-from tests.zoo.examine import Row, examine, model_types
+from tests.zoo.examine import Row, examine, examine_peak, model_types, with_peaks
 from tests.zoo.losses import LOSSES, LossRow, examine_loss, loss_page, loss_sums, types_with_a_head
 
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
@@ -60,17 +61,19 @@ class Study:
     types: Callable[[], list[str]]
     sums: Callable[[Sequence[dict[str, Any]]], list[Sum]]
     page: Callable[[dict[str, Any]], str]
+    onto: Rows | None = None
+    """Rows that the peaks are written into."""
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    study = _study(arguments)
     arguments.out = arguments.out or (LOSSES if arguments.losses else COVERAGE)
     # A terminated run stops its workers, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        study = _study(arguments)
         if arguments.check:
-            return _check(_read(arguments.out, study), study)
+            return _check(_read(arguments.out, study.row), study)
         if arguments.types:
             return _some(arguments.types, arguments.jobs, study)
         return _all(arguments, study)
@@ -86,6 +89,13 @@ def _study(arguments: argparse.Namespace) -> Study:
     header: dict[str, Any] = {"versions": versions()}
     if arguments.losses:
         return Study("--losses", header, LossRow, examine_loss, types_with_a_head, loss_sums, loss_page)
+    if arguments.peaks:
+        document = _read(arguments.out, Row)
+        recorded, header["memory"] = document["rows"], document.get("memory", True)
+        classes = {row["model_type"]: row["model_class"] for row in recorded if row["model_class"]}
+        return Study(
+            "", header, Row, partial(examine_peak, classes=classes), lambda: list(classes), sums, page, recorded
+        )
     memory = not arguments.no_memory
     return Study("", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, page)
 
@@ -105,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, by default all")
     parser.add_argument("--check", action="store_true", help="recompute the sums of --out and run nothing")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; the page is written beside it")
-    parser.add_argument("--losses", action="store_true", help="compare losses, of types with a head over a vocabulary")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--losses", action="store_true", help="compare losses, of types with a head over a vocabulary")
+    part.add_argument("--peaks", action="store_true", help="trace the peaks of a step into the rows that --out has")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="exit 1 where less holds than in this earlier file"
     )
@@ -124,8 +136,8 @@ def _some(types: Sequence[str], jobs: int, study: Study) -> int:
 
 
 def _all(arguments: argparse.Namespace, study: Study) -> int:
-    before = _read(arguments.against, study)["rows"] if arguments.against else []
-    partial_rows = arguments.out.with_suffix(".partial.jsonl")
+    before = _read(arguments.against, study.row)["rows"] if arguments.against else []
+    partial_rows = arguments.out.with_suffix(".peaks.jsonl" if arguments.peaks else ".partial.jsonl")
     rows = _resumed(partial_rows, study.header)
     types = [name for name in study.types() if name not in {row["model_type"] for row in rows}]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +147,7 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
         for row in _with_progress(_examined(types, arguments.jobs, study), len(rows), len(types)):
             rows.append(row)
             print(json.dumps(row), file=stream, flush=True)
-    rows.sort(key=lambda row: row["model_type"])
+    rows = sorted(rows if study.onto is None else with_peaks(study.onto, rows), key=lambda row: row["model_type"])
     command = f"python -m benchmarks.coverage {study.options}".rstrip()
     document = {"command": command, "device": "cpu", **study.header, "rows": rows}
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -229,7 +241,7 @@ def _with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iter
             yield row
 
 
-def _read(path: Path, study: Study) -> dict[str, Any]:
+def _read(path: Path, kind: type[Row] | type[LossRow]) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
         rows = document["rows"]
@@ -237,7 +249,7 @@ def _read(path: Path, study: Study) -> dict[str, Any]:
         raise _Unusable(f"there is no file {path}; make it with: python -m benchmarks.coverage --out {path}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Unusable(f"{path} is not what this command writes ({type(error).__name__}: {error}).") from None
-    fields = {field.name for field in dataclasses.fields(study.row)}
+    fields = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(rows, list) or any(
         not isinstance(row, dict) or not {"model_type", "status"} <= set(row) <= fields for row in rows
     ):

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import coverage
 from benchmarks.coverage_page import page
 from tests.zoo.coverage_sums import lost, rewrites, sums
-from tests.zoo.examine import Row, default_config
+from tests.zoo.examine import Row, default_config, with_peaks
 from tests.zoo.losses import LossRow, loss_page, loss_sums
 
 
@@ -75,6 +75,34 @@ def test_what_is_lost_is_named() -> None:
 
 def test_rewrites_are_what_is_not_kept() -> None:
     assert rewrites(row()) == 7
+
+
+def test_peaks_replace_those_of_their_types_and_nothing_else() -> None:
+    rows = [row("a", notes=["seen", "peak of a step not traced: then"]), row("b"), row("c")]
+    peaks = [
+        dataclasses.asdict(Row("a", step_peak=(9, 3), has_loss_head=True)),
+        dataclasses.asdict(Row("b", notes=["peak of a step not traced: now"])),
+    ]
+    merged = with_peaks(rows, peaks)
+    assert merged[0] == {**rows[0], "step_peak": (9, 3), "has_loss_head": True, "notes": ["seen"]}
+    assert merged[1] == {**rows[1], "step_peak": None, "notes": ["peak of a step not traced: now"]}
+    assert merged[2] == rows[2]
+
+
+def test_peaks_alone_are_traced_into_the_rows_of_a_file(tmp_path, monkeypatch) -> None:
+    out = tmp_path / "coverage.json"
+    kept = [row("bert", model_class="BertModel", step_peak=None), row("gone", status="no model", model_class="")]
+    out.write_text(json.dumps({"rows": kept, "memory": True}))
+    kept = json.loads(out.read_text())["rows"]
+    monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "--out", str(out)])
+    in_this_process = lambda types, jobs, study: (dataclasses.asdict(study.examine(name)) for name in types)  # noqa: E731
+    monkeypatch.setattr(coverage, "_examined", in_this_process)
+    assert coverage.main() == coverage.EXIT_OK
+    bert, gone = json.loads(out.read_text())["rows"]
+    assert bert["step_peak"][1] < bert["step_peak"][0]
+    assert {**bert, "step_peak": None} == kept[0]
+    assert gone == kept[1]
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_the_page_shows_every_type_and_reason() -> None:

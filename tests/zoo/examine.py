@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,35 @@ def examine(model_type: str, *, memory: bool = True) -> Row:
     return row
 
 
+_NO_PEAK = "peak of a step not traced"
+
+
+def examine_peak(model_type: str, classes: Mapping[str, str]) -> Row:
+    """The peaks alone, of a type that ran before with this class."""
+    row = Row(model_type, model_class=classes.get(model_type, ""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if not row.model_class:
+                raise _Stop("not run", "the type did not run before")
+            _trace_steps(row, _runnable(row)[0])
+        except _Stop as stop:
+            row.notes.append(f"{_NO_PEAK}: {stop.reason}")
+    return row
+
+
+def with_peaks(rows: Iterable[dict[str, Any]], peaks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows` with what `examine_peak` found of their types; a row whose type is not among `peaks` stays as it is."""
+    found = {peak["model_type"]: peak for peak in peaks}
+    merged = []
+    for row in rows:
+        if (peak := found.get(row["model_type"])) is not None:
+            notes = [note for note in row["notes"] if not note.startswith(_NO_PEAK)] + peak["notes"]
+            row = {**row, "step_peak": peak["step_peak"], "has_loss_head": peak["has_loss_head"], "notes": notes}
+        merged.append(row)
+    return merged
+
+
 class _Stop(Exception):
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -127,15 +156,7 @@ class _Stop(Exception):
 
 
 def _examine(row: Row, memory: bool) -> None:
-    config = _config(row)
-    twin = _twin(config)
-    calls = every_call(twin)
-    if not calls and complete_for_runs(config):
-        twin = _twin(config)
-        calls = every_call(twin)
-    if not calls:
-        label, error = calls.errors[0] if calls.errors else ("", "no inputs can be made from its forward's signature")
-        raise _Stop("not run", f"{label}: {error}" if label else error)
+    config, twin, calls = _runnable(row)
     row.model_class = type(twin).__name__
     row.main_input = str(getattr(twin, "main_input_name", ""))
     sites = walk_config(twin.config)
@@ -148,6 +169,20 @@ def _examine(row: Row, memory: bool) -> None:
 
 
 # --- building ---------------------------------------------------------------------------------------------------
+
+
+def _runnable(row: Row) -> tuple[PreTrainedConfig, PreTrainedModel, Calls]:
+    """The type's config, filled where it was empty, a small model of it and its calls."""
+    config = _config(row)
+    twin = _twin(config)
+    calls = every_call(twin)
+    if not calls and complete_for_runs(config):
+        twin = _twin(config)
+        calls = every_call(twin)
+    if not calls:
+        label, error = calls.errors[0] if calls.errors else ("", "no inputs can be made from its forward's signature")
+        raise _Stop("not run", f"{label}: {error}" if label else error)
+    return config, twin, calls
 
 
 def _config(row: Row) -> PreTrainedConfig:
@@ -411,11 +446,11 @@ def _trace_steps(row: Row, config: PreTrainedConfig) -> None:
         recipes = (None, load_recipe(DEFAULT_MEMORY_RECIPE))
         steps = [trace_account(form, training, sites=sites, recipe=each, peak=True).step for each in recipes]
     except Exception as error:
-        row.notes.append(f"peak of a step not traced: {type(error).__name__}: {one_line(error)}")
+        row.notes.append(f"{_NO_PEAK}: {type(error).__name__}: {one_line(error)}")
         return
     stock, patched = steps
     if stock is None or patched is None:
-        row.notes.append("peak of a step not traced: its backward does not run on shapes alone")
+        row.notes.append(f"{_NO_PEAK}: its backward does not run on shapes alone")
         return
     row.step_peak = (stock.peak, patched.peak)
     row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
