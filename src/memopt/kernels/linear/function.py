@@ -31,6 +31,7 @@ from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec
 from memopt.torch_compat import (
     FakeTensor,
     checkpointing_hook,
+    current_graph_task_id,
     is_selectively_checkpointed,
     is_transformed,
     tensor_hooks,
@@ -89,20 +90,21 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
-    return _with_values(RecomputedInputFunction.apply(x, weight, bias, spec), x, weight, bias)
+    y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec)
+    return y
 
 
 def fused_linear(
     differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor | None
 ) -> Tensor:
     """``F.linear(value(*inputs), weight, bias)`` by :class:`FusedLinearFunction`."""
-    found: list[Tensor] = []
-
-    def noted(*given: Tensor) -> Tensor:
-        found.append(value(*given))
-        return found[0]
-
-    return _with_values(FusedLinearFunction.apply(differentiate, noted, weight, bias, *inputs), found[0], weight, bias)
+    if not _is_computed_behind():
+        y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *inputs)
+        return y
+    behind = _Behind(value)
+    y = FusedLinearFunction.apply(differentiate, behind, weight, bias, *inputs)
+    _compute(y, behind.h, weight, bias)
+    return y
 
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
@@ -140,34 +142,47 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The copies are not autocast's own, which it would cache without the graph that other readers need. They are not
     saved: backward casts the weight again, and autograd casts each gradient to the dtype of its tensor.
     """
-    return not_a_view(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
-
-
-def _result(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`_linear`; in a checkpointed region without its values, which :func:`_with_values` computes.
-
-    Backward runs such a region until its last saved tensor, and a function saves when its forward is done. So the
-    product of a block's last linear is computed behind that, and not in backward, as with the stock linear.
-    """
-    if not _is_computed_behind():
-        return _linear(x, weight, bias)
-    return torch.empty(*x.shape[:-1], weight.size(0), dtype=x.dtype, device=x.device)
+    dtype = x.dtype
+    if weight.dtype is not dtype:
+        weight = weight.to(dtype)
+    if bias is None:
+        return F.linear(x, weight)
+    return not_a_view(F.linear(x, weight, bias if bias.dtype is dtype else bias.to(dtype)))
 
 
 def _is_computed_behind() -> bool:
+    """Whether a block runs again in backward, where a linear behind an activation computes its product after its saves.
+
+    Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
+    done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
+    """
+    if current_graph_task_id() == -1 or checkpointing_hook() is None:
+        return False
     # Selective checkpointing knows products by the operators that return them, and refuses writes into what it saved.
-    return checkpointing_hook() is not None and not is_selectively_checkpointed()
+    return not is_selectively_checkpointed()
 
 
-def _with_values(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_computed_behind():
-        with torch.no_grad():
-            rows, columns, out = x.reshape(-1, x.size(-1)), weight.to(x.dtype).t(), y.data.view(-1, y.size(-1))
-            if bias is None:
-                torch.mm(rows, columns, out=out)
-            else:
-                torch.addmm(bias.to(x.dtype), rows, columns, out=out)
-    return y
+class _Behind:
+    """The input of a linear whose product is computed behind its saves."""
+
+    __slots__ = ("h", "value")
+
+    def __init__(self, value: Recompute) -> None:
+        self.value = value
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.h = self.value(*inputs)
+        return self.h
+
+
+@torch.no_grad()
+def _compute(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write :func:`_linear` into `y`."""
+    rows, columns, out = x.reshape(-1, x.size(-1)), weight.to(x.dtype).t(), y.data.view(-1, y.size(-1))
+    if bias is None:
+        torch.mm(rows, columns, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), rows, columns, out=out)
 
 
 class RecomputedInputFunction(DirectFunction):
@@ -175,24 +190,22 @@ class RecomputedInputFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
-        ctx.recompute, ctx.recomputed, ctx.shape = spec.function, spec.recomputed, x.shape
+        ctx.spec, ctx.shape = (spec.function, spec.recomputed), x.shape
         ctx.save_for_backward(weight, *spec.take())
-        return _result(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, *saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        dx = dbias = None
+        of_x, _, of_bias, _ = ctx.needs_input_grad
+        recompute, recomputed = ctx.spec
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
             # First what reads x: its last reader frees it.
-            dweight = weight_gradient(rows, ctx.recomputed.rows(ctx.recompute, saved, dy.dtype), weight)
-            if needs[0]:
-                dx = rows.mm(weight.to(dy.dtype)).view(ctx.shape)
-            if needs[2]:
-                dbias = rows.sum(0)
+            dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
+            dx = input_gradient(rows, weight, ctx.shape) if of_x else None
+            dbias = rows.sum(0) if of_bias else None
         return dx, dweight, dbias, None
 
 
@@ -214,7 +227,7 @@ class CastWeightFunction(DirectFunction):
             if needs[1]:
                 dweight = weight_gradient(rows, x.reshape(-1, x.size(-1)), weight)
             if needs[0]:
-                dx = rows.mm(weight.to(dy.dtype)).view(*dy.shape[:-1], weight.size(1))
+                dx = input_gradient(rows, weight, torch.Size((*dy.shape[:-1], weight.size(1))))
             if needs[2]:
                 dbias = rows.sum(0)
         return dx, dweight, dbias
@@ -236,7 +249,9 @@ class FusedLinearFunction(DirectFunction):
         h = value(*inputs)
         ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
         ctx.save_for_backward(weight, *inputs)
-        return _result(h, weight, bias)
+        if type(value) is _Behind:
+            return torch.empty(*h.shape[:-1], weight.size(0), dtype=h.dtype, device=h.device)
+        return _linear(h, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,13 +266,18 @@ class FusedLinearFunction(DirectFunction):
                 of_weight.append(weight_gradient(rows, h.reshape(-1, h.size(-1)), weight))
 
             def of_input() -> Tensor:
-                return rows.mm(weight.to(dy.dtype)).view(ctx.shape)
+                return input_gradient(rows, weight, ctx.shape)
 
             gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None, ctx.given_once)
             dweight = of_weight[0] if of_weight else None
             dbias = rows.sum(0) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
         return None, None, dweight, dbias, *wanted
+
+
+def input_gradient(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """dy W in the dtype of dy, as a tensor of this shape."""
+    return dy.mm(weight if weight.dtype is dy.dtype else weight.to(dy.dtype)).view(shape)
 
 
 def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
