@@ -171,6 +171,11 @@ def _is_linear_output(tensor: Tensor | None) -> bool:
     return rule is not None and rule.family == LINEAR
 
 
+def carries_spec(x: object) -> bool:
+    """Whether `x` has a spec, which may be void."""
+    return getattr(x, _ATTRIBUTE, None) is not None
+
+
 def spec_of(x: object) -> RecomputeSpec | None:
     """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place.
 

@@ -24,6 +24,8 @@ from memopt.torch_compat import has_any_global_hook, module_hooks
 #: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.
 LOOK_AGAIN = 64
 _CLOSED: AbstractContextManager[None] = nullcontext()
+_CLOSED_INSIDE: AbstractContextManager[None] = nullcontext()
+"""Under foreign hooks, where outputs carry specs inside a region only."""
 _Child = tuple[dict[str, nn.Module | None], str, nn.Module]
 """The children of a module, the name of one, and that one."""
 _UNKNOWN: list[_Child] = []
@@ -124,7 +126,7 @@ class ScopeRewrite:
             autocast_dtype(hidden), bool(has_any_global_hook()), is_final,
         )  # fmt: skip
         if self.history.is_closed(form, is_final=is_final):
-            return _CLOSED
+            return _CLOSED_INSIDE if is_final else _CLOSED
         return _Observed(self.families, self.history, form, is_final)
 
 
@@ -174,7 +176,7 @@ def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Modu
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
     scope = rewrite.around(module, args, kwargs)
-    if scope is _CLOSED and not is_under_foreign_hooks():
+    if scope is _CLOSED:
         return run(module, *args, **kwargs)
     # FSDP2's hook on a module inside the block wraps its inputs, but not where checkpointing runs it in backward.
     with Region(repeats=not rewrite.history.has_pre_hooks()) as region:

@@ -32,7 +32,7 @@ from memopt.kernels.base.autograd import (
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.parts import elementwise
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
-from memopt.recompute_specs import Recomputed, attach_spec
+from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
 
 #: (dtype of the input, that of autocast) -> whether the output has the dtype of the input.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], bool]
@@ -69,9 +69,15 @@ def recomputed_activation(
 def _by_kernel(z: Tensor, kind: str) -> Tensor:
     recomputed = Recomputed()
     h: Tensor = KernelActivationFunction.apply(z, kind, recomputed)
-    recompute, differentiate = functools.partial(_value, kind=kind), functools.partial(_differentiate, kind=kind)
+    recompute, differentiate = _steps(kind)
     attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate)
     return h
+
+
+@functools.cache
+def _steps(kind: str) -> tuple[Recompute, Differentiate]:
+    """The value of an activation from its input, and its derivative."""
+    return (lambda z: _value(z, kind)), functools.partial(_differentiate, kind=kind)
 
 
 def _differentiate(
@@ -176,9 +182,8 @@ def _output(node: Node) -> Tensor:
 
 def _value(z: Tensor, kind: str) -> Tensor:
     if runs_triton(z):
-        import memopt.kernels.activation.function_triton as kernels
-
-        return kernels.launch_forward(z, kind)
+        h: Tensor = _kernels().launch_forward(z, kind)
+        return h
     with autocast_as(None, z):
         return ACTIVATIONS[kind].value(z)
 
@@ -188,13 +193,20 @@ def _gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """dz and, with `recompute`, h, which may take the place of dh if nobody else has it."""
     if runs_triton(dh, z):
-        import memopt.kernels.activation.function_triton as kernels
-
         # The kernel has read what it writes over.
         out = z.detach() if given_once and may_be_overwritten(z) else None
-        return kernels.launch_backward(dh, z, kind, recompute, owns_dh, out)
+        found: tuple[Tensor, Tensor | None] = _kernels().launch_backward(dh, z, kind, recompute, owns_dh, out)
+        return found
     with autocast_as(None, z):
         return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The Triton kernels, which are imported where they run."""
+    import memopt.kernels.activation.function_triton as kernels
+
+    return kernels
 
 
 @torch.library.custom_op("memopt::activation", mutates_args=())

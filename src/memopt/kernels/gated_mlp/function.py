@@ -34,7 +34,7 @@ from memopt.kernels.base.autograd import (
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
-from memopt.recompute_specs import Recomputed, attach_spec
+from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
 
 
@@ -83,11 +83,11 @@ def gated_linear(
         _check_halves(gate)
     else:
         _check_shapes(gate, up)
-    alike = gate.dtype == weight.dtype and (up is None or up.dtype == gate.dtype) and autocast_dtype(gate) is None
+    dtype = gate.dtype
+    alike = dtype is weight.dtype and (up is None or up.dtype is dtype) and autocast_dtype(gate) is None
     if not alike or not weight.requires_grad or not is_plain(weight) or not gate.requires_grad:
         return None
-    value = functools.partial(_value_of_halves if up is None else _value, kind=kind, gate_first=gate_first)
-    differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
+    value, differentiate = _steps(kind, gate_first)
     return fused_linear(differentiate, value, weight, bias, *((gate,) if up is None else (gate, up)))
 
 
@@ -100,18 +100,20 @@ def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Te
     else:
         recomputed = Recomputed()
         h = GatedProductFunction.apply(gate, up, kind, gate_first, recomputed)
-        saved: tuple[Tensor, ...]
-        if up is None:
-            saved, recompute = (gate,), functools.partial(_value_of_halves, kind=kind, gate_first=gate_first)
-        else:
-            saved, recompute = (gate, up), functools.partial(_value, kind=kind, gate_first=gate_first)
-        differentiate = functools.partial(_differentiate, kind=kind, gate_first=gate_first)
+        saved = (gate,) if up is None else (gate, up)
+        recompute, differentiate = _steps(kind, gate_first)
         attach_spec(h, saved, recompute, recomputed, differentiate=differentiate)
     return h
 
 
-def _value_of_halves(gate_up: Tensor, kind: str, gate_first: bool) -> Tensor:
-    return _value(gate_up, None, kind, gate_first)
+@functools.cache
+def _steps(kind: str, gate_first: bool) -> tuple[Recompute, Differentiate]:
+    """The product from gate and up, or from both in one tensor, and its derivative."""
+
+    def value(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return _value(gate, up, kind, gate_first)
+
+    return value, functools.partial(_differentiate, kind=kind, gate_first=gate_first)
 
 
 def _differentiate(
@@ -165,9 +167,8 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
     """h"""
     gate, up = _halves(gate, up, gate_first)
     if gate.dtype == up.dtype and runs_triton(gate, up):
-        import memopt.kernels.gated_mlp.function_triton as kernels
-
-        return kernels.launch_forward(gate, up, kind)
+        h: Tensor = _kernels().launch_forward(gate, up, kind)
+        return h
     with autocast_as(None, gate):
         return ACTIVATIONS[kind].value(gate) * up
 
@@ -198,9 +199,7 @@ def _gradients(
     elif overwrites:
         halves = z.detach(), factor.detach()
     if by_kernel:
-        import memopt.kernels.gated_mlp.function_triton as kernels
-
-        dgate, dup, h = kernels.launch_backward(dh, z, factor, kind, recompute, halves, owns_dh)
+        dgate, dup, h = _kernels().launch_backward(dh, z, factor, kind, recompute, halves, owns_dh)
     else:
         with autocast_as(None, z):
             activated = ACTIVATIONS[kind].value(z)
@@ -216,6 +215,14 @@ def _gradients(
             if up is None and is_batched:
                 both = torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)
     return (dgate, dup, h) if both is None else (both, None, h)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The Triton kernels, which are imported where they run."""
+    import memopt.kernels.gated_mlp.function_triton as kernels
+
+    return kernels
 
 
 def _halves(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:

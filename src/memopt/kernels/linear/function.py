@@ -57,7 +57,7 @@ def reads_spec(x: object, weight: Tensor) -> RecomputeSpec | None:
     if spec is None:
         return None
     assert isinstance(x, Tensor)
-    if x.dtype != weight.dtype and autocast_dtype(x) is None:
+    if x.dtype is not weight.dtype and autocast_dtype(x) is None:
         return None
     return spec
 

@@ -30,7 +30,7 @@ from memopt.kernels.norm.reference import (
     normalize,
 )
 from memopt.recompute_rules import NORMALISED, Node, recomputable
-from memopt.recompute_specs import Recomputed, attach_spec
+from memopt.recompute_specs import Recompute, Recomputed, attach_spec
 
 __all__ = [
     "NormArguments",
@@ -105,19 +105,24 @@ def _norm(
             options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     elif bare:
-        arguments = _arguments(spec, x.dtype, dtype, dtype)
+        arguments, _ = _plan(spec, x.dtype, dtype, dtype)
         y = NormalizeFunction.apply(x, arguments, residual)
     else:
-        arguments = _arguments(spec, x.dtype, dtype, kept_dtype)
+        arguments, recompute = _plan(spec, x.dtype, dtype, kept_dtype)
         saved: list[Any] = []
         y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
         x_hat, scale, shift, recomputed = saved
-        recompute = functools.partial(norm_ops.recompute_output, arguments=arguments)
         attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
     return y
 
 
-_arguments = functools.lru_cache(maxsize=256)(NormArguments)
+@functools.lru_cache(maxsize=256)
+def _plan(
+    spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype
+) -> tuple[NormArguments, Recompute]:
+    """What a norm is called with beside its tensors, and how its output is recomputed."""
+    arguments = NormArguments(spec, x_dtype, dtype, kept_dtype)
+    return arguments, lambda x_hat, weight, bias: norm_ops.recompute_output(x_hat, weight, bias, arguments)
 
 
 class NormalizeFunction(DirectFunction):
@@ -171,11 +176,11 @@ class NormFunction(DirectFunction):
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
         dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs)
-        of_parameters = (
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(bias.dtype),
-        )
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (*of_parameters, None, None))
+        if dweight is not None and dweight.dtype is not weight.dtype:
+            dweight = dweight.to(weight.dtype)
+        if dbias is not None and dbias.dtype is not bias.dtype:
+            dbias = dbias.to(bias.dtype)
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (dweight, dbias, None, None))
 
 
 @recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))

@@ -6,6 +6,7 @@ opaque to compilers: they run these functions, their fake kernels say what comes
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, cast
 
 import torch
@@ -36,15 +37,14 @@ def forward(
 
     With a residual, in the shape and dtype of x, the norm is that of x + residual.
     """
-    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+    if residual is not None and (residual.dtype is not x.dtype or residual.shape != x.shape):
         raise ValueError(
             "a sum that is not made needs two tensors of one shape and dtype, not "
             f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
         )
     if runs_triton(x, weight, bias, residual):
-        import memopt.kernels.norm.forward_triton as kernels
-
-        return kernels.launch_forward(x, weight, bias, arguments, residual)
+        made: tuple[Tensor | None, Tensor, Tensor] = _kernels().launch_forward(x, weight, bias, arguments, residual)
+        return made
     # A sum is not made as a whole, in any dtype.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
@@ -54,6 +54,14 @@ def forward(
     exact, rstd = normalize(x, arguments.spec)
     y = None if weight is None and bias is None else _affine(exact, weight, bias, arguments)
     return y, exact.to(arguments.kept_dtype), rstd
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The Triton kernels, which are imported where they run."""
+    import memopt.kernels.norm.forward_triton as kernels
+
+    return kernels
 
 
 def _parts(*given: Tensor) -> int | None:
@@ -86,9 +94,8 @@ def _forward_by_parts(
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
     if runs_triton(x_hat, weight, bias):
-        import memopt.kernels.norm.forward_triton as kernels
-
-        return kernels.launch_affine(x_hat, weight, bias, arguments)
+        y: Tensor = _kernels().launch_affine(x_hat, weight, bias, arguments)
+        return y
     return _affine(x_hat, weight, bias, arguments)
 
 
@@ -102,9 +109,8 @@ def backward(
 ) -> Gradients:
     """dx in the dtype of x, dweight and dbias in that of rstd; None where not needed."""
     if runs_triton(dy, x_hat, weight):
-        import memopt.kernels.norm.forward_triton as kernels
-
-        return kernels.launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+        gradients: Gradients = _kernels().launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+        return gradients
     rows = _parts(dy, x_hat)
     if rows is None:
         dx, dweight, dbias = norm_backward(dy, x_hat, rstd, weight, arguments.spec, needs)

@@ -79,11 +79,12 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     between = children[rewrite.between] if rewrite.between else None
     if between is not None and not _is_off(between):
         return down(between(_product(rewrite, *gate_up)))
-    if type(down) is not nn.Linear or is_watched(down):
+    weight, bias = down._parameters.get("weight"), down._parameters.get("bias")
+    if type(down) is not nn.Linear or weight is None or is_watched(down):
         return down(_product(rewrite, *gate_up))
     # Calling it is F.linear of its weight and bias.
-    y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", down.weight, down.bias)
-    return linear(_product(rewrite, *gate_up), down.weight, down.bias) if y is None else y
+    y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
+    return linear(_product(rewrite, *gate_up), weight, bias) if y is None else y
 
 
 def _gate_and_up(
@@ -113,10 +114,12 @@ def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Modul
 def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:
     """Whether `down` holds its weight in another dtype than `x`: then the stock forward has a cast on the way (T5 in
     fp16). Quantised weights are none that anything is cast to."""
-    weight = getattr(down, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or autocast_dtype(x) is not None:
+    weight = down._parameters.get("weight")
+    if weight is None:
+        weight = getattr(down, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype is x.dtype or not weight.is_floating_point():
         return False
-    return weight.dtype != x.dtype
+    return autocast_dtype(x) is None
 
 
 def _is_off(module: nn.Module) -> bool:

@@ -17,6 +17,8 @@ from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_l
 from memopt.partitioned import shape_of
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.recompute_specs import carries_spec
+from memopt.torch_compat import any_autocast_enabled
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -127,17 +129,20 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
+    x: Any = args[0] if args else next(iter(kwargs.values()), None)
+    if not carries_spec(x) and (torch.compiler.is_compiling() or not any_autocast_enabled()):
+        return stock(module, *args, **kwargs)
     parameters = module._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
         return stock(module, *args, **kwargs)
-    x = args[0] if args else next(iter(kwargs.values()))
     spec = reads_spec(x, weight)
     casts = spec is None and saves_a_cast_weight(x, weight)
     if not (casts or spec) or steps_aside():
         return stock(module, *args, **kwargs)
+    matrix = weight.t() if rewrite.transposed else weight
     if spec is None:
-        return cast_linear(x, weight.t() if rewrite.transposed else weight, bias)
-    fuses = rewrite.fuses and not is_watched(module)
-    return recomputed_linear(x, weight.t() if rewrite.transposed else weight, bias, spec, fuses=fuses)
+        return cast_linear(x, matrix, bias)
+    fuses = rewrite.fuses and spec.differentiate is not None and not is_watched(module)
+    return recomputed_linear(x, matrix, bias, spec, fuses=fuses)

@@ -92,7 +92,8 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype]
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
     """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
     x = terms[0]
-    weight, bias = _parameter(module, rewrite.weight), _parameter(module, rewrite.bias)
+    weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
+    bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
     if not x.requires_grad and not any(
         tensor is not None and tensor.requires_grad for tensor in (*terms[1:], weight, bias)
     ):
@@ -110,9 +111,7 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
     return weight, bias, rewrite.spec, dtype, autocast or dtype
 
 
-def _parameter(module: nn.Module, name: str | None) -> Tensor | None:
-    if name is None:
-        return None
+def _parameter(module: nn.Module, name: str) -> Tensor:
     parameter = module._parameters.get(name)
     if parameter is None:  # a buffer, or computed from something else
         computed: Tensor = getattr(module, name)
