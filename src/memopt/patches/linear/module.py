@@ -15,8 +15,17 @@ from torch import Tensor, nn
 
 from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
 from memopt.partitioned import shape_of
+from memopt.patches.linear.adapted import READS_SPECS, AdaptedRewrite, is_adapted, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
-from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import (
+    is_swapped,
+    is_watched,
+    restore_forward,
+    steps_aside,
+    swap_forward,
+    swap_state,
+    with_attributes,
+)
 from memopt.recompute_specs import carries_spec
 from memopt.torch_compat import any_autocast_enabled
 from memopt.walk.probes.isolate import with_stand_ins
@@ -105,6 +114,8 @@ def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None)
             # The forward of this class is known; others would have to be proved, outside of a forward.
             if type(child) is nn.Linear and "forward" not in vars(child) and name not in read:
                 swap_forward(child, _forward, LinearRewrite(False, child.bias is not None, fuses=False))
+            elif child is not None and not is_swapped(child) and is_adapted(child):
+                swap_forward(child, run_adapted, AdaptedRewrite())
 
 
 def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
@@ -117,7 +128,7 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
     standing = {name: there[name] for name in outputs if name in there}
     for name, module in standing.items():
         if is_swapped(module):
-            if not isinstance(swap_state(module), LinearRewrite):
+            if not isinstance(swap_state(module), (LinearRewrite, AdaptedRewrite)):
                 continue
             restore_forward(module)  # it was inside adapters
         for inner in module.modules():  # and this one is
@@ -126,6 +137,7 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
         patch_output(module, input_is_saved=outputs[name])
 
 
+@with_attributes(**{READS_SPECS: True})
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:

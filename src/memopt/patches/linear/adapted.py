@@ -1,0 +1,70 @@
+"""PEFT's LoRA around a plain linear, run as one function: no module inside it is called.
+
+Where anything but the plain formula is to be computed (dropout, DoRA, several adapters, merged or disabled ones), or a
+module inside is watched, PEFT's own forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memopt.kernels.linear.adapted import adapted_linear
+from memopt.patches.swap import is_watched, steps_aside
+
+READS_SPECS = "_memopt_reads_specs"
+"""Attribute of the classes of linears that were only swapped to read recompute specs."""
+_FORWARD = ("peft.tuners.lora.layer", "Linear.forward")
+
+
+@dataclass(frozen=True)
+class AdaptedRewrite:
+    """What such a layer knows: nothing that it does not look up at every call."""
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `module` has the forward of PEFT's LoRA around linears."""
+    forward: Any = type(module).forward
+    names = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
+    return names == _FORWARD and "forward" not in vars(module)
+
+
+def run_adapted(
+    stock: Callable[..., Tensor], rewrite: AdaptedRewrite, module: nn.Module, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The forward of a layer for which :func:`is_adapted` holds."""
+    found = _parts(module) if len(args) == 1 and not kwargs and not steps_aside() else None
+    y = None if found is None else adapted_linear(args[0], *found)
+    return stock(module, *args, **kwargs) if y is None else y
+
+
+def _parts(module: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+    """Weight, bias, A, B and scaling; None where the forward is to compute something else, or call watched modules."""
+    own, children = vars(module), module._modules
+    name: Any = own.get("_active_adapter")
+    if type(name) is list and len(name) == 1:
+        name = name[0]
+    if type(name) is not str or own.get("_disable_adapters", True) or own.get("merged_adapters", True):
+        return None
+    if own.get("lora_variant", True) or not own.get("cast_input_dtype_enabled"):
+        return None
+    a, b, dropout = (children[each]._modules.get(name) for each in ("lora_A", "lora_B", "lora_dropout"))  # type: ignore[union-attr]
+    if type(dropout) is not nn.Identity or is_watched(dropout):
+        return None
+    (weight, bias), (a, no_bias), (b, none) = (_parameters(each) for each in (children["base_layer"], a, b))
+    if weight is None or a is None or b is None or no_bias is not None or none is not None:
+        return None
+    return weight, bias, a, b, own["scaling"][name]
+
+
+def _parameters(linear: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a linear that need not be called; no weight where it has to be."""
+    kind = type(linear)
+    if linear is None or not (kind is nn.Linear or (hasattr(kind, READS_SPECS) and issubclass(kind, nn.Linear))):
+        return None, None
+    own = linear._parameters
+    # A tool that computes weight or bias from something else takes them out of the parameters.
+    return (None, None) if is_watched(linear) or "bias" not in own else (own.get("weight"), own["bias"])

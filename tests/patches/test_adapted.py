@@ -1,0 +1,146 @@
+"""A frozen linear and its adapter as one function: the values and gradients of PEFT's own forward, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import memopt
+from memopt.kernels.linear.adapted import AdaptedLinearFunction
+from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
+from memopt.patches.swap import is_swapped, swap_forward, swap_state
+from memopt.reporting.account import account
+from tests.factories import tiny_inputs, tiny_model
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for every call of the function."""
+    calls: list[str] = []
+    apply = AdaptedLinearFunction.apply
+    monkeypatch.setattr(AdaptedLinearFunction, "apply", lambda *given: calls.append("applied") or apply(*given))
+    return calls
+
+
+def layer(*, bias: bool = True, dtype: torch.dtype = FP32, fp32: bool = True, **settings: Any) -> nn.Module:
+    """PEFT's layer around one linear, with none of its values zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 16, bias=bias)).to(dtype)
+    config = LoraConfig(r=4, **{"lora_alpha": 6, "target_modules": ["0"], "init_lora_weights": False, **settings})
+    return get_peft_model(model, config, autocast_adapter_dtype=fp32).base_model.model[0].train()
+
+
+def patched(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    assert is_adapted(module)
+    swap_forward(module, run_adapted, AdaptedRewrite())
+    return module
+
+
+def results(module: nn.Module, dtype: torch.dtype, autocast: torch.dtype | None) -> dict[str, Tensor]:
+    """The output, and the gradient of every leaf; the input has another reader, whose gradient is added."""
+    torch.manual_seed(1)
+    given = torch.randn(2, 5, 24, dtype=dtype, requires_grad=True)
+    module.zero_grad()
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        x = given * 3
+        y = module(x)
+    (y.float().square().sum() + x.float().square().sum()).backward()
+    leaves = {"x": given, **dict(module.named_parameters())}
+    return {"y": y.detach(), **{name: each.grad for name, each in leaves.items() if each.grad is not None}}
+
+
+DTYPES = [(FP32, None, True), (FP32, BF16, True), (FP32, FP16, True), (BF16, BF16, True), (BF16, BF16, False)]
+DTYPES += [(BF16, None, True), (BF16, None, False), (FP16, BF16, True)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("dtype", "autocast", "fp32"), DTYPES)
+def test_value_and_gradients_are_those_of_the_stock_layer_to_the_bit(
+    dtype: torch.dtype, autocast: torch.dtype | None, fp32: bool, bias: bool, applied: list[str]
+) -> None:
+    stock = layer(bias=bias, dtype=dtype, fp32=fp32)
+    expected, found = results(stock, dtype, autocast), results(patched(stock), dtype, autocast)
+    assert len(applied) == (0 if (dtype, autocast) == (FP16, BF16) else 1)
+    assert found.keys() == expected.keys() == {"y", "x", "lora_A.default.weight", "lora_B.default.weight"}
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype
+        assert torch.equal(found[name], each), name
+
+
+def _hooked(inner: str) -> Callable[[nn.Module], object]:
+    return lambda module: module.get_submodule(inner).register_forward_hook(lambda *call: None)
+
+
+LEFT: dict[str, Callable[[nn.Module], object]] = {
+    "disabled": lambda module: module.enable_adapters(False),
+    "a hook on A": _hooked("lora_A.default"),
+    "a hook on B": _hooked("lora_B.default"),
+    "a hook on the linear": _hooked("base_layer"),
+    "a hook on the dropout": _hooked("lora_dropout.default"),
+    "a trained weight": lambda module: module.base_layer.weight.requires_grad_(),
+    "a trained bias": lambda module: module.base_layer.bias.requires_grad_(),
+    "two adapters": lambda module: setattr(module, "_active_adapter", ["default", "default"]),
+    "no casts": lambda module: setattr(module, "cast_input_dtype_enabled", False),
+    "merged": lambda module: module.merge(),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_another_formula_and_watched_modules_are_left_to_the_stock_forward(what: str, applied: list[str]) -> None:
+    stock = layer()
+    ours = patched(stock)
+    for module in (stock, ours):
+        LEFT[what](module)
+    expected, found = results(stock, FP32, BF16), results(ours, FP32, BF16)
+    assert not applied
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_other_kinds_of_adapters_are_left_to_the_stock_forward(settings: dict[str, Any], applied: list[str]) -> None:
+    stock = layer(**settings)
+    expected, found = results(stock, FP32, BF16), results(patched(stock), FP32, BF16)
+    assert not applied
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["no autocast", "autocast"])
+def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
+    autocast: torch.dtype | None, applied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ours = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
+    others, inputs = copy.deepcopy(ours), tiny_inputs("llama", 2, 72)
+
+    def step(model: nn.Module) -> Tensor:
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            loss: Tensor = model(**inputs).loss
+        return loss
+
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        step(model).backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    found, saved = gradients(ours), account(ours, lambda: step(ours)).total
+    layers = [each for each in ours.modules() if is_swapped(each) and isinstance(swap_state(each), AdaptedRewrite)]
+    assert len(layers) == len([name for name in found if "lora_A" in name])
+    # In the first block the norm and the linears behind it read data.
+    assert len(applied) == 2 * (len(layers) - 3)
+    monkeypatch.setattr("memopt.patches.linear.adapted.adapted_linear", lambda *given: None)
+    expected = gradients(others)
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+    assert saved <= account(others, lambda: step(others)).total
+    memopt.unpatch(ours)
+    assert not any(map(is_swapped, layers))
