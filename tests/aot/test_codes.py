@@ -8,7 +8,8 @@ import torch
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK
-from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
+from memopt.kernels.tools.aot import SHARED_LIMIT, Binary, capture
+from tests.aot.cases import WHOLE, dealt
 
 CODES = [("relu", "mask"), ("gelu_erf", "published"), ("silu", "3bit"), ("mish", "4bit"), ("mish", "8bit-stochastic")]
 #: Whole groups, whole vectors, neither.
@@ -18,18 +19,20 @@ CASES = [(SIZES[0], torch.bfloat16), (SIZES[1], torch.bfloat16), (SIZES[2], torc
 Compiled = list[tuple[int, torch.dtype, Binary]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(target, *code) for target in TARGETS for code in CODES],
-    ids=lambda param: "-".join(param),
-)
-def compiled(request: pytest.FixtureRequest) -> Compiled:
-    """Every launch of one code for one target, with its number of elements and dtype; the last ones are of rows."""
-    target, kind, scheme = request.param
+@pytest.fixture(scope="module", params=WHOLE)
+def whole(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=CODES, ids="-".join)
+def compiled(request: pytest.FixtureRequest, whole: bool) -> Compiled:
+    """Launches of one code, with their number of elements and dtype; the last tensors are of rows."""
+    kind, scheme = request.param
     code, found = RELU_MASK if scheme == "mask" else derivative_code(kind, scheme), []
     tensors = [torch.empty(count, dtype=dtype, device="meta") for count, dtype in CASES]
     tensors.append(torch.empty(2**10, 2**11, dtype=torch.bfloat16, device="meta")[:, 2**10 :])
-    for z in tensors:
+    is_heaviest, first = scheme == "8bit-stochastic", CODES.index(request.param)
+    for z, target in dealt(tensors, whole=whole, first=first, everywhere=lambda _: is_heaviest):
         with capture(target) as binaries:
             launch_apply(z, launch_encode(z, code, 2**62), code)
         assert [binary.kernel for binary in binaries] == ["encode_kernel", "apply_kernel"]
@@ -38,7 +41,7 @@ def compiled(request: pytest.FixtureRequest) -> Compiled:
 
 
 def test_nothing_spills_and_shared_memory_is_within_the_limit(compiled: Compiled) -> None:
-    assert not [(count, str(dtype)) for count, dtype, binary in compiled if binary.spilled]
+    assert not [(count, str(dtype), binary.target) for count, dtype, binary in compiled if binary.spilled]
     assert all(binary.shared <= SHARED_LIMIT[binary.target] for _, _, binary in compiled)
 
 

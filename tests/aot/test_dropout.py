@@ -7,6 +7,7 @@ import torch
 
 from memopt.kernels.dropout.function_triton import launch_dropout
 from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
+from tests.aot.cases import BACKENDS
 
 DTYPES = [torch.bfloat16, torch.float32]
 #: A whole number of tiles, a whole number of vectors, neither.
@@ -49,7 +50,7 @@ def test_registers_leave_room_for_enough_warps_to_hide_memory(compiled: list[tup
     assert max(binary.registers for _, binary in compiled) <= 64
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", BACKENDS)
 def test_another_seed_probability_or_size_does_not_compile_again(target: str) -> None:
     with capture(target) as binaries:
         for count, seed, threshold, scale in ((2**20, 1, 0.5, 2.0), (2**20, 16, 0.25, 4 / 3), (2**21, 2**30, 1.0, 0.0)):

@@ -9,7 +9,8 @@ import torch
 
 from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
 from memopt.kernels.loss.reference import RowFactors
-from memopt.kernels.tools.aot import TARGETS, capture
+from memopt.kernels.tools.aot import capture
+from tests.aot.cases import BACKENDS
 
 
 def test_the_loop_has_no_barrier_and_little_more_than_one_exponential_an_element() -> None:
@@ -23,7 +24,7 @@ def test_the_loop_has_no_barrier_and_little_more_than_one_exponential_an_element
     assert not re.search(r"bar\.|shfl", loop)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", BACKENDS)
 def test_another_number_of_rows_or_columns_does_not_compile_again(target: str) -> None:
     with capture(target) as binaries:
         for rows, columns in ((512, 32000), (96, 128256), (17, 8192)):
