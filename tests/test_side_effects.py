@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import memopt
+from tests.support.processes import run_code
 
 _VERBS = ("patch", "plan_for", "unpatch", "patch_checkpoint", "verify", "report", "load")
 
 
 def test_no_verb_changes_anything_global(tmp_path: Path) -> None:
     """In a process of its own: what a first import changes counts too."""
-    command = [sys.executable, "-m", "tests.test_side_effects", str(tmp_path)]
-    root = Path(__file__).parent.parent
-    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split("\n") == [*(f"{verb}: " for verb in _VERBS), ""], ran.stdout
+    ran = run_code("import sys; from tests.test_side_effects import examine; examine(sys.argv[1])", str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert ran.out.split("\n") == [*(f"{verb}: " for verb in _VERBS), ""], ran.out
 
 
 def test_nothing_seeds_the_generators_of_devices() -> None:
@@ -27,13 +24,15 @@ def test_nothing_seeds_the_generators_of_devices() -> None:
     assert [str(path) for path in sources if re.search(r"^[^#`]*torch\.manual_seed\(", path.read_text(), re.M)] == []
 
 
-def _main(folder: Path) -> None:
+def examine(name: str) -> None:
+    """Call every verb, with files in the folder `name`, and print a line for each: what it has changed."""
     import random
 
     import numpy as np
     import torch
 
     from tests.factories import tiny_inputs, tiny_model
+    from tests.support.garbage import ShortCollections
     from tests.support.global_state import changes, global_state, model_state
 
     class Drawing(torch.nn.Module):
@@ -47,6 +46,7 @@ def _main(folder: Path) -> None:
             scale = random.random() + np.random.rand() + float(torch.rand(()))
             return torch.nn.functional.dropout(self.linear(self.norm(x)) * scale, 0.1, training=True)
 
+    folder, collections = Path(name), ShortCollections()
     model, bert, drawing = tiny_model("llama"), tiny_model("bert"), Drawing()
     model.save_pretrained(folder / "original")
     x = {"x": torch.ones(2, 3, 8)}
@@ -62,13 +62,10 @@ def _main(folder: Path) -> None:
     model(**tiny_inputs("llama", 1, 4)).loss.backward()  # what a first call of the model's own changes
     stock = model_state(model)
     for verb in _VERBS:
+        collections.freeze_if_slow()
         before = global_state()
         verbs[verb]()
         found = changes(before, global_state())
         if verb == "unpatch":
             found += changes(stock, model_state(model))
         print(f"{verb}: {'; '.join(found)}")
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

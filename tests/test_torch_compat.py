@@ -6,7 +6,6 @@ import ast
 import gc
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import memopt
 from memopt import torch_compat
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.processes import run_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -654,9 +654,9 @@ GROUPS = {
 
 
 def _examined(groups: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    command = [sys.executable, "-m", "tests.hidden_names", *groups]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=550, check=True)
-    for line in done.stdout.splitlines():
+    ran = run_code("import sys; from tests.hidden_names import main; main(sys.argv[1:])", *groups)
+    assert ran.code == 0, ran.err
+    for line in ran.out.splitlines():
         if line.startswith("{"):
             found = json.loads(line)
             yield found["hidden"], found

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import memopt
 from tests.factories import tiny_model
+from tests.support.processes import run_code
 
 SOURCE = Path(memopt.__file__).parent
 GONE = "dropout"
@@ -20,7 +18,7 @@ GONE = "dropout"
 #: need Triton, and the plugins of trainers that are not installed; then runs commands. Prints the names of modules,
 #: then exit code and output of each command, as JSON.
 EVERYTHING = """
-import contextlib, io, json, pkgutil, sys, memopt
+import contextlib, gc, io, json, pkgutil, sys, memopt
 names = [m.name for m in pkgutil.walk_packages(memopt.__path__, "memopt.") if m.name != "memopt.__main__"]
 for name in names:
     if ".tools" in name or name.endswith("_triton"):
@@ -32,6 +30,7 @@ for name in names:
             raise
 print(json.dumps([memopt.__file__, [name for name in sys.modules if name.startswith("memopt")]]))
 from memopt.cli.main import main
+gc.freeze()
 for arguments in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = main(arguments)
@@ -59,11 +58,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lines(copy: Path) -> list[str]:
     """What `EVERYTHING` prints in the copy."""
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    command = [sys.executable, "-c", EVERYTHING, json.dumps([*COMMANDS.values()])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=copy, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    ran = run_code(EVERYTHING, json.dumps([*COMMANDS.values()]), folder=copy, path=[copy / "src"])
+    assert ran.code == 0, ran.err
+    return ran.out.splitlines()
 
 
 @pytest.fixture(scope="module")

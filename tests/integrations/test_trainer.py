@@ -18,6 +18,7 @@ from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
 from memopt.sampling import IndexedDataset
 from tests.factories import tiny_inputs, tiny_model
+from tests.support.processes import run_code
 
 STEPS = 3
 
@@ -227,8 +228,14 @@ def test_liger_gets_no_module_that_memopt_patches_unless_it_was_named(
 
 
 def test_importing_memopt_does_not_import_the_trainer() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, memopt; memopt.patch, memopt.integrations; sys.exit('transformers.trainer' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    trainer, callback = "transformers.trainer", "transformers.trainer_callback"
+    code = f"""
+import sys
+assert "transformers" in sys.modules and not {{{trainer!r}, {callback!r}}} & sys.modules.keys()
+import memopt.sampling
+assert {callback!r} not in sys.modules
+memopt.patch, memopt.integrations
+assert {trainer!r} not in sys.modules
+"""
+    ran = run_code(code)
+    assert ran.code == 0, ran.err

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing
 
-#: Imported once. Nothing here starts a thread, which a fork would lose.
-_IMPORTED = ("torch.distributed.fsdp", "transformers.models.llama.modeling_llama")
+from tests.support.processes import preload
 
 
 def run_ranks(train: Callable[..., None], *arguments: Any, ranks: int = 2) -> None:
@@ -20,5 +18,5 @@ def run_ranks(train: Callable[..., None], *arguments: Any, ranks: int = 2) -> No
     Raises:
         ProcessRaisedException: it raised in some process.
     """
-    multiprocessing.set_forkserver_preload([*_IMPORTED])
+    preload()
     torch.multiprocessing.start_processes(train, arguments, nprocs=ranks, start_method="forkserver")
