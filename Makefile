@@ -103,8 +103,9 @@ finetune: $(TRAIN_STAMP) ## train to convergence over five seeds, stock and memo
 
 # --- checks --------------------------------------------------------------------------------------------------------
 
-# One thread a worker: tiny tensors lose more in waking threads than they win.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(DURATIONS)
+# One thread a worker: tiny tensors lose more in waking threads than they win. Bytecode is written, so that pytest rewrites
+# the asserts of a test module once, and not in every worker.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(DURATIONS)
 DURATIONS = --durations=10 --durations-min=0.5
 
 # Triton decides while it is imported whether kernels are compiled or interpreted, so the latter is a run of its own.

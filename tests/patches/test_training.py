@@ -12,7 +12,7 @@ import memopt
 from tests.factories import tiny_model
 
 STEPS = 60
-BATCH, LENGTH = 8, 48
+BATCH, LENGTH = 4, 24
 #: The maximum of three perturbed runs is a noisy bound, hence the factor.
 FACTOR = 3
 

@@ -26,7 +26,7 @@ def tracer(name: str, recipe: str | None = None) -> Tracer:
 @pytest.mark.parametrize(
     ("name", "recipe", "training"),
     [
-        ("llama", None, Training(2, 16)),
+        pytest.param("llama", None, Training(2, 16), marks=pytest.mark.slow),
         ("llama", "exact-unfolded", Training(2, 16, train="lora")),
         pytest.param("llama", "exact-levels", Training(2, 16), marks=pytest.mark.slow),
         pytest.param("llama", "int8", Training(2, 16, checkpointing="full"), marks=pytest.mark.slow),
@@ -48,7 +48,9 @@ def test_experts_with_adapters_extend_too() -> None:
     assert short.extends
 
 
-@pytest.mark.parametrize("levels", [[1] * 6 + [0] * 6, [1] * 2 + [0] * 6 + [3] * 4])
+@pytest.mark.parametrize(
+    "levels", [pytest.param([1] * 6 + [0] * 6, marks=pytest.mark.slow), [1] * 2 + [0] * 6 + [3] * 4]
+)
 def test_blocks_of_unlike_levels_do_not_stand_for_one_another(levels: list[int]) -> None:
     config, training = named_config("llama", num_hidden_layers=12), Training(2, 16)
     sites = find_sites(build_meta(config))

@@ -95,7 +95,9 @@ def test_numbers_are_not_taken_for_forms() -> None:
     assert shapes.call(aten.add.Tensor, (ones + 1, 1), {}).sum() == 9
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_vl", "swin", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mixtral", pytest.param("qwen2_vl", marks=pytest.mark.slow), "swin", "t5", "whisper"]
+)
 def test_whole_forwards_are_answered_rightly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, compared, truths = MetaShapes.call, [], {}
 
