@@ -3,14 +3,21 @@ that transformers shards before it reads their weights, and forwards that accele
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter of ZeRO-3."""
+    return hasattr(tensor, "ds_id")
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
@@ -20,9 +27,43 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 
 def gathered(module: nn.Module) -> AbstractContextManager[Any]:
     """Inside, the partitioned parameters of `module` are whole; every rank has to enter it for the same module."""
-    parts = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    parts = [p for p in module.parameters() if is_partitioned(p)]
     deepspeed: Any = sys.modules.get("deepspeed")
     return deepspeed.zero.GatheredParameters(parts) if parts and deepspeed else nullcontext()
+
+
+def gathers_for_its_calls(module: nn.Module, hooks: Iterable[Any]) -> bool:
+    """Whether the parameters of `module` are partitioned, and `hooks` are those alone by which ZeRO-3 gathers them."""
+    ours = [str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks]
+    return bool(ours) and all(ours) and all(map(is_partitioned, module.parameters()))
+
+
+def fetch_before(node: Any) -> tuple[nn.Module, Callable[[torch.Tensor], None]] | None:
+    """The module whose weights ZeRO-3 fetches when backward comes to `node`, and a hook of a tensor that does the same.
+
+    None for any other node. ZeRO-3 passes each output of a module through such a node, which returns what it is given.
+    """
+    if type(node).__name__ != "PreBackwardFunctionForModuleBackward":
+        return None
+    module, fetch = getattr(node, "module", None), getattr(node, "pre_backward_function", None)
+    return None if module is None or fetch is None else (module, lambda gradient: fetch(module))
+
+
+@functools.cache
+def _steps_of_optimizers() -> list[int]:
+    """How many steps optimizers have made since this was first called."""
+    count = [0]
+
+    def stepped(*_: object) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(stepped)
+    return count
+
+
+def version_of_partitioned() -> int:
+    """Another number after an optimizer's step: ZeRO-3 writes its parameters where no version counter sees it."""
+    return _steps_of_optimizers()[0]
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.reporting.account import account
-from memopt.torch_compat import TorchDispatchMode, tree_leaves
 from memopt.walk.aten.precision import precise
 from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
+from tests.support.largest import Largest
 
 ROWS, WIDTH, CLASSES = 24, 16, 200
 LOSS_ONLY = ("norms.method=none", "activations.method=none", "gated_mlps.method=none", "loss.method=chunked")
@@ -330,28 +330,13 @@ def test_in_16_bits_it_is_as_close_as_the_stock_loss(
     assert ours[1] <= 1.1 * stock[1]
 
 
-class _Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, LazyLogits) and not leaf.is_meta:
-                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return result
-
-
 @pytest.mark.parametrize("patched", [False, True])
 def test_no_tensor_is_as_large_as_the_logits(patched: bool) -> None:
     model = tiny_model("llama", vocab_size=1000, tie_word_embeddings=False)
     given = {"input_ids": torch.randint(3, 1000, (4, 32))}
     if patched:
         apply(model, plan_for(model, _recipe()))
-    with _Largest() as watch:
+    with Largest() as watch:
         model(**given, labels=given["input_ids"]).loss.backward()
     largest = 1000 * 64  # the gradient of the head's weight
     assert (watch.elements <= largest) is patched

@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import sys
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
-from memopt.torch_compat import storage_id, tree_leaves, tree_map, wrapper
+from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.partitioned import fetch_before
+from memopt.patches.loss.source import Source
+from memopt.torch_compat import tree_leaves, tree_map, wrapper
 
-#: Of each tensor: how often it was changed in place, and its storage.
-Versions = tuple[tuple[int, int], ...]
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
@@ -44,136 +40,6 @@ _CALLED = """
 _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)} | {
     getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """What was done to logits, on any number of their rows."""
-
-    name: str
-    """For the user: "scale 0.25"."""
-    run: Callable[..., Tensor]
-    """``run(logits)``, or ``run(logits, columns)`` of a slice of the columns where `by_column`."""
-    tensors: tuple[Tensor, ...] = ()
-    """Tensors that it reads, beside the logits."""
-    by_column: bool = True
-    """Whether columns do not mix either."""
-    casts_up: bool = False
-    """Whether it does nothing but to widen the dtype."""
-    versions: Versions = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", versions_of(self.tensors))
-
-
-def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Its parameters and buffers."""
-    return tuple(chain(module.parameters(), module.buffers()))
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """One call of a head."""
-
-    module: nn.Module
-    stock: Callable[..., Tensor]
-    transposed: bool | None
-    """For x W^T + b: whether its weight is stored as (in, out). None for any other function."""
-    autocast: torch.dtype | None
-    tensors: tuple[Tensor, ...]
-    """Its parameters and buffers."""
-    versions: Versions
-    lean: bool = False
-    """Whether a cross-entropy keeps the logits whole, in their own dtype."""
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the module still has the tensors it was called with."""
-        now = tensors_of(self.module)
-        return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        with autocast_as(self.autocast, x):
-            return self.stock(self.module, x)
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What logits are computed from."""
-
-    head: Head
-    x: Tensor
-    """(..., in); in the graph where `tracked`."""
-    width: int
-    dtype: torch.dtype
-    tracked: bool
-    """Whether the logits require gradients."""
-    operations: tuple[Operation, ...] = ()
-    versions: Versions = ()
-    """Of `x`."""
-    rows: object = field(default_factory=object)
-    """The same for logits of the same rows."""
-    family: list[weakref.ref[LazyLogits]] = field(default_factory=list)
-    """All logits of one call of the head, as far as they are alive."""
-    losses: list[str] = field(default_factory=list)
-    """Functions whose gradients come past the logits of that call."""
-    moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
-    """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.x.shape[:-1], self.width)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those in the graph, beside `x`."""
-        found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
-        return distinct(tensor for tensor in found if tensor.requires_grad)
-
-    @property
-    def without_rows(self) -> Source:
-        """What a backward may hold beside its saved tensors."""
-        return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
-
-    def values(self, x: Tensor) -> Tensor:
-        """The logits of the rows `x`, (..., in)."""
-        y = self.head(x)
-        for operation in self.operations:
-            y = operation.run(y)
-        return y
-
-    def pass_moments_to(self, tensor: Tensor) -> None:
-        """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""
-        for hook in self.moments.values() if tensor.requires_grad else ():
-            tensor.register_hook(hook)
-
-    def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: what the logits are computed from was changed in place.
-        """
-        read: tuple[Head | Operation, ...] = (self.head, *self.operations)
-        same = all(versions_of(each.tensors) == each.versions for each in read)
-        same = same and versions_of((self.x,)) == self.versions
-        if same and self.head.is_unchanged:
-            return
-        raise RuntimeError(
-            "These logits were never computed, and the weights of their head, or its input, were changed in place "
-            "or replaced since its forward (by an optimizer's step, for example). Read outputs.logits before that, as "
-            "in logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
-        )
-
-
-def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Each once: the gradient of a tensor that is read twice is already that of both."""
-    return tuple({id(tensor): tensor for tensor in tensors}.values())
-
-
-def versions_of(tensors: Iterable[Tensor]) -> Versions:
-    """How often each was changed in place, and its storage: no version counter counts an exchange of ``.data``."""
-    return tuple(
-        (0 if tensor.is_inference() else tensor._version, storage_id(tensor.untyped_storage())) for tensor in tensors
-    )
 
 
 class LazyLogits(Tensor):
@@ -195,6 +61,8 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
+        for each in () if func in _METADATA else pending:
+            each.look_through_fetches()
         if func in _WANT_GRADIENTS:
             hook: Any = (*args[1:], kwargs.get("hook"))[0] if func is Tensor.register_hook else None
             if pending and _waits_for_a_moment(hook):
@@ -255,9 +123,24 @@ class LazyLogits(Tensor):
         """Whether another autograd node than its own made it, e.g. a user's function that cloned its input."""
         return self.grad_fn is not self.node
 
+    def look_through_fetches(self) -> None:
+        """Be logits of the head again behind the nodes in which ZeRO-3 fetches weights (`fetch_before`)."""
+        node: Any = None if self.grad_fn is self.node else self.grad_fn
+        fetches = []
+        while (found := fetch_before(node)) is not None:
+            fetches.append(found)
+            node = node.next_functions[0][0]
+        source = getattr(node, "source", None)
+        if fetches and isinstance(source, Source):
+            # The head's own fetch is part of its next call.
+            others = (hook for module, hook in fetches if module is not source.head.module)
+            self.source = dataclasses.replace(source, fetches=(*others, *source.fetches))
+            self.node, self.parent, self.root, self.step = self.grad_fn, None, None, None
+
     def compute(self) -> Tensor:
         """The true logits, in the graph where these are."""
         if self.value is None:
+            self.look_through_fetches()
             self.source.check()
             if self.is_foreign:
                 self.value = _RevealFunction.apply(self)
@@ -265,7 +148,7 @@ class LazyLogits(Tensor):
                 with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
                     parent = self.parent if self.root is None else self.root()
                     if parent is None or self.step is None:
-                        self.value = self.source.values(self.source.x)
+                        self.value = self.source.whole()
                         self.source.pass_moments_to(self.value)
                     else:
                         self.value = self.step(parent.compute())
@@ -332,7 +215,7 @@ class _RevealFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        return logits.source.values(logits.source.x)
+        return logits.source.whole()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:

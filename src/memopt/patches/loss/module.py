@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
+from memopt.partitioned import gathers_for_its_calls, is_partitioned
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
-from memopt.patches.loss.lazy import Head, Source, stand_for, tensors_of, versions_of
+from memopt.patches.loss.lazy import stand_for
+from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (
@@ -38,7 +40,7 @@ class LossRewrite:
     """What a patched head knows."""
 
     transposed: bool | None
-    """As in `memopt.patches.loss.lazy.Head`."""
+    """As in `memopt.patches.loss.source.Head`."""
     inputs: int
     """Width of its input."""
     classes: int
@@ -124,6 +126,8 @@ def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
 
 
 def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 2 and isinstance(args[1], Inside):
+        return args[1].function(args[0])
     x = args[0] if len(args) == 1 and not kwargs else None
     if type(x) not in _PLAIN_TYPES or steps_aside(off=_WHOLE) or _is_out_of_reach(module):
         return stock(module, *args, **kwargs)
@@ -138,8 +142,11 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
         return stock(module, *args, **kwargs)  # sharded, of another library, or lent for this call alone
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         return stock(module, *args, **kwargs)  # which says what is wrong
+    gathers = any(map(is_partitioned, tensors))
+    if gathers and transposed is None:
+        return stock(module, *args, **kwargs)  # whose inner modules gather weights of their own
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean)
+    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers)
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
@@ -161,14 +168,13 @@ def _is_out_of_reach(module: nn.Module) -> bool:
     """Whether a chunk would not be computed as the whole.
 
     Hooks of the module may gather its weights for this call alone, as those of sharded training do where they do not
-    leave them gathered, and dropouts draw one mask for all rows. Hooks for all modules see the tensor that stands for
-    the logits.
+    leave them gathered, and dropouts draw one mask for all rows. Under ZeRO-3's the chunks are computed in a call of
+    the module. Hooks for all modules see the tensor that stands for the logits.
     """
     if "forward" in module.__dict__ or "parametrizations" in module._modules:
         return True
     forward, forward_pre, *backward = module_hooks(module)
-    if any(backward) or (
-        (forward or forward_pre) and not fsdp_leaves_gathered(module, [*forward.values(), *forward_pre.values()])
-    ):
+    hooks = [*forward.values(), *forward_pre.values()]
+    if any(backward) or (hooks and not (fsdp_leaves_gathered(module, hooks) or gathers_for_its_calls(module, hooks))):
         return True
     return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.patches.loss.lazy import HANDLERS, LazyLogits, Operation, Source, stand_for, versions_of
+from memopt.partitioned import is_partitioned
+from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
+from memopt.patches.loss.source import Operation, Source, versions_of
 from memopt.torch_compat import FakeTensor
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
@@ -149,8 +151,8 @@ def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], te
 
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
-    """Whether `value` has one element, or one for each column, and leaves shape and device as they are."""
-    if type(value) not in _PLAIN_TYPES or value.dim() > logits.dim():
+    """Whether `value` has one element, or one for each column, stays, and leaves shape and device as they are."""
+    if type(value) not in _PLAIN_TYPES or value.dim() > logits.dim() or is_partitioned(value):
         return False
     if value.device != logits.device and (value.dim() or value.device.type != "cpu"):
         return False

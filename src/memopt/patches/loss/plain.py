@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
-from memopt.patches.loss.lazy import Source, distinct
 from memopt.patches.loss.rows import chunk_bytes, itself
+from memopt.patches.loss.source import Source, distinct
 from memopt.torch_compat import FakeTensor
 
 #: Rows of a chunk with which a product is not bound by reading W.

@@ -20,10 +20,11 @@ from memopt.kernels.loss.function import lean_cross_entropy
 from memopt.kernels.loss.reference import LossArguments, losses_of
 from memopt.patches.loss.at_once import loss_at_once
 from memopt.patches.loss.blocks import losses_by_blocks
-from memopt.patches.loss.lazy import LazyLogits, Source, versions_of
+from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import by_rows
+from memopt.patches.loss.source import Source, versions_of
 from memopt.torch_compat import known_values, no_dispatch
 
 #: Function -> position of its argument ``dim``.
@@ -60,31 +61,35 @@ def cross_entropy(
         return NotImplemented  # the stock function says what is wrong
     arguments = LossArguments(weight, label_smoothing, ignore_index)
     dtype = _dtype_of_loss(logits.dtype, autocast_dtype(logits), logits.device)
-    source = logits.source
+    loss: Tensor = logits.source.in_call(lambda source: _loss(source, target, arguments, reduction))
+    return loss.to(dtype)
+
+
+def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: str) -> Tensor:
+    soft = target.is_floating_point()
     if source.head.lean and not soft:
         with torch.set_grad_enabled(source.tracked and torch.is_grad_enabled()):
-            whole = _before_the_loss(source).values(source.x)
             options: Any = {**vars(arguments), "reduction": reduction}
-            return lean_cross_entropy(whole, target, **options).to(dtype)
+            return lean_cross_entropy(_before_the_loss(source).whole(), target, **options)
     if soft:
         losses = _by_rows(source, target, arguments)
         divisor: Tensor | float = float(len(target))
     else:
         # Ignored rows never reach the head.
-        kept = _counted(target, ignore_index)
+        kept = _counted(target, arguments.ignore_index)
+        wide = accumulation_dtype(source.dtype)
         source = _before_the_loss(source)
-        wide = accumulation_dtype(logits.dtype)
         divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
         if is_plain(source):
             plain = Plain(source, arguments)
             if reduction != "none" and plain.is_at_once:
-                return loss_at_once(plain, target, kept, 1 / divisor.to(target.device)).to(dtype)
+                return loss_at_once(plain, target, kept, 1 / divisor.to(target.device))
             losses = losses_by_blocks(plain, target, kept)
         else:
             losses = _by_rows(source, target, arguments, kept)
     if reduction == "none":
-        return losses.to(dtype)
-    return (losses.sum() / divisor if reduction == "mean" else losses.sum()).to(dtype)
+        return losses
+    return losses.sum() / divisor if reduction == "mean" else losses.sum()
 
 
 def _before_the_loss(source: Source) -> Source:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import DirectFunction, batched_gradients, is_batched, refuse_double_backward
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.patches.loss.lazy import Source
+from memopt.patches.loss.source import Source
 
 #: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
 #: but not so few that a product has hardly any rows.
@@ -44,6 +44,8 @@ def by_rows(source: Source, finish: Finish, arguments: Sequence[Tensor] = ()) ->
         finish: a function of rows that does not mix them.
         arguments: tensors of which a chunk of rows is passed to `finish`; no gradient flows to them.
     """
+    if source.head.gathers:
+        return source.in_call(lambda inside: by_rows(inside, finish, arguments))
     x = source.x.reshape(-1, source.x.shape[-1])
     plan = _Plan(source, finish, len(arguments))
     if source.tracked and torch.is_grad_enabled():

@@ -1,0 +1,187 @@
+"""What logits are computed from: a call of the head, its input, and what was done to the logits since."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import autocast_as
+from memopt.partitioned import is_partitioned, version_of_partitioned
+from memopt.torch_compat import storage_id
+
+#: Of each tensor: how often it was changed in place, and its storage.
+Versions = tuple[tuple[int, int], ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What was done to logits, on any number of their rows."""
+
+    name: str
+    """For the user: "scale 0.25"."""
+    run: Callable[..., Tensor]
+    """``run(logits)``, or ``run(logits, columns)`` of a slice of the columns where `by_column`."""
+    tensors: tuple[Tensor, ...] = ()
+    """Tensors that it reads, beside the logits."""
+    by_column: bool = True
+    """Whether columns do not mix either."""
+    casts_up: bool = False
+    """Whether it does nothing but to widen the dtype."""
+    versions: Versions = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", versions_of(self.tensors))
+
+
+def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
+    """Its parameters and buffers."""
+    return tuple(chain(module.parameters(), module.buffers()))
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One call of a head."""
+
+    module: nn.Module
+    stock: Callable[..., Tensor]
+    transposed: bool | None
+    """For x W^T + b: whether its weight is stored as (in, out). None for any other function."""
+    autocast: torch.dtype | None
+    tensors: tuple[Tensor, ...]
+    """Its parameters and buffers."""
+    versions: Versions
+    lean: bool = False
+    """Whether a cross-entropy keeps the logits whole, in their own dtype."""
+    gathers: bool = False
+    """Whether its weights are whole in its calls alone."""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the module still has the tensors it was called with."""
+        now = tensors_of(self.module)
+        return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with autocast_as(self.autocast, x):
+            return self.stock(self.module, x)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What logits are computed from."""
+
+    head: Head
+    x: Tensor
+    """(..., in); in the graph where `tracked`."""
+    width: int
+    dtype: torch.dtype
+    tracked: bool
+    """Whether the logits require gradients."""
+    operations: tuple[Operation, ...] = ()
+    versions: Versions = ()
+    """Of `x`."""
+    rows: object = field(default_factory=object)
+    """The same for logits of the same rows."""
+    family: list[weakref.ref[Any]] = field(default_factory=list)
+    """All logits of one call of the head, as far as they are alive."""
+    losses: list[str] = field(default_factory=list)
+    """Functions whose gradients come past the logits of that call."""
+    moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
+    """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
+    fetches: tuple[Callable[[Tensor], Any], ...] = ()
+    """Such hooks of the modules that returned these logits, the outermost first."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.width)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those in the graph, beside `x`."""
+        found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
+        return distinct(tensor for tensor in found if tensor.requires_grad)
+
+    @property
+    def without_rows(self) -> Source:
+        """What a backward may hold beside its saved tensors."""
+        return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
+
+    def values(self, x: Tensor) -> Tensor:
+        """The logits of the rows `x`, (..., in)."""
+        y = self.head(x)
+        for operation in self.operations:
+            y = operation.run(y)
+        return y
+
+    def in_call(self, function: Callable[[Source], T]) -> T:
+        """``function(self)`` where the head's weights are whole: inside a call of the head, if they are so there alone.
+
+        The hooks by which ZeRO-3 gathers weights then see in `x` and in the result an input and an output of the head.
+        """
+        if not self.head.gathers:
+            return function(self)
+
+        def inside(x: Tensor) -> T:
+            head = dataclasses.replace(self.head, gathers=False)
+            return function(dataclasses.replace(self, head=head, x=x, versions=versions_of((x,))))
+
+        result: T = self.head.module(self.x, Inside(inside))
+        return result
+
+    def whole(self) -> Tensor:
+        """The logits of all rows."""
+        return self.in_call(lambda source: source.values(source.x))
+
+    def pass_moments_to(self, tensor: Tensor) -> None:
+        """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""
+        for hook in (*self.moments.values(), *self.fetches) if tensor.requires_grad else ():
+            tensor.register_hook(hook)
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: what the logits are computed from was changed in place.
+        """
+        read: tuple[Head | Operation, ...] = (self.head, *self.operations)
+        same = all(versions_of(each.tensors) == each.versions for each in read)
+        same = same and versions_of((self.x,)) == self.versions
+        if same and self.head.is_unchanged:
+            return
+        raise RuntimeError(
+            "These logits were never computed, and the weights of their head, or its input, were changed in place "
+            "or replaced since its forward (by an optimizer's step, for example). Read outputs.logits before that, as "
+            "in logits = outputs.logits.detach().clone().as_subclass(torch.Tensor), or patch with loss.method=none."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """What a head that is called with it runs in the place of its forward."""
+
+    function: Callable[[Tensor], Any]
+    """Of the head's input, as its hooks have passed it on."""
+
+
+def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Each once: the gradient of a tensor that is read twice is already that of both."""
+    return tuple({id(tensor): tensor for tensor in tensors}.values())
+
+
+def versions_of(tensors: Iterable[Tensor]) -> Versions:
+    """How often each was changed in place, and its storage: no version counter counts an exchange of ``.data``."""
+    return tuple(
+        (version_of_partitioned(), 0)
+        if is_partitioned(tensor)
+        else (0 if tensor.is_inference() else tensor._version, storage_id(tensor.untyped_storage()))
+        for tensor in tensors
+    )
