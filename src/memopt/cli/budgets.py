@@ -10,6 +10,7 @@ import typer
 
 from memopt.cli import common, drawings
 from memopt.errors import OutputError, UsageError
+from memopt.forks import forking
 
 if TYPE_CHECKING:
     from memopt.prediction.planner.choice import Choice
@@ -86,7 +87,7 @@ def show(
     else:
         file = common.output_file(out, "--out", force=force)
     allowed = () if allow is None else (allow,)
-    with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"):
+    with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"), forking():
         with common.importing():
             from memopt.prediction.planner.choice import Choice
             from memopt.prediction.planner.training import plan_training

@@ -9,6 +9,7 @@ import typer
 
 from memopt.cli import budgets, common, drawings, measured
 from memopt.errors import ModelError, UsageError
+from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
@@ -157,7 +158,7 @@ def report(
             lora_targets=targets,
             checkpointing=checkpointing,
         )
-    with common.only_results_on_stdout(), common.waiting("Tracing training steps"):
+    with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
         with common.importing():
             from memopt.pipeline import report as in_detail
             from memopt.prediction.answer import headline

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from memopt.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, setup_on
 from memopt.prediction.fit import MOST_ROWS, largest
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
-from memopt.prediction.tracer import Tracer
+from memopt.prediction.trace import Trace
+from memopt.prediction.tracer import Tracer, trace_ahead
 from memopt.reporting.build import Subject
 from memopt.reporting.estimate import max_positions
 from memopt.reporting.headline import Headline, Largest, Way
@@ -58,12 +61,15 @@ class _Answer:
     def headline(self, source: str) -> Headline:
         subject, training = self.subject, self.subject.training
         patched = self.candidate("memopt", subject.recipe, training.checkpointing)
+        stock = self.candidate("stock", None, training.checkpointing)
+        trace_ahead(patched.tracer, training, (stock.tracer, training))
         patched.at()
         self.extends = patched.tracer.extends
-        stock = self.candidate("stock", None, training.checkpointing)
+        # Blocks of a stock model may be alike where those of the patched one are not.
+        stock.tracer.extends = self.extends or None
         self.stock_cost = _cost(stock.at())
         others = list(self._others()) if self.card else []
-        ways = {each.name: self.way(each) for each in (stock, patched, *others)}
+        ways = self._ways((stock, patched, *others))
         remedy = "" if self.card is None else self._remedy(patched, others, ways)
         after = patched.at()
         return Headline(
@@ -84,7 +90,6 @@ class _Answer:
     def candidate(self, name: str, recipe: Recipe | None, checkpointing: Checkpointing, **training: str) -> _Candidate:
         subject = self.subject
         folded = () if recipe is None else subject.folded
-        # Blocks of a stock model may be alike where those of the patched one are not.
         extends = self.extends if recipe is not None else self.extends or None
         tracer = Tracer(subject.config, subject.sites, recipe, folded, subject.inputs, extends)
         steps = []
@@ -105,6 +110,19 @@ class _Answer:
             yield self.candidate("memopt + checkpointing", rules, "full")
         if rules.name != "int8":
             yield self.candidate("memopt, int8", load_recipe("int8"), self.subject.training.checkpointing)
+
+    def _ways(self, candidates: Sequence[_Candidate]) -> dict[str, Way]:
+        def work(candidate: _Candidate) -> tuple[Way, Trace | None]:
+            is_known = candidate.training in candidate.tracer.traces
+            return self.way(candidate), None if is_known else candidate.at().trace
+
+        steps = [partial(work, candidate) for candidate in candidates]
+        # Without a card nothing is searched, and a fork costs more than it gains.
+        found = each(steps) if self.card else [do() for do in steps]
+        for candidate, (_, traced) in zip(candidates, found, strict=True):
+            if traced is not None:
+                candidate.tracer.traces[candidate.training] = traced
+        return {candidate.name: way for candidate, (way, _) in zip(candidates, found, strict=True)}
 
     def way(self, candidate: _Candidate) -> Way:
         self.tell(candidate.name)

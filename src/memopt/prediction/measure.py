@@ -23,8 +23,9 @@ from memopt.prediction.optimizers import make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import parameters_of, step_events
+from memopt.reporting.arguments import DTYPES, step_arguments
 from memopt.reporting.build import Subject
-from memopt.reporting.estimate import DTYPES, build_trained, quiet, replace_tensors, step_arguments
+from memopt.reporting.estimate import build_trained, quiet, replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import losses_of, record

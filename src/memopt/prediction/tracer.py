@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
+from memopt.forks import each, processes
 from memopt.plan.recipe import Recipe
 from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.trace import Trace, living, trace
@@ -32,7 +34,10 @@ class Tracer:
     inputs: Batch | None = None
     extends: bool | None = None
     """Whether blocks may be left out; None where that is not known yet."""
-    _traces: dict[Training, Trace] = field(default_factory=dict, init=False)
+    traces: dict[Training, Trace] = field(default_factory=dict, init=False)
+    """Those that are known."""
+    _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)
+    """Traces of so many groups of alike blocks, ahead of their use."""
 
     def at(self, training: Training) -> Trace:
         """The step of the whole model.
@@ -40,11 +45,13 @@ class Tracer:
         Raises:
             ModelError: it cannot be traced.
         """
-        if training not in self._traces:
-            self._traces[training] = self._extended(training) or self._trace(training)
-        return self._traces[training]
+        if training not in self.traces:
+            self.traces[training] = self._extended(training) or self._trace(training)
+        return self.traces[training]
 
     def _trace(self, training: Training, groups: int | None = None) -> Trace:
+        if groups is not None and (training, groups) in self._parts:
+            return self._parts.pop((training, groups))
         return trace(
             self.config,
             training,
@@ -70,6 +77,24 @@ class Tracer:
         except (UnlikeError, ModelError):
             self.extends = False
             return None
+
+
+def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Training]) -> None:
+    """Trace at the same time, where forks are allowed, what `first.at(training)` needs and then `others`."""
+    if processes() < 2 or len(first.sites.blocks) <= LEAST_GROUPS + 1 or first.extends is not None:
+        return
+    wanted = [(first, training, LEAST_GROUPS + 1), (first, training, LEAST_GROUPS)]
+    wanted += [(tracer, its, LEAST_GROUPS) for tracer, its in others]
+
+    def attempt(tracer: Tracer, its: Training, groups: int) -> Trace | None:
+        try:
+            return tracer._trace(its, groups)
+        except ModelError:
+            return None  # whoever needs it finds out
+
+    for (tracer, its, groups), found in zip(wanted, each([partial(attempt, *one) for one in wanted]), strict=True):
+        if found is not None:
+            tracer._parts[its, groups] = found
 
 
 def _deepened(shallow: Trace, groups: int | None = None) -> Trace:

@@ -61,8 +61,14 @@ class Measured:
         return tuple((0, *its).index(level) for level, its in zip(levels, self.examples, strict=True))
 
 
-def measure(levels: Levels, trace: Trace) -> Measured:
-    """What the levels cost: from two traces where each kind has many blocks, else from one for each level at most."""
+def measure(
+    levels: Levels, trace: Trace, ahead: Callable[[Sequence[Sequence[int]]], None] = lambda together: None
+) -> Measured:
+    """What the levels cost: from two traces where each kind has many blocks, else from one for each level at most.
+
+    Args:
+        ahead: called with the levels of all traces that follow the first, which are independent.
+    """
     options = levels.options
     own = trace((0,) * len(options))
     kinds: dict[tuple[int, tuple[int, ...], bool], list[int]] = {}
@@ -75,17 +81,23 @@ def measure(levels: Levels, trace: Trace) -> Measured:
             traces.extend([] for _ in range(number + 1 - len(traces)))
             traces[number] += [(level, run, places) for level, run in runs]
     examples: list[dict[int, tuple[Block, Block]]] = [{} for _ in options]
-    for each in traces:
-        chosen = [0] * len(options)
-        for level, run, _ in each:
-            for place in run:
-                chosen[place] = level
+    together = [_levels_of(each, len(options)) for each in traces]
+    ahead(together)
+    for each, chosen in zip(traces, together, strict=True):
         found = trace(chosen)
         for level, run, alike in each:
             for place in alike:
                 example = place if len(run) == len(alike) else run[len(run) // 2]
                 examples[place][level] = own.blocks[example], found.blocks[example]
     return Measured(own, tuple({level: its[level] for level in sorted(its)} for its in examples))
+
+
+def _levels_of(runs: list[tuple[int, Sequence[int], Sequence[int]]], count: int) -> list[int]:
+    chosen = [0] * count
+    for level, run, _ in runs:
+        for place in run:
+            chosen[place] = level
+    return chosen
 
 
 def _runs(levels: Sequence[int], places: Sequence[int]) -> Iterator[list[tuple[int, Sequence[int]]]]:

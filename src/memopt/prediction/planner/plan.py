@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memopt.errors import NegativeVerdict
+from memopt.forks import each, processes
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import shipped
@@ -52,18 +54,32 @@ class Task:
         context = self.setup.context if self.training.cuda_kernels else 0
         return min(budget, context + int((budget - context) / (1 + self.margin)))
 
+    def trace_ahead(self, recipes: Sequence[Recipe], rows: int) -> None:
+        """Trace steps that :meth:`predicted` will be asked for, at the same time where forks are allowed."""
+        new = {key: recipe for recipe in recipes if (key := _key(recipe, rows)) not in self._traces}
+        if processes() > 1:
+            found = each([partial(self.trace, recipe, rows) for recipe in new.values()])
+            self._traces.update(zip(new, found, strict=True))
+
     def predicted(self, recipe: Recipe, rows: int, accumulation: int) -> Prediction:
         """The step with micro-batches of so many rows; traced once for each recipe and number of rows."""
-        key = recipe.model_dump_json(exclude={"name", "description"}), rows
+        key = _key(recipe, rows)
         if key not in self._traces:
             self._traces[key] = self.trace(recipe, rows)
         return combine(self._traces[key], replace(self.setup, accumulation=accumulation))
 
     def measured(self, rows: int, accumulation: int) -> Measured:
         """What the levels cost in micro-batches of so many rows."""
+        recipe_at = self.levels.recipe_at
         return measure(
-            self.levels, lambda chosen: cut(self.predicted(self.levels.recipe_at(chosen), rows, accumulation))
+            self.levels,
+            lambda chosen: cut(self.predicted(recipe_at(chosen), rows, accumulation)),
+            lambda together: self.trace_ahead(list(map(recipe_at, together)), rows),
         )
+
+
+def _key(recipe: Recipe, rows: int) -> tuple[str, int]:
+    return recipe.model_dump_json(exclude={"name", "description"}), rows
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace
-from memopt.prediction.tracer import Tracer
+from memopt.prediction.tracer import Tracer, trace_ahead
 from memopt.reporting.build import Subject, subject
 from memopt.reporting.training import ALL_LINEAR, Precision, Train, training_of
 
@@ -84,7 +84,9 @@ def _task(name: str, of: Subject, setup: Setup, card: Card) -> Task:
     def traced(rules: Recipe, rows: int) -> Trace:
         nonlocal extends
         tracer = Tracer(of.config, of.sites, rules, of.folded, of.inputs, extends)
-        found = tracer.at(replace(of.training, batch=rows))
+        training = replace(of.training, batch=rows)
+        trace_ahead(tracer, training)
+        found = tracer.at(training)
         # The first is the recipe's own step; the others have its blocks, some at other levels.
         extends = tracer.extends if extends is None else extends
         return found

@@ -1,0 +1,67 @@
+"""Independent work in forks of the process: the same results and errors as without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from memopt import forks
+from memopt.forks import each, forking
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+
+def pid_after(other: int, written: int) -> int:
+    """The process that runs this, once another one runs too."""
+    os.write(written, b".")
+    os.read(other, 1)
+    return os.getpid()
+
+
+def die_unless(parent: int, result: int) -> int:
+    if os.getpid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
+def fail(message: str) -> int:
+    raise ValueError(message)
+
+
+def test_work_is_shared_with_a_fork_where_that_is_allowed(two: None) -> None:
+    (a, to_a), (b, to_b) = os.pipe(), os.pipe()
+    with forking():
+        found = each([partial(pid_after, a, to_b), partial(pid_after, b, to_a)])
+    assert len(set(found)) == 2
+    assert os.getpid() in found
+
+
+def test_results_keep_their_order(two: None) -> None:
+    with forking():
+        assert each([partial(int, str(number)) for number in range(20)]) == list(range(20))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_one_processor_or_no_permission_is_one_process(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0} if allowed else {0, 1})
+    token = forks._allowed.set(allowed)
+    assert each([os.getpid] * 4) == [os.getpid()] * 4
+    forks._allowed.reset(token)
+
+
+def test_a_fork_that_dies_leaves_its_work_to_the_process(two: None) -> None:
+    with forking():
+        assert each([partial(die_unless, os.getpid(), number) for number in range(6)]) == list(range(6))
+
+
+def test_the_error_is_the_first_in_order(two: None) -> None:
+    work: list[Callable[[], int]] = [os.getpid, partial(fail, "first"), partial(fail, "second")]
+    with forking(), pytest.raises(ValueError, match="first"):
+        each(work)
