@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
+from memopt.kernels.activation import function, function_triton
 from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.activation.function_triton import launch_backward, launch_forward
+from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
@@ -227,3 +230,26 @@ def test_the_gradient_may_be_written_over_what_it_is_computed_from() -> None:
     assert dz is z
     assert torch.equal(dz, expected[0])
     assert torch.equal(h, expected[1])
+
+
+def test_the_first_of_layers_that_are_alike_lets_its_output_go_before_the_gradient_is_there(monkeypatch) -> None:
+    x, *weights = (torch.randn(8, 8, device=DEVICE, requires_grad=True) for _ in range(5))
+
+    def gradients() -> tuple[Tensor, ...]:
+        h = x
+        for weight, behind in (weights[:2], weights[2:]):
+            h = linear(recomputed_activation(h @ weight, torch.tanh, "tanh"), behind, None)
+        return torch.autograd.grad(h.square().sum(), [x, *weights])
+
+    one_passes: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        one_passes.append(args[3])
+        return launch_backward(*args)
+
+    monkeypatch.setattr(function_triton, "launch_backward", noted)
+    found = gradients()
+    assert one_passes == [False, True]
+    monkeypatch.setattr(function, "is_largest_yet", lambda tensor: False)
+    assert all(map(torch.equal, found, gradients()))
+    assert one_passes == [False, True, True, True]

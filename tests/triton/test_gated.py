@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
+from memopt.kernels.gated_mlp import function, function_triton
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.gated_mlp.function_triton import launch_backward, launch_forward
 from memopt.kernels.linear.function import linear
@@ -176,9 +178,9 @@ class TestOperators:
             up, gate = both.chunk(2, -1)
             return linear(gated_product(gate, up, "silu"), weight, bias)
 
-        def run(function: object, *tensors: Tensor) -> list[Tensor]:
+        def run(compute: object, *tensors: Tensor) -> list[Tensor]:
             leaves = [t.detach().requires_grad_() for t in tensors]
-            y = function(*leaves)  # type: ignore[operator]
+            y = compute(*leaves)  # type: ignore[operator]
             return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
         truth = run(stock, both.double(), weight.double(), bias.double())
@@ -201,6 +203,29 @@ class TestOperators:
         first, second = (torch.autograd.grad(h, both, dh, retain_graph=True)[0] for _ in range(2))
         assert torch.equal(first, second)
         assert first.data_ptr() != second.data_ptr()
+
+    def test_the_first_of_blocks_that_are_alike_holds_one_gradient_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The product is recomputed and let go before its gradient is there, which takes another pass."""
+        x, *weights = (draw(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(6, 8), *[(8, 8)] * 6]))
+
+        def gradients() -> tuple[Tensor, ...]:
+            h = x
+            for gate, up, down in (weights[:3], weights[3:]):
+                h = linear(gated_product(h @ gate, h @ up, "silu"), down, None)
+            return torch.autograd.grad(h.square().sum(), [x, *weights])
+
+        one_passes: list[bool] = []
+
+        def noted(*args: Any) -> Any:
+            one_passes.append(args[4])
+            return launch_backward(*args)
+
+        monkeypatch.setattr(function_triton, "launch_backward", noted)
+        found = gradients()
+        assert one_passes == [False, True]
+        monkeypatch.setattr(function, "is_largest_yet", lambda tensor: False)
+        assert all(map(torch.equal, found, gradients()))
+        assert one_passes == [False, True, True, True]
 
     def test_different_dtypes_of_gate_and_up_take_the_reference(self) -> None:
         gate, up = draw(4, 6).requires_grad_(), draw(4, 6, dtype=torch.bfloat16, seed=1).requires_grad_()

@@ -26,6 +26,7 @@ from memopt.kernels.base.autograd import (
     are_given_once,
     autocast_as,
     autocast_dtype,
+    is_largest_yet,
     may_be_overwritten,
     refuse_double_backward,
 )
@@ -39,7 +40,7 @@ Dtypes = dict[tuple[torch.dtype, torch.dtype | None], bool]
 
 
 def recomputed_activation(
-    z: Tensor, function: Elementwise, kind: str | None = None, found: Dtypes | None = None
+    z: Tensor, function: Elementwise, kind: str | None = None, found: Dtypes | None = None, *, specifies: bool = True
 ) -> Tensor:
     """function(z), keeping z only.
 
@@ -48,6 +49,7 @@ def recomputed_activation(
         function: elementwise, without parameters and without randomness.
         kind: the key of `memopt.activations.ACTIVATIONS` that `function` computes; None where it is none of them.
         found: what calls of this function found out, for its next calls.
+        specifies: the output carries a spec, which holds `z`. Where `z` is recomputed too, that would keep it.
 
     Returns:
         The value of function(z), with its shape and dtype.
@@ -55,22 +57,24 @@ def recomputed_activation(
     compiling = torch.compiler.is_compiling()
     h: Tensor
     if kind in ACTIVATIONS and (compiling or runs_triton(z)) and _keeps_dtype(function, z, found):
-        h = activation(z, kind) if compiling else _by_kernel(z, kind)
+        h = activation(z, kind) if compiling else _by_kernel(z, kind, specifies=specifies)
     elif compiling:
         h = function(z)  # the compiler decides what to keep
     else:
         recomputed = Recomputed()
         h = ActivationFunction.apply(z, function, recomputed)
         recompute = functools.partial(recompute_activation, function, autocast=autocast_dtype(z))
-        attach_spec(h, (z,), recompute, recomputed)
+        if specifies:
+            attach_spec(h, (z,), recompute, recomputed)
     return h
 
 
-def _by_kernel(z: Tensor, kind: str) -> Tensor:
+def _by_kernel(z: Tensor, kind: str, *, specifies: bool) -> Tensor:
     recomputed = Recomputed()
     h: Tensor = KernelActivationFunction.apply(z, kind, recomputed)
-    recompute, differentiate = _steps(kind)
-    attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate)
+    if specifies:
+        recompute, differentiate = _steps(kind)
+        attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate)
     return h
 
 
@@ -89,11 +93,11 @@ def _differentiate(
     kind: str,
 ) -> tuple[Tensor, ...]:
     (z,) = inputs
-    if use is None:
-        return (_gradient(dh(), z, kind, recompute=False, given_once=given_once)[0],)
-    if not runs_triton(z):
+    if use is not None and (not runs_triton(z) or (not given_once and is_largest_yet(z))):
         use(_value(z, kind))
-        return _differentiate(dh, inputs, None, given_once, kind=kind)
+        use = None
+    if use is None:
+        return (_gradient(dh(), z, kind, recompute=False, owns_dh=True, given_once=given_once)[0],)
     dz, h = _gradient(dh(), z, kind, recompute=True, owns_dh=True, given_once=given_once)
     assert h is not None
     use(h)
@@ -191,10 +195,19 @@ def _value(z: Tensor, kind: str) -> Tensor:
 def _gradient(
     dh: Tensor, z: Tensor, kind: str, *, recompute: bool, owns_dh: bool = False, given_once: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """dz and, with `recompute`, h, which may take the place of dh if nobody else has it."""
+    """dz and, with `recompute`, h; one of them takes the place of dh if nobody else has it and it fits."""
     if runs_triton(dh, z):
         # The kernel has read what it writes over.
         out = z.detach() if given_once and may_be_overwritten(z) else None
+        if (
+            out is None
+            and owns_dh
+            and not recompute
+            and dh.dtype == z.dtype
+            and dh.is_contiguous()
+            and z.is_contiguous()
+        ):
+            out = dh
         found: tuple[Tensor, Tensor | None] = _kernels().launch_backward(dh, z, kind, recompute, owns_dh, out)
         return found
     with autocast_as(None, z):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
@@ -15,6 +16,7 @@ from torch.autograd.function import FunctionMeta
 from memopt.torch_compat import (
     any_autocast_enabled,
     call_its_backward,
+    current_graph_task_id,
     is_legacy_batched,
     is_transformed,
     storage_id,
@@ -101,6 +103,28 @@ def may_be_overwritten(*tensors: Tensor) -> bool:
 def _is_alone(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()  # one reference more
     return tensor.is_contiguous() and storage_use_count(storage_id(storage)) <= 2
+
+
+class _Backward(threading.local):
+    """What :func:`is_largest_yet` was asked in this thread's backward."""
+
+    task, largest = -1, 0
+
+
+_backward = _Backward()
+
+
+def is_largest_yet(tensor: Tensor) -> bool:
+    """Whether `tensor` has more elements than any that this was asked of in this backward.
+
+    Of blocks that are alike, the first that runs backward finds all others' saved tensors alive: what it holds makes
+    the peak of the step, and behind it there is room.
+    """
+    task, size = current_graph_task_id(), tensor.numel()
+    if task == _backward.task and size <= _backward.largest:
+        return False
+    _backward.task, _backward.largest = task, size
+    return True
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -28,6 +28,7 @@ from memopt.kernels.base.autograd import (
     are_given_once,
     autocast_as,
     autocast_dtype,
+    is_largest_yet,
     may_be_overwritten,
     refuse_double_backward,
 )
@@ -127,6 +128,9 @@ def _differentiate(
 ) -> tuple[Tensor, ...]:
     gate, up = inputs if len(inputs) == 2 else (inputs[0], None)
     is_one_pass = use is not None and runs_triton(gate, up)
+    # Both halves in one leave no gradient that fits into the place of dh.
+    if is_one_pass and up is not None and not given_once and is_largest_yet(gate):
+        is_one_pass = False
     if use is not None and not is_one_pass:
         use(_value(gate, up, kind, gate_first))
     dgate, dup, h = _gradients(dh(), gate, up, kind, gate_first, is_one_pass, owns_dh=True, given_once=given_once)
@@ -199,6 +203,8 @@ def _gradients(
     elif overwrites:
         halves = z.detach(), factor.detach()
     if by_kernel:
+        if halves is None and owns_dh and not recompute and dh.dtype == z.dtype and dh.is_contiguous():
+            halves = torch.empty(z.shape, dtype=z.dtype, device=z.device), dh
         dgate, dup, h = _kernels().launch_backward(dh, z, factor, kind, recompute, halves, owns_dh)
     else:
         with autocast_as(None, z):
