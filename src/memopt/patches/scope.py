@@ -26,21 +26,21 @@ LOOK_AGAIN = 64
 _CLOSED: AbstractContextManager[None] = nullcontext()
 _CLOSED_INSIDE: AbstractContextManager[None] = nullcontext()
 """Under foreign hooks, where outputs carry specs inside a region only."""
-_Child = tuple[dict[str, nn.Module | None], str, nn.Module]
-"""The children of a module, the name of one, and that one."""
-_UNKNOWN: list[_Child] = []
 _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quantising needs eager mode"
 
 
 class ScopeHistory:
     """For which calls of one module the scope replaces nothing. A copy of the module starts with an empty one."""
 
-    __slots__ = ("_calls_closed", "_linears", "_pre_hooks")
+    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
         """Form of a call -> calls since the scope was open, None where it has to be."""
-        self._linears = _UNKNOWN
+        self._linears: list[nn.Module] | None = None
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._names: list[str] = []
+        """Linears and what is around them; for each the children of its parent, and its name among them."""
         self._pre_hooks: tuple[Any, ...] = ()
         """The tables of pre-hooks of the modules inside; a module keeps its tables for life."""
 
@@ -66,22 +66,19 @@ class ScopeHistory:
 
     def sees_new_linears(self, module: nn.Module) -> bool:
         """Whether linears inside `module` were exchanged since the last call, by adapters for example."""
-        for children, name, linear in self._linears:
-            if children.get(name) is not linear:
-                break
-        else:
-            if self._linears is not _UNKNOWN:
-                return False
+        if self._linears is not None and list(map(dict.get, self._children, self._names)) == self._linears:
+            return False
         self._calls_closed.clear()
         inside = list(module.modules())[1:]
         self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
         # With what is around a linear: adapters come and go without changing the linear in them.
-        self._linears = [
-            (parent._modules, name, child)
-            for parent in module.modules()
-            for name, child in parent._modules.items()
-            if child is not None and _is_around_linear(child)
-        ]
+        self._linears, self._children, self._names = [], [], []
+        for parent in module.modules():
+            for name, child in parent._modules.items():
+                if child is not None and _is_around_linear(child):
+                    self._linears.append(child)
+                    self._children.append(parent._modules)
+                    self._names.append(name)
         return True
 
     def has_pre_hooks(self) -> bool:
@@ -112,8 +109,8 @@ class ScopeRewrite:
 
     def around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """The scope for one call of `module` with these arguments."""
-        hidden = args[0] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
-        if hidden is None:
+        hidden = args[0] if args else None
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
