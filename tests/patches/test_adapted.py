@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.kernels.linear.adapted import AdaptedLinearFunction
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
-from memopt.patches.swap import is_swapped, swap_forward, swap_state
+from memopt.patches.swap import is_swapped, swap_forward
 from memopt.reporting.account import account
 from tests.factories import tiny_inputs, tiny_model
 
@@ -115,6 +115,18 @@ def test_other_kinds_of_adapters_are_left_to_the_stock_forward(settings: dict[st
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+def loss(model: nn.Module, autocast: torch.dtype | None) -> Tensor:
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        found: Tensor = model(**tiny_inputs("llama", 2, 72)).loss
+    return found
+
+
+def gradients(model: nn.Module, autocast: torch.dtype | None) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss(model, autocast).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["no autocast", "autocast"])
 def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
     autocast: torch.dtype | None, applied: list[str], monkeypatch: pytest.MonkeyPatch
@@ -122,25 +134,38 @@ def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ours = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
-    others, inputs = copy.deepcopy(ours), tiny_inputs("llama", 2, 72)
+    others, layers = copy.deepcopy(ours), [each for each in ours.modules() if is_adapted(each)]
 
-    def step(model: nn.Module) -> Tensor:
-        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
-            loss: Tensor = model(**inputs).loss
-        return loss
+    def saved(model: nn.Module) -> int:
+        return account(model, lambda: loss(model, autocast)).total
 
-    def gradients(model: nn.Module) -> dict[str, Tensor]:
-        step(model).backward()
-        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-    found, saved = gradients(ours), account(ours, lambda: step(ours)).total
-    layers = [each for each in ours.modules() if is_swapped(each) and isinstance(swap_state(each), AdaptedRewrite)]
-    assert len(layers) == len([name for name in found if "lora_A" in name])
-    # In the first block the norm and the linears behind it read data.
-    assert len(applied) == 2 * (len(layers) - 3)
+    found, bytes_of_one = gradients(ours, autocast), saved(ours)
+    assert len(applied) == 2 * len(layers) > 0
     monkeypatch.setattr("memopt.patches.linear.adapted.adapted_linear", lambda *given: None)
-    expected = gradients(others)
+    expected = gradients(others, autocast)
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
-    assert saved <= account(others, lambda: step(others)).total
+    assert bytes_of_one <= saved(others)
     memopt.unpatch(ours)
     assert not any(map(is_swapped, layers))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["checkpointed", "checkpointed, reentrant"])
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["no autocast", "autocast"])
+def test_a_checkpointed_region_runs_twice_with_the_same_gradients(
+    autocast: torch.dtype | None, reentrant: bool, applied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
+    model = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
+    model.enable_input_require_grads()
+    expected = gradients(model, autocast)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    sums: list[Tensor] = []
+    add = torch.add
+    monkeypatch.setattr(torch, "add", lambda *given, **where: sums.append(given[0]) or add(*given, **where))
+    count = len(applied)
+    found = gradients(model, autocast)
+    assert len(applied) == (2 if reentrant else 3) * count  # reentrant: the first run has no gradients
+    # The second run ends where the last tensor is saved, before the product of the last linear.
+    assert len(sums) == (0 if reentrant else count - len(model.base_model.model.model.layers))
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []

@@ -20,7 +20,7 @@ from torch import Tensor
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.linear.function import is_plain, weight_gradient
 from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, spec_of
-from memopt.torch_compat import is_transformed
+from memopt.torch_compat import checkpointing_hook, current_graph_task_id, is_selectively_checkpointed, is_transformed
 
 
 def adapted_linear(
@@ -34,37 +34,62 @@ def adapted_linear(
         a, b: (r, in) and (out, r).
 
     Returns:
-        y: (..., out); None where the linears have to run on their own: where weight or bias is trained, where types or
-        dtypes are not those of a plain adapter, and under foreign saved-tensor hooks (activation checkpointing).
+        y: (..., out); None where the linears have to run on their own: where weight or bias is trained, and where
+        types or dtypes are not those of a plain adapter.
     """
-    if not isinstance(x, Tensor) or not is_plain(x) or not x.is_floating_point() or is_transformed(x):
+    if not isinstance(x, Tensor) or not (is_plain(x) and is_plain(weight) and is_plain(a) and is_plain(b)):
         return None
-    if not (is_plain(weight) and is_plain(a) and is_plain(b)) or a.dtype is not b.dtype:
-        return None
-    if weight.requires_grad or not (b.requires_grad or a.requires_grad):
+    if weight.requires_grad or not (a.requires_grad or b.requires_grad) or a.dtype is not b.dtype:
         return None
     if bias is not None and (bias.requires_grad or bias.dtype is not weight.dtype):
+        return None
+    if not x.is_floating_point() or is_transformed(x):
         return None
     dtype = autocast_dtype(x)
     of_adapter = dtype or a.dtype
     if dtype is None:
-        if x.dtype is not weight.dtype:
+        dtype = weight.dtype
+        if x.dtype is not dtype:
             return None
-        dtype = x.dtype
     elif x.dtype not in (torch.float32, dtype) or a.dtype not in (torch.float32, dtype):
         return None  # autocast leaves fp64 as it is, and two casts may round twice
-    spec = spec_of(x)
-    given = x
+    spec, given = spec_of(x), x
     if spec is None:
-        # A scope copies a small view out of its storage only where no function saves it.
-        if is_under_foreign_hooks() or x.is_leaf or x.untyped_storage().nbytes() != x.nbytes:
+        narrows = of_adapter.itemsize < x.dtype.itemsize
+        # A scope copies a small view out of its storage only where no function saves it, and autocast casts a leaf once
+        # for all its readers. Checkpointing has no scope, and must find the same where inputs of a region are leaves.
+        is_left = x.untyped_storage().nbytes() != x.nbytes or (narrows and x.is_leaf and x.requires_grad)
+        if is_left and not is_under_foreign_hooks():
             return None
-        if of_adapter.itemsize < x.dtype.itemsize:
+        if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
-    elif is_under_foreign_hooks():
-        return None
-    y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec)
+    behind: list[Tensor] | None = [] if _is_computed_behind() else None
+    y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec, behind)
+    if behind is not None:
+        with torch.no_grad():
+            torch.add(_of_frozen(x, weight, bias, dtype), _of_adapter(behind[0], b, scaling), out=y.data)
     return y
+
+
+def _is_computed_behind() -> bool:
+    """Whether a block runs again in backward, where the sum is computed after the function has saved.
+
+    Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
+    done; the stock layer saves ahead of its last product.
+    """
+    if current_graph_task_id() == -1 or checkpointing_hook() is None:
+        return False
+    # Selective checkpointing knows products by the operators that return them, and refuses writes into what it saved.
+    return not is_selectively_checkpointed()
+
+
+def _of_frozen(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _of_adapter(h: Tensor, b: Tensor, scaling: float) -> Tensor:
+    y = F.linear(h, b.to(h.dtype))
+    return y if scaling == 1 else y * scaling
 
 
 class AdaptedLinearFunction(DirectFunction):
@@ -82,22 +107,25 @@ class AdaptedLinearFunction(DirectFunction):
         scaling: float,
         dtypes: tuple[torch.dtype, torch.dtype],
         spec: RecomputeSpec | None,
+        behind: list[Tensor] | None,
     ) -> Tensor:
-        """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms."""
+        """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms. `behind` is given h, and the
+        result no values."""
         dtype, of_adapter = dtypes
-        needs_x = a.requires_grad
         ctx.scaling, ctx.shape, ctx.of_adapter, ctx.recompute = scaling, x.shape, of_adapter, None
-        saved: Any = (given if needs_x else None,)
-        if needs_x and spec is not None:
+        saved: Sequence[Tensor | None] = (given,)
+        if not a.requires_grad:
+            saved = (None,)
+        elif spec is not None:
             ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
         read = given.to(of_adapter)
         h = F.linear(read, a.to(of_adapter))
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, a, b, h if b.requires_grad else None, *saved)
-        y = F.linear(
-            read if dtype is of_adapter else x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        )
-        added = F.linear(h, b.to(of_adapter))
-        return (y + (added if scaling == 1 else added * scaling)).to(dtype)
+        if behind is not None:
+            behind.append(h)
+            return h.new_empty(*x.shape[:-1], weight.size(0), dtype=dtype)
+        y = _of_frozen(read if dtype is of_adapter else x, weight, bias, dtype)
+        return (y + _of_adapter(h, b, scaling)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +151,7 @@ class AdaptedLinearFunction(DirectFunction):
                     given = dh.mm(a.to(of_adapter)).view(ctx.shape)
             if needs_x:
                 dx = rows.mm(weight.to(dy.dtype)).view(ctx.shape)
-        return given, dx, None, None, da, db, None, None, None
+        return given, dx, None, None, da, db, None, None, None, None
 
 
 def _rows(ctx: Any, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

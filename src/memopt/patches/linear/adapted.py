@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.linear.adapted import adapted_linear
-from memopt.patches.swap import is_watched, steps_aside
+from memopt.patches.swap import is_watched, steps_aside, with_attributes
 
-READS_SPECS = "_memopt_reads_specs"
-"""Attribute of the classes of linears that were only swapped to read recompute specs."""
+_READS_SPECS = "_memopt_reads_specs"
+#: Marks the forward of linears that were only swapped to read recompute specs: their parameters may be read instead.
+reads_specs = with_attributes(**{_READS_SPECS: True})
 _FORWARD = ("peft.tuners.lora.layer", "Linear.forward")
 
 
@@ -51,19 +52,26 @@ def _parts(module: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, fl
         return None
     if own.get("lora_variant", True) or not own.get("cast_input_dtype_enabled"):
         return None
-    a, b, dropout = (children[each]._modules.get(name) for each in ("lora_A", "lora_B", "lora_dropout"))  # type: ignore[union-attr]
+    dropout = _of(children, "lora_dropout", name)
     if type(dropout) is not nn.Identity or is_watched(dropout):
         return None
-    (weight, bias), (a, no_bias), (b, none) = (_parameters(each) for each in (children["base_layer"], a, b))
+    weight, bias = _parameters(children["base_layer"])
+    a, no_bias = _parameters(_of(children, "lora_A", name))
+    b, none = _parameters(_of(children, "lora_B", name))
     if weight is None or a is None or b is None or no_bias is not None or none is not None:
         return None
     return weight, bias, a, b, own["scaling"][name]
 
 
+def _of(children: dict[str, nn.Module | None], part: str, adapter: str) -> nn.Module | None:
+    parts = children[part]
+    return None if parts is None else parts._modules.get(adapter)
+
+
 def _parameters(linear: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a linear that need not be called; no weight where it has to be."""
     kind = type(linear)
-    if linear is None or not (kind is nn.Linear or (hasattr(kind, READS_SPECS) and issubclass(kind, nn.Linear))):
+    if linear is None or not (kind is nn.Linear or (hasattr(kind, _READS_SPECS) and issubclass(kind, nn.Linear))):
         return None, None
     own = linear._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.

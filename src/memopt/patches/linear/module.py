@@ -15,17 +15,9 @@ from torch import Tensor, nn
 
 from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
 from memopt.partitioned import shape_of
-from memopt.patches.linear.adapted import READS_SPECS, AdaptedRewrite, is_adapted, run_adapted
+from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
-from memopt.patches.swap import (
-    is_swapped,
-    is_watched,
-    restore_forward,
-    steps_aside,
-    swap_forward,
-    swap_state,
-    with_attributes,
-)
+from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.recompute_specs import carries_spec
 from memopt.torch_compat import any_autocast_enabled
 from memopt.walk.probes.isolate import with_stand_ins
@@ -137,7 +129,7 @@ def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
         patch_output(module, input_is_saved=outputs[name])
 
 
-@with_attributes(**{READS_SPECS: True})
+@reads_specs
 def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
