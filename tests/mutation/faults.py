@@ -17,13 +17,13 @@ class Fault:
     """Arguments of pytest: what has to fail."""
 
 
-_NORMS = ("tests/kernels/test_norm.py", "tests/kernels/test_norm_ops.py")
-_ACTIVATION = ("tests/kernels/test_activation.py",)
-_GATED = ("tests/kernels/test_gated.py",)
-_CODES = ("tests/kernels/test_codes.py",)
-_INT8 = ("tests/kernels/test_quantize.py",)
-_SAMPLING = ("tests/kernels/test_sampling.py", "-k", "not compiles")
-_DROPOUT = ("tests/kernels/test_dropout.py",)
+_NORMS = ("tests/kernels/norm/test_norm.py", "tests/kernels/norm/test_norm_ops.py")
+_ACTIVATION = ("tests/kernels/activation/test_activation.py",)
+_GATED = ("tests/kernels/gated_mlp/test_gated.py",)
+_CODES = ("tests/kernels/derivative_codes/test_codes.py",)
+_INT8 = ("tests/kernels/quantize/test_quantize.py",)
+_SAMPLING = ("tests/kernels/sampled_linear/test_sampling.py", "-k", "not compiles")
+_DROPOUT = ("tests/kernels/dropout/test_dropout.py",)
 _COPIES = ("tests/saved/test_padded.py", "tests/saved/test_copies.py")
 _PINNED = ("tests/saved/test_pinned.py",)
 _FOLDS = ("tests/checkpoint",)
@@ -211,7 +211,7 @@ FAULTS: tuple[Fault, ...] = (
         "counter: the high word of an index does not count",
         "_mix(low ^ first) + high * _GOLDEN + second",
         "_mix(low ^ first) + second",
-        ("tests/kernels/test_counter.py", *_DROPOUT),
+        ("tests/kernels/base/test_counter.py", *_DROPOUT),
     ),
     # Patching a module and taking it back.
     Fault(

@@ -18,7 +18,7 @@ from memopt.kernels.loss.function import (
 )
 from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
 from memopt.kernels.loss.reference import LossArguments, block_gradient, update_statistics
-from tests.kernels.test_loss import by_blocks, draw, every_option, make_special, ours, stock
+from tests.kernels.loss.test_loss import by_blocks, draw, every_option, make_special, ours, stock
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge

@@ -28,7 +28,7 @@ from memopt.kernels.norm.function import (
     normalize,
 )
 from memopt.saved import RecomputeScope
-from tests.kernels.test_norm import FAMILIES
+from tests.kernels.norm.test_norm import FAMILIES
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import lazily_huge
 

@@ -2,7 +2,7 @@
 
 PyTorch may rename or drop such a name in any release. Each is therefore looked up once, when this package is imported
 (:func:`memopt.torch_compat.lookup.find`). Where it is absent, a stand-in switches off exactly the mechanism that needs
-it; :func:`missing` lists these, and :func:`memopt.patch` warns of them once. ``tests/test_torch_compat.py`` checks each
+it; :func:`missing` lists these, and :func:`memopt.patch` warns of them once. ``tests/torch_compat`` checks each
 name against its description and removes each in turn.
 
 Where possible a name here *is* PyTorch's own function, so that a call costs nothing more. Bind names at module level.

@@ -15,7 +15,7 @@ from memopt.kernels.base import parts
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
 from memopt.saved import RecomputeScope
-from tests.kernels.test_norm import FAMILIES, leaves, make, terms
+from tests.kernels.norm.test_norm import FAMILIES, leaves, make, terms
 
 RMS, LAYER, BARE = FAMILIES[0], FAMILIES[1], FAMILIES[3]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-LOOKUP = Path(__file__).parents[1] / "src" / "memopt" / "torch_compat" / "lookup.py"
+LOOKUP = Path(__file__).parents[2] / "src" / "memopt" / "torch_compat" / "lookup.py"
 
 
 def build() -> torch.nn.Module:

@@ -1,0 +1,111 @@
+"""Compiled graphs and selective checkpointing: PyTorch's private names do what `memopt.torch_compat` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import memopt
+from memopt import torch_compat
+from tests.factories import tiny_inputs, tiny_model
+from tests.torch_compat.leaves import leaf
+
+
+@torch.compiler.assume_constant_result
+def _partition(*kept: str) -> bool:
+    def mark(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if torch_compat.is_operator(node.target) and torch_compat.operator_name(node.target) in kept:
+                torch_compat.keep_result(node)
+
+    return torch_compat.partition_traced_graph(mark)
+
+
+def _saved(*partition: tuple[str, ...]) -> int:
+    """Number of tensors that a compiled product of an elementwise result saves: 3, or its two inputs."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        for names in partition:
+            _partition(*names)
+        return x.exp().sin() @ w
+
+    torch.compiler.reset()
+    run = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
+    node: Any = run(leaf(4, 4), leaf(4, 4)).grad_fn
+    return len(node.saved_tensors)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "expected"), [("joint_custom_pass", 2), ("ban_recompute_used_far_apart", 3), ("patch", 3)]
+)
+def test_without_a_setting_of_the_partitioner_a_graph_is_right(
+    monkeypatch: pytest.MonkeyPatch, lacks: str, expected: int
+) -> None:
+    monkeypatch.setitem(torch_compat.lookup._missing, f"torch._functorch.config.{lacks}", None)
+    assert _saved(("sin",)) == expected
+
+
+def test_a_traced_graph_recomputes_elementwise_results_but_those_that_are_to_be_kept() -> None:
+    assert (_saved(), _saved(()), _saved(("sin",)), _saved()) == (3, 2, 3, 3)
+    assert not torch_compat.partition_traced_graph(lambda graph: None), "nothing is traced"
+
+
+def _every_mm(ctx: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    is_mm = operator._overloadpacket is torch.ops.aten.mm
+    return CheckpointPolicy.MUST_SAVE if is_mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Count(torch_compat.TorchDispatchMode):
+    """The names of the operators that were computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.computed.append(torch_compat.operator_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.mm.default], _every_mm], ids=["list", "function"])
+def test_selective_checkpointing_of_a_patched_model_computes_and_gives_what_it_does_in_stock(policy: Any) -> None:
+    inputs = tiny_inputs("llama")
+    stock = tiny_model("llama").train()
+    patched = memopt.patch(tiny_model("llama").train(), memopt.load_recipe("exact-unfolded", ("loss.method=none",)))
+    products = []
+    for model in (stock, patched):
+        arguments = torch_compat.selective_checkpoint_arguments(policy)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        with Count() as count:
+            model(**inputs).loss.backward()
+        products.append(count.computed.count("mm"))
+    assert products[0] == products[1]
+    for (name, ours), (_, theirs) in zip(patched.named_parameters(), stock.named_parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
+
+
+def test_what_a_policy_selects_is_not_computed_again() -> None:
+    arguments = torch_compat.selective_checkpoint_arguments([torch.ops.aten.exp.default])
+    with Count() as count:
+        checkpoint(lambda t: t.relu().exp().tanh(), leaf(2, 2), **arguments).sum().backward()
+    assert (count.computed.count("relu"), count.computed.count("exp")) == (2, 1)
+
+
+@pytest.mark.parametrize("taker", ["checkpoint", "create_selective_checkpoint_contexts"])
+def test_the_argument_of_the_next_release_is_passed_where_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, taker: str
+) -> None:
+    given: list[bool | None] = []
+
+    def taking(policy: object, *, respect_saved_tensors_hooks: bool | None = None) -> None:
+        given.append(respect_saved_tensors_hooks)
+
+    monkeypatch.setattr(f"torch.utils.checkpoint.{taker}", taking)
+    arguments = torch_compat.selective_checkpoint_arguments([], respect_hooks=True)
+    arguments["context_fn"]()
+    passed = [arguments["respect_saved_tensors_hooks"]] if taker == "checkpoint" else given
+    assert passed == [True]

@@ -1,0 +1,72 @@
+"""Hooks, casts and classes of modules: PyTorch's private names do what `memopt.torch_compat` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from memopt import torch_compat
+
+
+def test_the_hooks_of_a_module_are_in_their_tables() -> None:
+    module = nn.Linear(2, 2)
+    assert not any(torch_compat.module_hooks(module))
+    module.register_forward_hook(lambda *given: None)
+    assert [len(table) for table in torch_compat.module_hooks(module)] == [1, 0, 0, 0]
+    assert len(torch_compat.module_forward_hooks(module)) == 1
+    module.register_forward_pre_hook(lambda *given: None)
+    module.register_full_backward_hook(lambda *given: None)
+    module.register_full_backward_pre_hook(lambda *given: None)
+    assert [len(table) for table in torch_compat.module_hooks(module)] == [1, 1, 1, 1]
+    vars(module).update(torch_compat.no_forward_hooks())
+    assert [len(table) for table in torch_compat.module_hooks(module)] == [0, 0, 1, 1]
+
+
+def test_a_hook_for_all_modules_is_seen() -> None:
+    assert not torch_compat.has_any_global_hook()
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    assert torch_compat.has_any_global_hook()
+    handle.remove()
+
+
+def test_a_tensor_without_memory_stands_for_others() -> None:
+    class Stand(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *given: Any) -> Any:
+            raise AssertionError("nothing reads it")
+
+    assert torch_compat.makes_wrappers
+    stand = torch_compat.wrapper(Stand, (2, 3), torch.bfloat16, torch.device("cpu"))
+    assert (type(stand), tuple(stand.shape), stand.dtype) == (Stand, (2, 3), torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "privateuseone"])
+def test_autocast_is_seen_on_every_device(device: str) -> None:
+    assert not torch_compat.any_autocast_enabled()
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert torch_compat.any_autocast_enabled()
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+def test_parametrizations_are_cached_where_somebody_said_so() -> None:
+    assert not torch_compat.parametrizations_are_cached()
+    with parametrize.cached():
+        assert torch_compat.parametrizations_are_cached()
+
+
+def test_dropouts_are_told_by_their_base_class() -> None:
+    assert torch_compat.is_dropout(nn.Dropout())
+    assert torch_compat.is_dropout(nn.Dropout2d())
+    assert not torch_compat.is_dropout(nn.Linear(2, 2))
+
+
+def test_a_compiled_module_shows_the_original() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_compat.compiled_module(torch.compile(module)) is module
+    assert torch_compat.compiled_module(module) is None
