@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.patches.swap import is_swapped
 from memopt.reporting.account import live_bytes
-from tests.distributed.engines import ROWS, TOKENS, Case, Engine, Kind, batch, closing, engine
+from tests.distributed.engines import ROWS, TOKENS, Case, Engine, Kind, batch, closing, engine, trained
 from tests.distributed.pair import Pair
 from tests.factories import HIDDEN_SIZE
 
@@ -72,6 +73,26 @@ def refusal(rank: int, kind: Kind) -> str:
         except memopt.errors.MemoptError as error:
             return str(error)
     return ""
+
+
+def patched_late(rank: int, kind: Kind) -> None:
+    """Patch the model inside an engine that has taken it already: the same modules, steps and bytes as before it."""
+    case, found = Case(kind), []
+    for late in (False, True):
+        with closing(engine(case, case.model() if late else case.patched())) as running:
+            if late:
+                memopt.patch(running.model.module, "exact-unfolded")
+            modules = [name for name, module in running.inner.named_modules() if is_swapped(module)]
+            steps = trained(case, running, rank, 3)
+            found.append((modules, steps, live_bytes(lambda: running.forward(batch(case, rank, 3)))))
+    (modules, steps, nbytes), late_run = found
+    assert (modules, nbytes) == (late_run[0], late_run[2])
+    assert steps.distance(late_run[1]) == 0
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_the_model_inside_deepspeed_s_engine_may_be_patched_late(pair: Pair, kind: Kind) -> None:
+    pair.call(patched_late, kind)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])

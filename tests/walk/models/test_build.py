@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.errors import ModelError
+from memopt.torch_compat import storage_id
 from memopt.walk.calls.inputs import dummy_inputs
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.models import limits
@@ -336,6 +337,16 @@ class TestCloneToMeta:
         assert [n for n, _ in clone.named_buffers()] == [n for n, _ in model.named_buffers()]
         assert all(tensor.is_meta for tensor in (*clone.parameters(), *clone.buffers()))
 
+    def test_lying_in_one_flat_buffer_is_no_tie(self) -> None:
+        model = build_twin(tiny_llama())  # which DeepSpeed lays out so
+        parameters, first = list(model.parameters()), 0
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        for parameter in parameters:
+            parameter.data = flat[first : first + parameter.numel()].view(parameter.shape)
+            first += parameter.numel()
+        storages = {storage_id(parameter.untyped_storage()) for parameter in clone_to_meta(model).parameters()}
+        assert len(storages) == len(parameters)
+
     def test_leaves_the_model_as_it_was(self) -> None:
         model = build_twin(tiny_llama())
         values = [parameter.clone() for parameter in model.parameters()]
@@ -346,10 +357,10 @@ class TestCloneToMeta:
         clone = clone_to_meta(build_twin(tiny_llama(tie_word_embeddings=True)))
         assert clone.lm_head.weight is clone.model.embed_tokens.weight
 
-    def test_keeps_views_of_one_storage(self) -> None:
+    def test_keeps_views_that_overlap(self) -> None:
         base = torch.randn(8, 4)
         model = nn.Module()
-        model.top, model.bottom = nn.Parameter(base[:4]), nn.Parameter(base[4:])
+        model.top, model.bottom = nn.Parameter(base[:5]), nn.Parameter(base[4:])
         clone = clone_to_meta(model)
         assert clone.top.untyped_storage()._cdata == clone.bottom.untyped_storage()._cdata
         assert clone.bottom.storage_offset() == 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -37,13 +37,14 @@ def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) ->
 def clone_to_meta(model: nn.Module) -> nn.Module:
     """A structural copy of `model` with every tensor on meta: no storage is copied or allocated.
 
-    Names, ties (also views of one storage), dtypes, strides, ``requires_grad`` and hooks are those of `model`;
+    Names, ties (also views that overlap), dtypes, strides, ``requires_grad`` and hooks are those of `model`;
     gradients are dropped. Works for any module, wrapped (PEFT) or not. A linear that stores codes in the place of its
     weight is a plain one here: what it does with meta tensors depends on its library.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    tensors = list(_tensors_of(model))
+    storages = _meta_storages(filter(_is_strided, tensors))
     # deepcopy looks every object up in the memo first, so a tensor found there is replaced and never copied.
-    memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in _tensors_of(model)}
+    memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in tensors}
     clone = copy.deepcopy(model, memo)
     dtype = next((p.dtype for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()), None)
     for name, module in model.named_modules():
@@ -105,17 +106,47 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-def _meta_twin(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+#: (storage, first byte): where a tensor begins.
+Place = tuple[int, int]
+
+
+def _meta_storages(tensors: Iterable[torch.Tensor]) -> dict[Place, torch.UntypedStorage]:
+    """A storage on meta for all tensors that overlap: lying in one flat buffer of an engine is no tie."""
+    ends: dict[Place, int] = {}
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        key, first = _place(tensor)
+        reach = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+        last = first + reach * tensor.element_size() * bool(tensor.numel())
+        ends[key, first] = max(last, ends.get((key, first), 0))
+        sizes[key] = tensor.untyped_storage().nbytes()
+    found: dict[Place, torch.UntypedStorage] = {}
+    before, end = None, 0
+    for key, first in sorted(ends):
+        if key != before or first >= end:
+            storage = torch.empty(sizes[key], dtype=torch.uint8, device="meta").untyped_storage()
+            end = 0
+        found[key, first] = storage
+        before, end = key, max(end, ends[key, first])
+    return found
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return storage_id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Wrapper subclasses (quantised, distributed) have no strided storage of their own."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _meta_twin(tensor: torch.Tensor, storages: dict[Place, torch.UntypedStorage]) -> torch.Tensor:
     if shape_of(tensor) != tensor.shape:
         twin = torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
-    elif type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
-        source = tensor.untyped_storage()
-        key = storage_id(source)
-        if key not in storages:
-            storages[key] = torch.empty(source.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+    elif _is_strided(tensor):
         twin = torch.empty(0, dtype=tensor.dtype, device="meta")
-        twin.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-    else:  # Wrapper subclasses (quantised, distributed) have no strided storage of their own; shape and dtype remain.
+        twin.set_(storages[_place(tensor)], tensor.storage_offset(), tensor.size(), tensor.stride())
+    else:  # shape and dtype remain
         twin = torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
