@@ -171,7 +171,7 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {n: _whole(p).detach().clone() for n, p in self.inner.named_parameters()}
+        return {n: whole_of(p).detach().clone() for n, p in self.inner.named_parameters()}
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self.inner, self.optimizer)
@@ -306,5 +306,5 @@ def closing(running: Engine) -> Iterator[Engine]:
         running.close()
 
 
-def _whole(parameter: Any) -> Tensor:
+def whole_of(parameter: Any) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
