@@ -49,15 +49,18 @@ def test_experts_with_adapters_extend_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "levels", [pytest.param([1] * 6 + [0] * 6, marks=pytest.mark.slow), [1] * 2 + [0] * 6 + [3] * 4]
+    "levels",
+    [pytest.param([1] * 6 + [0] * 6, marks=pytest.mark.slow), [1] * 2 + [0] * 6 + [3] * 4, [1] * 6 + [5] * 6],
 )
 def test_blocks_of_unlike_levels_do_not_stand_for_one_another(levels: list[int]) -> None:
     config, training = named_config("llama", num_hidden_layers=12), Training(2, 16)
     sites = find_sites(build_meta(config))
     recipe = levels_of(sites, load_recipe("exact-unfolded")).recipe_at((*levels, 0))
     short = Tracer(config, sites, recipe, extends=True)
-    assert short._trace(training, LEAST_GROUPS).runs
+    runs = short._trace(training, LEAST_GROUPS).runs
+    assert len(runs) == (2 if levels.count(levels[-1]) == 6 else 1)  # four of each six are traced
     assert _form(short.at(training)) == _form(short._trace(training))
+    assert short.extends
 
 
 def test_blocks_that_are_not_alike_are_all_traced() -> None:

@@ -85,7 +85,7 @@ class _Extension:
                     copy("B", place)
             previous = segment
             operations.extend(replace(each, moment=len(events)) for each in self._operations[moment])
-            events += [event] if event.allocated else self._frees(event, segment)
+            events += [event] if event.allocated else self._frees(moment, segment)
         operations.extend(replace(each, moment=len(events)) for each in self._operations[len(self._given)])
         _check_balance(events)
         return tuple(events), tuple(operations)
@@ -153,7 +153,9 @@ class _Extension:
         """The events of the block `place`, which was left out, each with the number of the one that it is like."""
         like = self._run.like(place)
         number = 0
-        for moment in self._by_segment[phase, like]:
+        for moment, before in zip(
+            self._by_segment[phase, like], self._by_segment[phase, like - self._group], strict=True
+        ):
             event = self._given[moment]
             if event.allocated:
                 storage = self._renamed(event.storage, place - like)
@@ -162,6 +164,8 @@ class _Extension:
             else:
                 other_phase, other, its_number = self._address[event.storage]
                 target = other if other < 0 else other + place - like
+                if other >= self._cut and target < self._cut + self._count:  # numbered as those of interior blocks
+                    its_number = self._address[self._given[before].storage][2]
                 storage = self._at((other_phase, target, its_number))
             yield moment, Event(storage, event.allocated, event.moment)
 
@@ -172,8 +176,9 @@ class _Extension:
         module = storage.module.replace(self._traced[place], self._names[place + by], 1)
         return replace(storage, module=module)
 
-    def _frees(self, event: Event, segment: _Segment) -> Iterator[Event]:
+    def _frees(self, moment: int, segment: _Segment) -> Iterator[Event]:
         """What the free of a traced storage becomes: a neighbour's across the cut is one of a new neighbour."""
+        event = self._given[moment]
         phase, place, number = self._address[event.storage]
         storage, others = event.storage, range(0)
         if self._cut - self._group <= place < self._cut:
@@ -182,6 +187,10 @@ class _Extension:
             elif segment[1] >= self._cut:
                 storage = self._at((phase, place + self._count, number))
         elif self._cut <= place < self._cut + self._group and 0 <= segment[1] < self._cut:
+            if segment[1] >= self._cut - self._group:  # the block behind the cut may number its own otherwise
+                at = self._by_segment[segment].index(moment)
+                like = self._by_segment[segment[0], segment[1] - self._group][at]
+                number = self._address[self._given[like].storage][2]
             twin = self._storage.get((phase, place - self._group, number))
             if twin is not None and self._is_relative(storage, twin):
                 storage = self._at((phase, place, number))

@@ -95,7 +95,7 @@ def trace(
     def shrink(model: PreTrainedModel) -> None:
         # Adapters come later and go to alike blocks alike, unless single modules are named.
         if groups is not None and not any("." in target for target in training.lora_targets):
-            runs.extend(take_out(model, sites.blocks, groups))
+            runs.extend(take_out(model, sites.blocks, groups, several=True))
         prepare(model)
 
     with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, shrink=shrink) as model:

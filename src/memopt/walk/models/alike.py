@@ -21,7 +21,7 @@ class Run:
     """Blocks of one list, of which the alike ones of a stretch were left out."""
 
     names: tuple[str, ...]
-    """All blocks of the list, in order."""
+    """All blocks of the list, in order; without those that were left out before these."""
     start: int
     """Place of the first that was left out."""
     group: int
@@ -34,13 +34,18 @@ class Run:
         return self.start - self.group + (place - self.start) % self.group
 
 
-def take_out(model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS) -> tuple[Run, ...]:
+def take_out(
+    model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS, *, several: bool = False
+) -> tuple[Run, ...]:
     """Take alike blocks out of `model`, which keeps `groups` groups of them, and all that are unlike.
+
+    Returns what was left out, in the order in which it has to be put back.
 
     Args:
         model: without adapters; changed in place.
         blocks: names of its repeated blocks.
         groups: :data:`LEAST_GROUPS` at least, for what is observed of them to stand for the others.
+        several: leave blocks out of every run of a list, by default of the longest alone.
     """
     lists: dict[str, list[str]] = {}
     for name in blocks:
@@ -48,12 +53,18 @@ def take_out(model: nn.Module, blocks: Sequence[str], groups: int = LEAST_GROUPS
     runs = []
     for parent, names in lists.items():
         holder = model.get_submodule(parent)
-        run = _run_of(tuple(names), [_signature(model.get_submodule(name)) for name in names], groups)
-        if run is not None and isinstance(holder, nn.ModuleList) and not _share(holder):
-            for name in run.names[run.start : run.start + run.left_out]:
+        if not isinstance(holder, nn.ModuleList) or _share(holder):
+            continue
+        signatures = [_signature(model.get_submodule(name)) for name in names]
+        while (run := _run_of(tuple(names), signatures, groups)) is not None:
+            those = slice(run.start, run.start + run.left_out)
+            for name in run.names[those]:
                 del holder._modules[name.rpartition(".")[2]]
+            del names[those], signatures[those]
             runs.append(run)
-    return tuple(runs)
+            if not several:
+                break
+    return tuple(reversed(runs))
 
 
 def _share(blocks: nn.ModuleList) -> bool:
