@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.recompute_rules import LINEAR, rule_of
+from memopt.recompute_rules import LINEAR, NORMALISED, rule_of
 from memopt.torch_compat import top_saved_tensors_hooks
 
 #: The output from the saved tensors of its spec (None where the producer has none in that place).
@@ -160,15 +160,15 @@ def attach_spec(
         if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
             return
     versions = None if are_private else _versions(saved)
-    is_recomputed = top is not None and not are_private and any(map(_is_linear_output, saved))
+    is_recomputed = top is not None and not are_private and any(map(_is_recomputed, saved))
     spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed)
     setattr(output, _ATTRIBUTE, spec)
 
 
-def _is_linear_output(tensor: Tensor | None) -> bool:
+def _is_recomputed(tensor: Tensor | None) -> bool:
     node = None if tensor is None else tensor.grad_fn
     rule = None if node is None else rule_of(node)
-    return rule is not None and rule.family == LINEAR
+    return rule is not None and rule.family in (LINEAR, NORMALISED)
 
 
 def carries_spec(x: object) -> bool:

@@ -65,3 +65,40 @@ def test_a_kept_result_read_without_a_cast_is_kept_once():
     w = torch.randn(8, 5, requires_grad=True)
     kept = kept_shapes(lambda: (x * 2).softmax(-1) @ w)
     assert kept == [((4, 8), torch.float32)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_norms_output_is_made_again_by_the_statistics_of_the_forward(dtype, training):
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(4, dtype=dtype).train(training)
+    x = (1e-3 * torch.randn(3, 4, 5, 5, dtype=dtype)).requires_grad_()  # where eps is most of the variance
+    w = torch.randn(2, 4, 3, 3, dtype=dtype, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+
+    def run() -> Tensor:
+        return F.conv2d(F.silu(norm(x * 2)), w).square().sum()
+
+    leaves = (x, w, *norm.parameters())
+    stock = torch.autograd.grad(run(), leaves)
+    with RecomputeScope():
+        loss = run()
+    norm(x.detach() + 1)  # changes the running statistics, which only eval mode reads
+    ours = torch.autograd.grad(loss, leaves) if training else torch.autograd.grad(run(), leaves)
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=8 * torch.finfo(dtype).eps, atol=float(b.abs().max()) * 8 * torch.finfo(dtype).eps
+        )
+    assert kept_shapes(run).count(((3, 4, 5, 5), dtype)) == 1
+
+
+def test_a_batch_norms_output_is_kept_where_its_bias_is_not_known_or_it_was_changed():
+    norm = torch.nn.BatchNorm2d(4)
+    x, w = torch.randn(3, 4, 5, 5, requires_grad=True), torch.randn(2, 4, 3, 3, requires_grad=True)
+    norm.bias.requires_grad_(False)
+    both = 2 * [((3, 4, 5, 5), torch.float32)]
+    assert [kept for kept in kept_shapes(lambda: F.conv2d(norm(x * 2), w)) if kept[0] == (3, 4, 5, 5)] == both
+    norm.bias.requires_grad_(True)
+    assert len([kept for kept in kept_shapes(lambda: F.conv2d(norm(x * 2), w)) if kept[0] == (3, 4, 5, 5)]) == 1
+    assert [kept for kept in kept_shapes(lambda: F.conv2d(norm(x * 2).mul_(2), w)) if kept[0] == (3, 4, 5, 5)] == both

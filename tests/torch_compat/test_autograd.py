@@ -221,6 +221,10 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
             lambda z: torch.baddbmm(torch.ones(2, 4, 4), z, z.mT, beta=3, alpha=0.5),
             {"beta": 3, "alpha": 0.5},
         ),
+        "NativeBatchNormBackward0": (
+            lambda z: torch.batch_norm(z, None, None, None, None, True, 0.1, 0.5, False),
+            {"eps": 0.5, "weight": None, "running_mean": None, "running_var": None, "training": True},
+        ),
         "IndexBackward0": (lambda z: z[torch.tensor([1])], {"indices": (torch.tensor([1]),)}),
         "SelectBackward0": (lambda z: z.select(-1, -2), {"dim": 2**64 - 1, "index": 2**64 - 2}),
         "TransposeBackward0": (lambda z: z.transpose(0, -1), {"dim0": 0, "dim1": 2**64 - 1}),
@@ -248,12 +252,14 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
 
 #: They run on a GPU alone; that their nodes exist and show the field is told by the class.
 _ON_GPU = {f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn")}
+_ON_GPU |= {"CudnnBatchNormBackward0", "MiopenBatchNormBackward0"}
 
 
 def test_every_field_has_a_canary() -> None:
     assert _nodes().keys() | _ON_GPU == torch_compat.SAVED_FIELDS.keys()
     assert all(torch_compat.shows_saved(name) for name in torch_compat.SAVED_FIELDS)
     assert not torch_compat.shows_saved("NoSuchBackward0")
+    assert all(eps in torch_compat.SAVED_FIELDS[node] for node, eps in torch_compat.BATCH_NORMS.items())
 
 
 @pytest.mark.parametrize("name", _nodes())
@@ -266,8 +272,11 @@ def test_a_node_shows_what_it_saved(name: str) -> None:
     assert node.name() == name
     for field in torch_compat.SAVED_FIELDS[name]:
         shown = torch_compat.saved(node, field)
-        if field in ("self", "other"):
+        if field in ("self", "other", "input"):
             assert torch.equal(shown, z)
+        elif field in ("result1", "result2"):  # of the batch: mean and rstd
+            mean, variance = z.mean((0, 2)), z.var((0, 2), correction=0)
+            assert torch.allclose(shown, mean if field == "result1" else (variance + 0.5).rsqrt())
         elif field in ("result", "output"):
             assert torch.equal(shown, output)
         elif field in ("batch1", "batch2"):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from memopt.activations import OPERATIONS, Operation
-from memopt.recompute_rules import ELEMENTWISE, PRODUCT, RULES, Node, Rule, recomputable
-from memopt.torch_compat import SAVED_FIELDS, saved, shows_saved
+from memopt.recompute_rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
+from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
 
@@ -40,6 +40,31 @@ def _clamp(node: Node) -> Tensor:
 @recomputable("PowBackward0", ELEMENTWISE)
 def _power(node: Node) -> Tensor:
     return torch.pow(saved(node, "self"), saved(node, "exponent"))
+
+
+def _has_its_affine(node: Node) -> bool:
+    # The node saves no bias, but a trained one is at the end of its edge.
+    bias = node.next_functions[2][0]
+    return saved(node, "weight") is None if bias is None else bool(bias.name() == _LEAF_NODE)
+
+
+def _batch_normalised(node: Node) -> Tensor:
+    """By the statistics of the forward: of the batch, or in eval mode the running ones."""
+    x, weight, eps = saved(node, "input"), saved(node, "weight"), saved(node, BATCH_NORMS[node.name()])
+    bias = weight if weight is None else node.next_functions[2][0].variable.detach()
+    if saved(node, "training"):
+        # In fp32 at least: eps may be most of the variance, and is subtracted here.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, rstd = saved(node, "result1").to(wide), saved(node, "result2").to(wide)
+        variance = rstd.pow(-2) - eps
+        weight, bias = (each if each is None else each.to(wide) for each in (weight, bias))
+    else:
+        mean, variance = saved(node, "running_mean"), saved(node, "running_var")
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+for _name in BATCH_NORMS:
+    recomputable(_name, NORMALISED, _has_its_affine)(_batch_normalised)
 
 
 def _kept_output(node: Node) -> Tensor:

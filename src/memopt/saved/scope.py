@@ -254,6 +254,12 @@ def in_a_scope() -> bool:
     return _innermost() is not None
 
 
+def recomputes(tensor: Tensor) -> bool:
+    """Whether what saves `tensor` here saves a handle, since it can be recomputed."""
+    pack = _innermost()
+    return pack is not None and pack._followed(tensor) is not None
+
+
 def new_slot(make: Callable[[Packing], S]) -> S | None:
     """A slot in the innermost scope; None where there is no scope, or a foreign hook keeps what is saved."""
     pack = _innermost()

@@ -13,6 +13,7 @@ the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``
 """
 
 from memopt.torch_compat.autograd import (
+    BATCH_NORMS,
     SAVED_FIELDS,
     call_its_backward,
     current_graph_task_id,

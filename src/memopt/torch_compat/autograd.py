@@ -110,11 +110,19 @@ _ATTENTIONS = ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashA
 _ACTIVATED = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 _RESULTS = ("SoftmaxBackward0", "ExpBackward0", *_ACTIVATED)
 
+#: Node of a batch norm, by the library that computes it -> its name of eps.
+BATCH_NORMS = {
+    "NativeBatchNormBackward0": "eps",
+    "CudnnBatchNormBackward0": "epsilon",
+    "MiopenBatchNormBackward0": "epsilon",
+}
+_BATCH_NORM = ("input", "weight", "running_mean", "running_var", "result1", "result2", "training")
 SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "MulBackward0": ("self", "other"),
     **{operation.node: ("self", *operation.constants) for operation in OPERATIONS.values() if operation.recompute},
     "ClampBackward1": ("self", "min", "max"),
     "PowBackward0": ("self", "exponent"),
+    **{node: (*_BATCH_NORM, epsilon) for node, epsilon in BATCH_NORMS.items()},
     "BaddbmmBackward0": ("batch1", "batch2", "beta", "alpha"),
     "IndexBackward0": ("indices",),
     "SelectBackward0": ("dim", "index"),
@@ -173,7 +181,9 @@ def run_backward(*losses: Tensor) -> None:
 _UNPACK_HOOK = "torch._C._autograd.SavedTensor.unpack_hook"
 _RAW_OF_FUNCTIONS = "torch._C._FunctionBase._raw_saved_tensors"
 _RAW_OF_OPERATIONS = "torch._C._functions.MulBackward0._raw_saved_self"
-_RAW_FIELDS = tuple(f"_raw_saved_{field}" for field in ("self", "other", "result", "output", "batch1", "batch2"))
+_RAW_FIELDS = tuple(
+    f"_raw_saved_{field}" for field in ("self", "other", "input", "result", "output", "batch1", "batch2")
+)
 
 
 def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:

@@ -22,6 +22,14 @@ CastOrder = Literal["before", "after"]
 #: A gated MLP has two linears, or one whose output's halves are (gate, up) or (up, gate).
 GatedForm = Literal["separate", "gate_up", "up_gate"]
 
+#: Why a batch norm has no `NormSite`.
+BATCH_STATISTICS = "it normalises over the batch, and keeps statistics of it"
+
+
+def parent(name: str) -> str:
+    """The module around the module `name`."""
+    return name.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class Consumer:
@@ -269,6 +277,11 @@ class Sites:
     def loss_head(self) -> LossHead | None:
         """The main one of those whose loss is computed over a vocabulary."""
         return next((head for head in self.loss_heads if not head.obstacle), None)
+
+    @property
+    def batch_norms(self) -> tuple[str, ...]:
+        """Names of the modules that normalise over the batch."""
+        return tuple(name for name, reason in self.skipped if reason == BATCH_STATISTICS)
 
     @property
     def ran(self) -> bool:

@@ -26,6 +26,7 @@ from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.activation.slot import save_as_code
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute_specs import keep_producer
+from memopt.saved.scope import recomputes
 from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
@@ -39,6 +40,8 @@ class ActivationRewrite:
     """As in `memopt.walk.sites.ActivationSite`."""
     is_one_operation: bool
     """The stock module keeps its input only, as it is; a kernel of ours helps the linear behind it."""
+    saves_its_output: bool = False
+    """The stock module keeps its output; this one keeps its input, where that can be recomputed."""
     linear: str | None = None
     """The child whose output it is a function of, if it runs one first."""
     code: DerivativeCode | None = None
@@ -56,7 +59,7 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
     Raises:
         ValueError: the module cannot be swapped, or its derivative has no such code.
     """
-    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.linear)
+    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.saves_its_output, site.linear)
     if rules is not None and site.saves_its_output:
         rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
     elif rules is not None and rules.code != "none":
@@ -84,9 +87,11 @@ def _forward(
         coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
         if coded is not None:
             return with_witness(coded)
-    if not z.requires_grad or (rewrite.is_one_operation and not runs_triton(z)):
+    is_stock = not recomputes(z) if rewrite.saves_its_output else rewrite.is_one_operation and not runs_triton(z)
+    if is_stock or not z.requires_grad:
         return with_witness(function(z))
-    h = with_witness(recomputed_activation(z, function, rewrite.kind, rewrite.dtypes))
+    specifies = not rewrite.saves_its_output
+    h = with_witness(recomputed_activation(z, function, rewrite.kind, rewrite.dtypes, specifies=specifies))
     if is_watched(module):
         keep_producer(h)
     return h

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Trial
 from memopt.recompute_rules import ELEMENTWISE
-from memopt.walk.sites import ActivationSite, Sites
+from memopt.walk.sites import ActivationSite, Sites, parent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ class ActivationPatch(Patch):
         if not recipe.selects(site.name):
             return LEFT, EXCLUDED
         if site.saves_its_output and not gated:
-            return _of_kept_output(site, rules)
+            return _of_kept_output(site, rules, plan.sites)
         if not site.replays:
             return LEFT, "random or different in train mode: it cannot be run again"
         if rules.code != OFF and (kept := _code(site, rules, gated)):
@@ -91,7 +91,9 @@ class ActivationPatch(Patch):
         for site in coded:
             live.attempt(self.name, site.name, patch_activation, site, rules)
         for site in plan.chosen("activation"):
-            if not site.is_module or not site.replays or site in coded or not gains_alone(site):
+            if not site.is_module or not site.replays or site in coded:
+                continue
+            if not gains_alone(site) and not is_behind_batch_norm(site, plan.sites):
                 continue
             if site.parameters:
                 live.attempt(self.name, site.name, patch_replay)
@@ -124,9 +126,17 @@ def gains_alone(site: ActivationSite) -> bool:
     return site.operations > 1 or site.parameters or (site.copied and not site.saves_its_output)
 
 
-def _of_kept_output(site: ActivationSite, rules: ActivationRules) -> tuple[str, str]:
+def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
+    """Whether a ReLU may read a batch norm's output, which is recomputed from the batch norm's input."""
+    around = parent(site.name)
+    return site.kind == "relu" and site.is_module and site.replays and around in map(parent, sites.batch_norms)
+
+
+def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) -> tuple[str, str]:
     if site.kind == "relu" and rules.relu != OFF and site.is_module and site.replays:
         return "code", "keeps one bit an element where nothing else keeps its output, which is exact"
+    if is_behind_batch_norm(site, sites):
+        return "recompute", "its output is recomputed where it reads a batch norm's, which is recomputed too"
     if site.copied and site.next_linear is not None:
         why = "the copy of its output that the next linear reads is recomputed from the output, which is kept anyway"
         return "recompute", why

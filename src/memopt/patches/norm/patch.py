@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Output, Patch, PlanView, RecipeView, Rules
 from memopt.recompute_rules import NORMALISED
-from memopt.walk.sites import NormSite, Sites
+from memopt.walk.sites import BATCH_STATISTICS, NormSite, Sites
 
 #: The setting that folds norms which have cautions.
 CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
@@ -50,7 +50,7 @@ class NormPatch(Patch):
     def propose(self, sites: Sites) -> Iterator[tuple[str, NormSite | str]]:
         """Norms, and the reasons of what looks like a norm and is none."""
         yield from ((norm.name, norm) for norm in sites.norms)
-        yield from sites.skipped
+        yield from ((name, reason) for name, reason in sites.skipped if reason != BATCH_STATISTICS)
 
     def decide(self, site: NormSite | str, plan: PlanView) -> tuple[str, str]:
         return (LEFT, site) if isinstance(site, str) else _decide(site, plan)

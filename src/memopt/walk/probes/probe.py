@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt.generators import seed_cpu
 from memopt.walk.probes.elementwise import replays
 from memopt.walk.probes.isolate import Isolated, isolate, signature
-from memopt.walk.sites import CastOrder, NormKind
+from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind
 
 #: Relative difference in fp64 up to which a module computes a formula.
 _AGREES = 1e-9
@@ -220,7 +220,7 @@ def _other_kind(copy: Isolated, slots: tuple[str, ...], width: int) -> NormProbe
         x = _rows(*shape)
         if copy.tries(x) == x.shape and (found := _affine_structure(copy, slots, x, last=False)):
             if any(True for _ in copy.module.buffers()):
-                return "it normalises over the batch, and keeps statistics of it"
+                return BATCH_STATISTICS
             if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
                 return _SCALES_ONLY  # a convolution of each channel with one number
             return _without_formula("channels", copy, width, found, x)

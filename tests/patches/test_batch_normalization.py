@@ -1,0 +1,67 @@
+"""Models of convolutions and batch norms: what reads a batch norm's output saves none of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import memopt
+from memopt.reporting.account import account
+from memopt.walk.aten.precision import precise
+
+
+def resnet() -> nn.Module:
+    """Two stages of two layers, ReLUs."""
+    return ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2]))
+
+
+def mobilenet() -> nn.Module:
+    """Inverted residuals, ReLUs that end at 6."""
+    return MobileNetV2ForImageClassification(
+        MobileNetV2Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)
+    )
+
+
+def gradients(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    labels = torch.tensor([0, 1, 0])
+    model(pixel_values=images, labels=labels).loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("build", "most"), [(resnet, 0.8), (mobilenet, 0.5)])
+def test_gradients_are_the_stock_models_from_fewer_bytes(build, most: float) -> None:
+    torch.manual_seed(0)
+    stock = build().double().train()
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    patched = memopt.patch(copy.deepcopy(stock), "exact-unfolded")
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    kept = [account(model, lambda model=model: model(pixel_values=images)).total for model in (stock, patched)]
+    with precise(torch.float64):
+        expected, found = (gradients(model, images) for model in (stock, patched))
+    scale = max(float(each.abs().max()) for each in expected.values())
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-9, atol=1e-12 * scale)
+    buffers = dict(patched.named_buffers())
+    assert all(torch.equal(each, buffers[name]) for name, each in stock.named_buffers())
+    assert kept[1] < most * kept[0]
+
+
+def test_every_batch_norm_is_in_the_plan_and_can_be_left() -> None:
+    model = resnet()
+    plan = memopt.plan_for(model)
+    norms = [name for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)]
+    assert [entry.site for entry in plan.rewrites if entry.kind == "batch_normalization"] == norms
+    left = memopt.plan_for(model, memopt.load_recipe("exact-unfolded", ("norms.method=none",)))
+    assert not any(entry.kind == "batch_normalization" for entry in left.rewrites)
