@@ -47,8 +47,8 @@ class LossRow:
     reason: str = ""
     difference: float = 0.0
     bf16: float | None = None
-    """The larger of two errors in bf16 over the stock model's: the loss's and that of all gradients; None where the
-    model does not run in bf16."""
+    """The larger of two errors in bf16 over the stock model's: that of the loss to the loss of the same logits in fp64,
+    and that of all gradients to the fp64 run; None where the model does not run in bf16."""
 
 
 def types_with_a_head() -> list[str]:
@@ -109,23 +109,36 @@ Written by `python -m benchmarks.coverage --losses`; do not edit.
 
 Every model type in which a head over a vocabulary was found is built small, given labels that fit, and its loss is
 computed by the stock model and with the head patched alone. Loss, the gradient of every parameter and `outputs.logits`
-are compared in fp64 (1e-10). In bf16, the errors of the loss and of all gradients to the fp64 run are divided by the
-stock model's. A loss that is computed whole is the stock model's, without the saving.
+are compared in fp64 (1e-10). In bf16, two errors are divided by the stock model's: that of the loss to the loss of the
+same logits in fp64, and that of all gradients to the fp64 run. A loss that is computed whole is the stock model's,
+without the saving.
 """
 
 
 class _Losses(TorchFunctionMode):
-    """Inside, counts cross-entropies of tensors with this many columns."""
+    """Inside, notes cross-entropies of tensors with this many columns."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.seen = width, 0
+        self.width = width
+        self.seen: list[float] = []
+        self.exact: list[float] = []
+        """The same of the same logits, computed in fp64; of the stock model alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func in (F.cross_entropy, F.nll_loss):
-            self.seen += self.width in (args[0] if args else kwargs["input"]).shape
-        return func(*args, **kwargs)
+            logits, *others = args or [kwargs["input"]]
+            if self.width in logits.shape:
+                self.seen.append(float(result.detach().double().mean()))
+                if type(logits) is Tensor:
+                    given = {**kwargs, "input": logits.detach().double()}
+                    given.update(zip(("target", "weight"), others, strict=False))
+                    if given.get("weight") is not None:
+                        given["weight"] = given["weight"].double()
+                    self.exact.append(float(func(**given).mean()))
+        return result
 
 
 def examine_loss(model_type: str) -> LossRow:
@@ -172,7 +185,7 @@ def examine_loss(model_type: str) -> LossRow:
     row.status, row.reason = ("whole", _reader(notes[0])) if notes else ("fused", "")
     if not row.difference <= TOLERANCE:
         row.status, row.reason = "wrong", f"differs by {row.difference:.1e}"
-    row.bf16 = _bf16(twin, {**batch, **targets}, plan, stock)
+    row.bf16 = _bf16(twin, {**batch, **targets}, plan, stock, sites.loss_head.vocab_size)
     return row
 
 
@@ -182,25 +195,38 @@ def _reader(note: str) -> str:
     return f"{found[1]} in {found[2]}" if found else note
 
 
-def _bf16(twin: nn.Module, batch: dict[str, Any], plan: Plan, truth: dict[str, Tensor]) -> float | None:
+def _bf16(twin: nn.Module, batch: dict[str, Any], plan: Plan, truth: dict[str, Tensor], width: int) -> float | None:
     """Errors of a patched step in bf16 over those of a stock one, the larger of loss and gradients; `twin` is cast."""
     twin.bfloat16()
     batch = {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    runs = []
     try:
-        stock = _errors(_run(twin, batch, torch.bfloat16, read=False), truth)
+        with _Losses(width) as stock:
+            runs.append(_run(twin, batch, torch.bfloat16, read=False))
     except Exception:  # the stock model's: a type that does not run in bf16
         return None
     apply(twin, plan)
-    ours = _errors(_run(twin, batch, torch.bfloat16, read=False), truth)
-    return max(one / max(other, 1e-30) for one, other in zip(ours, stock, strict=True))
+    with _Losses(width) as ours:
+        runs.append(_run(twin, batch, torch.bfloat16, read=False))
+    one, other = (_gradient_error(run, truth) for run in runs)
+    of_losses = (
+        _loss_error(mine, exact) / _loss_error(its, exact)
+        for mine, its, exact in zip(ours.seen, stock.seen, stock.exact, strict=False)
+    )
+    return max(one / max(other, 1e-30), *of_losses)
 
 
-def _errors(run: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
-    """Of the loss, at least the roundoff of one bf16 number, and of all gradients, each relative to its own size."""
-    loss = float((run["loss"].double() - truth["loss"]).abs() / truth["loss"].abs())
+def _loss_error(loss: float, exact: float) -> float:
+    """Relative to the loss of the same logits, and at least the roundoff of bf16: a loss that is right by luck is no
+    yardstick, nor is the fp64 model's, from which the logits of both are off by more."""
+    return max(abs(loss - exact) / max(abs(exact), 1e-30), torch.finfo(torch.bfloat16).eps / 2)
+
+
+def _gradient_error(run: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Of all gradients, each relative to its own size."""
     gradients = [name for name in run.keys() & truth.keys() if name != "loss" and truth[name].any()]
     squares = ((run[n].double() - truth[n]).norm() / truth[n].norm() for n in gradients)
-    return max(loss, torch.finfo(torch.bfloat16).eps / 2), float(sum(each**2 for each in squares)) ** 0.5
+    return float(sum(each**2 for each in squares)) ** 0.5
 
 
 def _run(
