@@ -223,7 +223,7 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
         ),
         "NativeBatchNormBackward0": (
             lambda z: torch.batch_norm(z, None, None, None, None, True, 0.1, 0.5, False),
-            {"eps": 0.5, "weight": None, "running_mean": None, "running_var": None, "training": True},
+            {"eps": 0.5, "running_mean": None, "running_var": None, "training": True},
         ),
         "IndexBackward0": (lambda z: z[torch.tensor([1])], {"indices": (torch.tensor([1]),)}),
         "SelectBackward0": (lambda z: z.select(-1, -2), {"dim": 2**64 - 1, "index": 2**64 - 2}),

@@ -13,6 +13,7 @@ from memopt.recompute_rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node
 from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
+_AFFINE_KEY = "memopt.affine"
 
 
 def signed(value: Any) -> Any:
@@ -42,29 +43,32 @@ def _power(node: Node) -> Tensor:
     return torch.pow(saved(node, "self"), saved(node, "exponent"))
 
 
-def _has_its_affine(node: Node) -> bool:
-    # The node saves no bias, but a trained one is at the end of its edge.
-    bias = node.next_functions[2][0]
-    return saved(node, "weight") is None if bias is None else bool(bias.name() == _LEAF_NODE)
+def _copies_its_affine(node: Node) -> bool:
+    # The node saves no bias, and sharding may have freed both parameters by the time that a reader of the output asks.
+    edges = [edge for edge, _ in node.next_functions[1:3]]
+    if any(edge is None or edge.name() != _LEAF_NODE for edge in edges):
+        return False
+    if _AFFINE_KEY not in node.metadata:
+        node.metadata[_AFFINE_KEY] = tuple(edge.variable.detach().clone() for edge in edges)
+    return True
 
 
 def _batch_normalised(node: Node) -> Tensor:
     """By the statistics of the forward: of the batch, or in eval mode the running ones."""
-    x, weight, eps = saved(node, "input"), saved(node, "weight"), saved(node, BATCH_NORMS[node.name()])
-    bias = weight if weight is None else node.next_functions[2][0].variable.detach()
+    x, eps = saved(node, "input"), saved(node, BATCH_NORMS[node.name()])
+    weight, bias = node.metadata[_AFFINE_KEY]
     if saved(node, "training"):
         # In fp32 at least: eps may be most of the variance, and is subtracted here.
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = saved(node, "result1").to(wide), saved(node, "result2").to(wide)
-        variance = rstd.pow(-2) - eps
-        weight, bias = (each if each is None else each.to(wide) for each in (weight, bias))
+        variance, weight, bias = rstd.pow(-2) - eps, weight.to(wide), bias.to(wide)
     else:
         mean, variance = saved(node, "running_mean"), saved(node, "running_var")
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 for _name in BATCH_NORMS:
-    recomputable(_name, NORMALISED, _has_its_affine)(_batch_normalised)
+    recomputable(_name, NORMALISED, _copies_its_affine)(_batch_normalised)
 
 
 def _kept_output(node: Node) -> Tensor:

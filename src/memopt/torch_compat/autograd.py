@@ -116,7 +116,7 @@ BATCH_NORMS = {
     "CudnnBatchNormBackward0": "epsilon",
     "MiopenBatchNormBackward0": "epsilon",
 }
-_BATCH_NORM = ("input", "weight", "running_mean", "running_var", "result1", "result2", "training")
+_BATCH_NORM = ("input", "running_mean", "running_var", "result1", "result2", "training")
 SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "MulBackward0": ("self", "other"),
     **{operation.node: ("self", *operation.constants) for operation in OPERATIONS.values() if operation.recompute},
