@@ -452,6 +452,11 @@ def _trace_steps(row: Row, config: PreTrainedConfig) -> None:
     if stock is None or patched is None:
         row.notes.append(f"{_NO_PEAK}: its backward does not run on shapes alone")
         return
+    if not stock.kept:
+        row.notes.append(
+            "peak of a step not counted: the model saves nothing for backward, since nothing of it is trained"
+        )
+        return
     row.step_peak = (stock.peak, patched.peak)
     row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
 
