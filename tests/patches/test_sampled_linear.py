@@ -124,7 +124,13 @@ def test_copies_sample_as_well(how: str) -> None:
 # --- dW --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "method"), [*(("linear", method) for method in METHODS), ("conv1d", "wta-crs")])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *(("linear", method) for method in METHODS),
+        *(pytest.param("conv1d", method, marks=[] if method == "wta-crs" else pytest.mark.slow) for method in METHODS),
+    ],
+)
 def test_the_mean_of_the_estimates_is_the_gradient(kind: str, method: Any) -> None:
     """Within 3 standard errors, as the sampler's closed form gives them."""
     draws, sampling = 400, Sampling(method, 0.3)
