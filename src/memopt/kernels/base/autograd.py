@@ -131,7 +131,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts inputs of linears on this tensor's device; None where it is off."""
     if not any_autocast_enabled():
         return None
-    device = tensor.device.type
+    # Reading the type of a device takes longer than the rest.
+    device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
     if not _is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -77,15 +77,15 @@ def gated_linear(
         weight, bias: of the linear; (out, intermediate) and (out,) or None.
 
     Returns:
-        y (..., out); None where the linear has to run on its own: under autocast, where a dtype differs, and where the
-        weight is frozen or not plain.
+        y (..., out); None where the linear has to run on its own: where a dtype differs (under autocast, that of gate
+        or up from autocast's), and where the weight is frozen or not plain.
     """
     if up is None:
         _check_halves(gate)
     else:
         _check_shapes(gate, up)
-    dtype = gate.dtype
-    alike = dtype is weight.dtype and (up is None or up.dtype is dtype) and autocast_dtype(gate) is None
+    dtype, autocast = gate.dtype, autocast_dtype(gate)
+    alike = dtype is (weight.dtype if autocast is None else autocast) and (up is None or up.dtype is dtype)
     if not alike or not weight.requires_grad or not is_plain(weight) or not gate.requires_grad:
         return None
     value, differentiate = _steps(kind, gate_first)
