@@ -83,10 +83,11 @@ def _main(argv: Sequence[str] | None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     asked = tuple(dict.fromkeys((STOCK, AGAIN, *(arguments.ways or preset.ways))))
     try:
-        preset.check()
+        found = {way: _obstacle(way, preset.device(arguments.size)) for way in asked}
+        if not found[STOCK]:  # what is predicted alone needs no package
+            preset.check()
         if arguments.plot is not None and version("matplotlib") is None:
             raise CannotRun("--plot needs matplotlib: pip install 'memopt[plots]'")
-        found = {way: _obstacle(way, preset.device(arguments.size)) for way in asked}
     except (CannotRun, MemoptError) as error:
         print(error, file=sys.stderr)
         return EXIT_CANNOT_RUN
