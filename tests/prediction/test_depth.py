@@ -50,7 +50,11 @@ def test_experts_with_adapters_extend_too() -> None:
 
 @pytest.mark.parametrize(
     "levels",
-    [pytest.param([1] * 6 + [0] * 6, marks=pytest.mark.slow), [1] * 2 + [0] * 6 + [3] * 4, [1] * 6 + [5] * 6],
+    [
+        pytest.param([1] * 6 + [0] * 6, marks=pytest.mark.slow),
+        pytest.param([1] * 2 + [0] * 6 + [3] * 4, marks=pytest.mark.slow),
+        [1] * 6 + [5] * 6,
+    ],
 )
 def test_blocks_of_unlike_levels_do_not_stand_for_one_another(levels: list[int]) -> None:
     config, training = named_config("llama", num_hidden_layers=12), Training(2, 16)
