@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.errors import InputsError, MemoptError, ModelError
+from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.reporting.adapters import check_peft
@@ -198,8 +200,8 @@ def _compare(
 ) -> Comparison:
     of = _subject(config, training, seq, rules, record, batch, trust_remote_code)
     sites, notes = of.sites, list(of.notes)
-    before = trace_account(config, of.training, sites=sites, inputs=batch, peak=True)
-    after = trace_account(config, of.training, sites=sites, recipe=rules, folded=of.folded, inputs=batch, peak=True)
+    stock = partial(trace_account, config, of.training, sites=sites, inputs=batch, peak=True)
+    before, after = each([stock, partial(stock, recipe=rules, folded=of.folded)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
