@@ -27,6 +27,7 @@ from memopt.walk.aten.precision import precise
 from memopt.walk.calls.inputs import runnable_calls, training_targets
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import one_line
 from memopt.walk.observe import find_sites
 from tests.zoo.coverage_sums import COVERAGE, Sum
 from tests.zoo.examine import Row, _config, _difference, _Stop, _twin, model_types
@@ -163,8 +164,12 @@ def examine_loss(model_type: str) -> LossRow:
         row.reason = "no loss with labels that are made here"
         return row
     plan = make_plan(sites, load_recipe("exact-unfolded", _RECIPE))
-    with _Losses(sites.loss_head.vocab_size) as losses:
-        stock = _run(twin, {**batch, **targets})
+    try:
+        with _Losses(sites.loss_head.vocab_size) as losses:
+            stock = _run(twin, {**batch, **targets})
+    except Exception as error:
+        row.reason = f"the stock model's step does not run here: {type(error).__name__}: {one_line(error)}"
+        return row
     if not losses.seen:
         row.reason = "its loss is no cross-entropy over the head's logits"
         return row
