@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.kernels.linear.adapted import AdaptedLinearFunction
+from memopt.patches.linear import adapted
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
 from memopt.patches.swap import is_swapped, swap_forward
 from memopt.reporting.account import account
@@ -25,6 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for every call of the function."""
+    assert is_adapted(layer())  # which is proved once
     calls: list[str] = []
     apply = AdaptedLinearFunction.apply
     monkeypatch.setattr(AdaptedLinearFunction, "apply", lambda *given: calls.append("applied") or apply(*given))
@@ -169,3 +171,28 @@ def test_a_checkpointed_region_runs_twice_with_the_same_gradients(
     # The second run ends where the last tensor is saved, before the product of the last linear.
     assert len(sums) == (0 if reentrant else count - len(model.base_model.model.model.layers))
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+
+
+def test_a_release_that_computes_something_else_runs_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Any = type(layer())
+    stock = kind.forward
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = stock(module, x) * 1.0001
+        return y
+
+    forward.__module__, forward.__qualname__ = stock.__module__, stock.__qualname__
+    assert is_adapted(layer())
+    monkeypatch.setattr(kind, "forward", forward)
+    assert not is_adapted(layer())
+    monkeypatch.setattr(kind, "forward", stock)
+    assert is_adapted(layer())
+
+
+def test_the_proof_is_made_outside_of_the_modes_of_the_forward_that_asks_for_it() -> None:
+    forward: Any = type(layer()).forward
+    adapted._is_proved.cache_clear()
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.autocast("cpu", BF16), torch.no_grad():
+        assert adapted._is_proved(forward)
+    assert torch.equal(torch.get_rng_state(), before)

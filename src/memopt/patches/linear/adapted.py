@@ -1,17 +1,23 @@
 """PEFT's LoRA around a plain linear, run as one function: no module inside it is called.
 
+That the installed PEFT computes this formula is proved on a small layer, once.
+
 Where anything but the plain formula is to be computed (dropout, DoRA, several adapters, merged or disabled ones), or a
 module inside is watched, PEFT's own forward runs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from memopt.generators import generators_kept
 from memopt.kernels.linear.adapted import adapted_linear
 from memopt.patches.swap import is_watched, steps_aside, with_attributes
 
@@ -27,10 +33,35 @@ class AdaptedRewrite:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `module` has the forward of PEFT's LoRA around linears."""
+    """Whether `module` has the forward of PEFT's LoRA around linears, and that computes the formula of the function."""
     forward: Any = type(module).forward
     names = getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)
-    return names == _FORWARD and "forward" not in vars(module)
+    return names == _FORWARD and "forward" not in vars(module) and _is_proved(forward)
+
+
+@functools.cache
+def _is_proved(forward: Callable[..., Tensor]) -> bool:
+    """In a thread of its own: no mode, autocast or hook of the forward that asks is active there."""
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_agrees, forward).result()
+
+
+@generators_kept()
+def _agrees(forward: Callable[..., Tensor]) -> bool:
+    """Whether `forward` of a small layer with one adapter is what :func:`adapted_linear` returns, to the bit."""
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        base = nn.Sequential(nn.Linear(7, 5, device="cpu", dtype=torch.float32))
+        config = LoraConfig(r=3, lora_alpha=4, target_modules=["0"], init_lora_weights=False)
+        around: Any = get_peft_model(base, config)
+        layer = around.base_model.model[0]
+        x = torch.randn(2, 3, 7, device="cpu", dtype=torch.float32, requires_grad=True) * 2
+        found = _parts(layer)
+        y = None if found is None else adapted_linear(x, *found)
+        return y is not None and type(layer).forward is forward and torch.equal(y, forward(layer, x))
+    except Exception:  # of another release of PEFT: its own forward runs, as before
+        return False
 
 
 def run_adapted(
