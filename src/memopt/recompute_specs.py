@@ -121,6 +121,10 @@ class RecomputeSpec:
         """Scopes find from the graph of the tensors in `saved` how to recompute these."""
         recomputed._spec = weakref.ref(self)
 
+    def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
+        # A saved tensor has no graph. Neither None nor any class of ours is loaded by torch.load's weights_only.
+        return set, ()
+
     def take(self) -> Sequence[Tensor | None]:
         """The tensors for a reader to save, which needs the output once in backward."""
         self.recomputed.readers += 1
@@ -183,7 +187,7 @@ def spec_of(x: object) -> RecomputeSpec | None:
     spec in its second run.
     """
     spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
-    if spec is None or x._version or spec.saved is None:  # type: ignore[attr-defined]
+    if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
     top = top_saved_tensors_hooks(False)
     if spec.hook is not (None if top is None else getattr(top[0], "memopt_outer_pack", top[0])):
@@ -194,7 +198,7 @@ def spec_of(x: object) -> RecomputeSpec | None:
 def keep_producer(output: Tensor) -> None:
     """No reader takes the place of the producer's backward: somebody wants `output` with its place in the graph."""
     spec: RecomputeSpec | None = getattr(output, _ATTRIBUTE, None)
-    if spec is not None:
+    if spec:
         spec.differentiate = None
 
 

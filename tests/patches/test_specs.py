@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_a_copy_of_a_model_in_use_trains_like_it(made):
     for _ in range(2):
         found = step(other, inputs)
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
+def test_outputs_with_their_graph_are_written_and_read_by_torch(kind: str, tmp_path: Path):
+    model, inputs, seen = memopt.patch(tiny_model(kind)).train(), tiny_inputs(kind, 2, 16), []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(**inputs)
+    outputs = [each for each in seen if isinstance(each, torch.Tensor)]
+    assert any(spec_of(each) for each in outputs)
+    torch.save(outputs, tmp_path / "outputs.pt")
+    again = torch.load(tmp_path / "outputs.pt")
+    assert all(torch.equal(each, one) for each, one in zip(again, outputs, strict=True))
+    assert not any(spec_of(each) for each in again)
 
 
 def test_unpatching_a_model_in_use_takes_the_linears_back():
