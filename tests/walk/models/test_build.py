@@ -437,6 +437,20 @@ class TestLimits:
         with pytest.raises(ModelError, match="more than 50 MiB" if build is _grow else "more than 0 seconds"):
             run()
 
+    def test_a_constructor_that_ignores_it_is_stopped_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(limits, "_MAX_SECONDS", 0.1)
+        monkeypatch.setattr(limits, "_STOPPED_AFTER", 0.1)
+        started = time.thread_time()
+
+        def build() -> None:
+            _swallow()  # as a finalizer does
+            while time.thread_time() < started + 20:
+                pass
+
+        with pytest.raises(ModelError, match="more than 0 seconds"), limits.watched_build():
+            build()
+        assert time.thread_time() < started + 10
+
     def test_what_is_quick_is_left_alone(self) -> None:
         for _ in range(20):
             with limits.watched_build():

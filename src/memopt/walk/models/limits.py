@@ -23,6 +23,8 @@ MAX_ELEMENTS, _MAX_LENGTH = 10**15, 10**8
 #: Fields that count layers, blocks, experts or pixels. Lists as long as that are made before any module is.
 _COUNT = re.compile(r"(.*_)?(layers?|blocks?|depths?|experts|stages|repeats|(image|img|crop)_size)")
 _MAX_COUNT = 20_000
+#: CPU seconds that a build may take to end once it is stopped.
+_STOPPED_AFTER = 1.0
 #: CPU time and memory of one build, which takes a second and some megabytes where it takes most.
 _MAX_SECONDS, _MAX_BYTES = 12.0, 768 << 20
 
@@ -110,27 +112,30 @@ def watched_build() -> Iterator[None]:
     why: list[str] = []
 
     def watch() -> None:
+        again = end
         while not over.wait(0.1):
-            if time.clock_gettime(clock) > end:
+            now = time.clock_gettime(clock)
+            if not why and now > end:
                 why.append(f"{_MAX_SECONDS:.0f} seconds")
-            elif process.memory_info().rss > most:
+            elif not why and process.memory_info().rss > most:
                 why.append(f"{_MAX_BYTES >> 20} MiB")
-            if why:
+                again = now
+            if why and now >= again:
+                # Python ignores what is raised in a finalizer, so a thread that goes on is stopped again.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
-                return
+                again = now + _STOPPED_AFTER
 
     watcher = threading.Thread(target=watch, name="memopt-watch", daemon=True)
     watcher.start()
-    caught = False
     try:
         try:
             yield
         except _Stopped:
-            caught = True
+            pass
         finally:
             over.set()
             watcher.join()
-            for _ in range(10_000 if why and not caught else 0):
+            for _ in range(10_000 if why else 0):
                 pass  # the exception arrives where a loop turns round
     except _Stopped:
         pass
