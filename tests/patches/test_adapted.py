@@ -79,6 +79,21 @@ def test_value_and_gradients_are_those_of_the_stock_layer_to_the_bit(
         assert torch.equal(found[name], each), name
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged, torch.strided], ids=str)
+def test_an_input_without_one_storage_is_left_to_the_stock_forward(layout: torch.layout, applied: list[str]) -> None:
+    rows = torch.randn(7, 24)
+    x = (
+        rows.to_sparse()
+        if layout is torch.sparse_coo
+        else torch.nested.nested_tensor([rows[:2], rows[2:]], layout=layout)
+    )
+    stock = layer()
+    found, expected = patched(stock)(x), stock(x)
+    assert not applied
+    for mine, each in zip(found.unbind(), expected.unbind(), strict=True):
+        assert torch.equal(mine, each)
+
+
 def _hooked(inner: str) -> Callable[[nn.Module], object]:
     return lambda module: module.get_submodule(inner).register_forward_hook(lambda *call: None)
 

@@ -43,7 +43,7 @@ def adapted_linear(
         return None
     if bias is not None and (bias.requires_grad or bias.dtype is not weight.dtype):
         return None
-    if not x.is_floating_point() or is_transformed(x):
+    if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested or is_transformed(x):
         return None
     dtype = autocast_dtype(x)
     of_adapter = dtype or a.dtype
