@@ -65,3 +65,26 @@ def test_every_batch_norm_is_in_the_plan_and_can_be_left() -> None:
     assert [entry.site for entry in plan.rewrites if entry.kind == "batch_normalization"] == norms
     left = memopt.plan_for(model, memopt.load_recipe("exact-unfolded", ("norms.method=none",)))
     assert not any(entry.kind == "batch_normalization" for entry in left.rewrites)
+
+
+def test_statistics_that_a_later_forward_updates_are_those_of_the_forward_in_eval_mode() -> None:
+    """PyTorch updates running statistics without a trace in their versions."""
+    torch.manual_seed(0)
+    stock = mobilenet().double()
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    patched = memopt.patch(copy.deepcopy(stock), "exact-unfolded")
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+
+    def convolutions(model: nn.Module) -> list[torch.Tensor]:
+        loss = model.eval()(pixel_values=images, labels=torch.tensor([0, 1, 0])).loss
+        with torch.no_grad():
+            model.train()(pixel_values=images * 3 + 1)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with precise(torch.float64):
+        expected, found = convolutions(stock), convolutions(patched)
+    scale = max(float(each.abs().max()) for each in expected)
+    for mine, each in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, each, rtol=1e-9, atol=1e-12 * scale)

@@ -341,3 +341,12 @@ def _pack(tensor: Tensor) -> Tensor:
 
 def _unpack(packed: Tensor) -> Tensor:
     return packed
+
+
+def test_what_is_held_is_not_unpacked() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert torch_compat.held(x.sin().grad_fn, "self") is x
+    with saved_tensors_hooks(lambda tensor: "packed", lambda packed: pytest.fail("it was unpacked")):
+        node = x.sin().grad_fn
+    assert torch_compat.held(node, "self") == "packed"
+    assert torch_compat.held(node, "other") is None

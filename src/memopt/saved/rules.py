@@ -10,10 +10,10 @@ from torch import Tensor
 
 from memopt.activations import OPERATIONS, Operation
 from memopt.recompute_rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
-from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, saved, shows_saved
+from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, held, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
-_AFFINE_KEY = "memopt.affine"
+_COPIED_KEY = "memopt.copied"
 
 
 def signed(value: Any) -> Any:
@@ -43,32 +43,46 @@ def _power(node: Node) -> Tensor:
     return torch.pow(saved(node, "self"), saved(node, "exponent"))
 
 
-def _copies_its_affine(node: Node) -> bool:
+def _copies_what_may_change(node: Node) -> bool:
     # The node saves no bias, and sharding may have freed both parameters by the time that a reader of the output asks.
+    # A later forward in train mode changes the running statistics without a trace in their versions.
     edges = [edge for edge, _ in node.next_functions[1:3]]
     if any(edge is None or edge.name() != _LEAF_NODE for edge in edges):
         return False
-    if _AFFINE_KEY not in node.metadata:
-        node.metadata[_AFFINE_KEY] = tuple(edge.variable.detach().clone() for edge in edges)
+    if _COPIED_KEY not in node.metadata:
+        read = [edge.variable for edge in edges]
+        if not saved(node, "training"):
+            # A foreign hook (checkpointing) would run a region again to give them.
+            statistics = [_at_hand(held(node, name)) for name in ("running_mean", "running_var")]
+            if any(each is None for each in statistics):
+                return False
+            read += statistics
+        node.metadata[_COPIED_KEY] = [each.detach().clone() for each in read]
     return True
+
+
+def _at_hand(packed: object) -> Tensor | None:
+    """What autograd or a scope of ours saved as it is; scopes add the version."""
+    tensor = packed[0] if type(packed) is tuple else packed
+    return tensor if isinstance(tensor, Tensor) else None
 
 
 def _batch_normalised(node: Node) -> Tensor:
     """By the statistics of the forward: of the batch, or in eval mode the running ones."""
     x, eps = saved(node, "input"), saved(node, BATCH_NORMS[node.name()])
-    weight, bias = node.metadata[_AFFINE_KEY]
-    if saved(node, "training"):
+    weight, bias, *statistics = node.metadata[_COPIED_KEY]
+    if statistics:
+        mean, variance = statistics
+    else:
         # In fp32 at least: eps may be most of the variance, and is subtracted here.
         wide = torch.promote_types(x.dtype, torch.float32)
         mean, rstd = saved(node, "result1").to(wide), saved(node, "result2").to(wide)
         variance, weight, bias = rstd.pow(-2) - eps, weight.to(wide), bias.to(wide)
-    else:
-        mean, variance = saved(node, "running_mean"), saved(node, "running_var")
     return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 for _name in BATCH_NORMS:
-    recomputable(_name, NORMALISED, _copies_its_affine)(_batch_normalised)
+    recomputable(_name, NORMALISED, _copies_what_may_change)(_batch_normalised)
 
 
 def _kept_output(node: Node) -> Tensor:

@@ -18,6 +18,7 @@ from memopt.torch_compat.autograd import (
     call_its_backward,
     current_graph_task_id,
     current_node,
+    held,
     input_metadata,
     living_storage,
     next_sequence_number,

@@ -160,6 +160,14 @@ def saved(node: Any, field: str) -> Any:
     return getattr(node, "_saved_" + field)
 
 
+def held(node: Any, field: str) -> Any:
+    """What is held for that tensor: the tensor itself, or what a hook made of it, which is not asked to unpack it.
+
+    None where PyTorch does not show it.
+    """
+    return getattr(getattr(node, "_raw_saved_" + field, None), "data", None)
+
+
 _ENGINE = "torch.autograd.Variable._execution_engine.run_backward"
 _engine: Callable[..., Any] | None = find(_ENGINE, None, "a trace of a step on fake tensors recomputes as the CPU does")
 
