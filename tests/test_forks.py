@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +31,11 @@ def die_unless(parent: int, result: int) -> int:
     if os.getpid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
+
+
+def tell_and_wait(written: int) -> None:
+    os.write(written, b"%d\n" % os.getpid())
+    time.sleep(60)
 
 
 def fail(message: str) -> int:
@@ -65,3 +72,21 @@ def test_the_error_is_the_first_in_order(two: None) -> None:
     work: list[Callable[[], int]] = [os.getpid, partial(fail, "first"), partial(fail, "second")]
     with forking(), pytest.raises(ValueError, match="first"):
         each(work)
+
+
+@pytest.mark.parametrize("killed_by", [signal.SIGTERM, signal.SIGKILL])
+def test_no_fork_outlives_a_process_that_is_killed(two: None, killed_by: signal.Signals) -> None:
+    told, tell = os.pipe()
+    process = os.fork()
+    if not process:
+        with forking():
+            each([partial(tell_and_wait, tell)] * 2)
+        os._exit(0)
+    os.close(tell)
+    with open(told) as both:
+        assert process in {int(both.readline()) for _ in range(2)}
+        os.kill(process, killed_by)
+        os.waitpid(process, 0)
+        # Every process that is alive holds the other end.
+        assert select.select([both], [], [], 10) == ([both], [], [])
+        assert both.read() == ""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 #: Processes at one time: each takes some hundred MB.
 _MOST = 4
+#: Of Linux's prctl.h.
+_PR_SET_PDEATHSIG = 1
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
 
 
@@ -84,10 +86,17 @@ def _claimed(work: Sequence[Callable[[], T]], claims: int) -> dict[int, T]:
 
 
 def _work(work: Sequence[Callable[[], Any]], claims: int, sender: Any) -> None:
+    import ctypes
+    import multiprocessing
     import signal
 
     import torch
 
+    # Nobody waits for a process whose parent was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        return
     # A thread of the parent may hold a lock of its streams; its pool of threads does not exist here (DataLoader too).
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
