@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import memopt
 from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply
@@ -389,3 +390,17 @@ def test_fp16_gradients_are_made_where_the_loss_scale_is_known() -> None:
             logits: Any = model().view(-1, CLASSES)
         small = dataclasses.replace(logits.source, width=1)
         assert plain.Plain(small, LossArguments()).is_at_once is (dtype == torch.bfloat16)
+
+
+def test_logits_that_every_rank_has_to_gather_again_are_read_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = memopt.patch(tiny_model("llama")).train(), tiny_inputs("llama", 2, 16)
+    monkeypatch.setattr("memopt.patches.loss.module.is_partitioned", lambda tensor: True)  # as ZeRO-3's are
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = model(**batch)
+        output.loss.backward()
+        logits = model(**{name: each for name, each in batch.items() if name != "labels"}).logits
+        assert logits.argmax(-1).shape == batch["labels"].shape
+    with pytest.warns(UserWarning, match="a rank that reads them alone waits"):
+        found = output.logits.argmax(-1)
+    assert torch.equal(found, memopt.unpatch(model)(**batch).logits.argmax(-1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -130,6 +131,13 @@ class Source:
         """
         if not self.head.gathers:
             return function(self)
+        if self.losses:
+            warnings.warn(
+                f"memopt: logits that '{self.losses[0]}' has read are read again, for which ZeRO-3 gathers the weights "
+                "of their head on every rank: a rank that reads them alone waits for the others for ever. Compute "
+                "metrics of a training step on every rank, or patch with loss.method=none.",
+                stacklevel=2,
+            )
 
         def inside(x: Tensor) -> T:
             head = dataclasses.replace(self.head, gathers=False)
