@@ -8,12 +8,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.saved import RecomputeScope
+from tests.factories import tiny_inputs, tiny_model
 from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp
 from tests.support.compare import all_equal
 
@@ -161,3 +164,19 @@ def test_one_scope_that_is_entered_twice_is_left_twice():
     with scope, torch.autograd.graph.save_on_cpu(), scope:
         pass
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_reader_behind_a_checkpointed_block_does_not_run_it_again_before_its_gradient_is_there() -> None:
+    """Sharding gathers the weights of a block when the gradient of its output arrives."""
+    torch.manual_seed(0)
+    model = memopt.patch(get_peft_model(tiny_model("bert"), LoraConfig(r=4, target_modules="all-linear")).train())
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    order: list[str] = []
+    block = model.base_model.model.bert.encoder.layer[-1]
+    block.register_forward_hook(lambda _, given, y: y.register_hook(lambda dy: order.append("gradient")) and None)
+    block.attention.register_forward_pre_hook(lambda *call: order.append("run"))
+    for _ in range(2):
+        order.clear()
+        model(**tiny_inputs("bert", 2, 24)).loss.backward()
+        assert order == ["run", "gradient", "run"]

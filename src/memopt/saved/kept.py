@@ -58,16 +58,16 @@ class Forwarded:
     that one time up, so the tensor is held here until the node itself unpacks it.
     """
 
-    __slots__ = ("_early", "_packed", "_unpack")
+    __slots__ = ("_early", "_packed", "memopt_unpack")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor] | None) -> None:
-        self._packed, self._unpack = packed, unpack
+        self._packed, self.memopt_unpack = packed, unpack
         self._early: Tensor | None = None
 
     def unpack(self) -> Tensor:
         tensor = self._early
         if tensor is None:
-            assert self._unpack is not None
-            tensor = self._unpack(self._packed)
+            assert self.memopt_unpack is not None
+            tensor = self.memopt_unpack(self._packed)
         self._early = tensor if remaking.depth else None
         return tensor

@@ -201,7 +201,9 @@ class _Pack:
             return None
         follows = _is_followed(rule, source) and self._applies(rule, source.node)
         # What says which rows were read has to be there too.
-        follows = follows and all(_kept_by_a_scope(how) for what, how in source.steps if what == "rows")
+        follows = follows and all(
+            _kept_by_a_scope(how, self._outer_unpack) for what, how in source.steps if what == "rows"
+        )
         return Handle(source, rule, tensor, base) if follows else None
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
@@ -246,7 +248,7 @@ class _Pack:
             return False
         # A node made inside a foreign hook too (checkpointing of the node's module alone) has its tensors kept by that
         # hook, which may give each back only once.
-        return _kept_by_a_scope(node)
+        return _kept_by_a_scope(node, self._outer_unpack)
 
 
 def in_a_scope() -> bool:
@@ -302,13 +304,17 @@ def _is_followed(rule: Rule, source: Source) -> bool:
     return source.is_only_cast or (is_one_copy and is_unchanged(source.node))
 
 
-def _kept_by_a_scope(node: Node) -> bool:
-    """Whether the tensors that `node` saved are there, and passed through no hook but a scope's or an observer's."""
+def _kept_by_a_scope(node: Node, outer: object) -> bool:
+    """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
+    `outer`, the unpack hook outside of this scope.
+
+    A scope inside a checkpointed region hands on to its hook: a reader behind that region would run it again early.
+    """
     try:
         hooks = unpack_hooks(node)
     except RuntimeError:  # backward has been through it
         return False
-    return all(hook in (None, _unpack) or getattr(hook, "memopt_observer", False) for hook in hooks)
+    return all(hook in (None, _unpack, outer) or getattr(hook, "memopt_observer", False) for hook in hooks)
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:

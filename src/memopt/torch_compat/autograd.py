@@ -197,6 +197,8 @@ _RAW_FIELDS = tuple(
 def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     """The unpack hook of each tensor that `node` saved, or None where autograd itself holds the tensor.
 
+    What a hook unpacks may name another one that it asks, as ``memopt_unpack``; that is then the hook.
+
     Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read. A foreign hook
     (checkpointing of one module inside a block) may unpack a tensor only once, so such nodes are not recomputed from.
     Without ``SavedTensor.unpack_hook`` or the raw fields nothing is recomputed from any node.
@@ -211,7 +213,11 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
         # Released fields of operations do not raise; they have neither a hook nor data.
         if any(getattr(tensor, "unpack_hook", None) is None and tensor.data is None for tensor in raw):
             raise RuntimeError("backward has been through the node")
-    return [getattr(tensor, "unpack_hook", None) for tensor in raw]
+    hooks = (getattr(tensor, "unpack_hook", None) for tensor in raw)
+    return [
+        getattr(None if hook is None else tensor.data, "memopt_unpack", hook)
+        for hook, tensor in zip(hooks, raw, strict=True)
+    ]
 
 
 def _unknown_unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
