@@ -20,8 +20,11 @@ def kept_shapes(run) -> list[tuple[tuple[int, ...], torch.dtype]]:
             kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return tensor.detach()
 
-    pack.memopt_observer = True  # type: ignore[attr-defined]
-    with saved_tensors_hooks(pack, lambda t: t), RecomputeScope():
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    pack.memopt_observer = unpack.memopt_observer = True  # type: ignore[attr-defined]
+    with saved_tensors_hooks(pack, unpack), RecomputeScope():
         run()
     return sorted(((tuple(t.shape), t.dtype) for t in kept.values()), key=str)
 

@@ -61,8 +61,10 @@ def _copies_what_may_change(node: Node) -> bool:
     return True
 
 
-def _at_hand(packed: object) -> Tensor | None:
-    """What autograd or a scope of ours saved as it is; scopes add the version."""
+def _at_hand(packed: Any) -> Tensor | None:
+    """What autograd, a scope of ours or an observer saved as it is; scopes add the version."""
+    if (outer := getattr(packed, "memopt_unpack", None)) is not None:  # what a scope has handed on to it
+        return packed.unpack() if getattr(outer, "memopt_observer", False) else None
     tensor = packed[0] if type(packed) is tuple else packed
     return tensor if isinstance(tensor, Tensor) else None
 
