@@ -62,7 +62,8 @@ class _Answer:
         subject, training = self.subject, self.subject.training
         patched = self.candidate("memopt", subject.recipe, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
-        trace_ahead(patched.tracer, training, (stock.tracer, training))
+        if self.card:  # two small traces gain less than a fork costs
+            trace_ahead(patched.tracer, training, (stock.tracer, training))
         patched.at()
         self.extends = patched.tracer.extends
         # Blocks of a stock model may be alike where those of the patched one are not.
@@ -117,7 +118,7 @@ class _Answer:
             return self.way(candidate), None if is_known else candidate.at().trace
 
         steps = [partial(work, candidate) for candidate in candidates]
-        # Without a card nothing is searched, and a fork costs more than it gains.
+        # Without a card nothing is searched.
         found = each(steps) if self.card else [do() for do in steps]
         for candidate, (_, traced) in zip(candidates, found, strict=True):
             if traced is not None:
