@@ -95,7 +95,10 @@ def test_peaks_alone_are_traced_into_the_rows_of_a_file(tmp_path, monkeypatch) -
     out.write_text(json.dumps({"rows": kept, "memory": True}))
     kept = json.loads(out.read_text())["rows"]
     monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "--out", str(out)])
-    in_this_process = lambda types, jobs, study: (dataclasses.asdict(study.examine(name)) for name in types)  # noqa: E731
+
+    def in_this_process(types, jobs, study):
+        return (dataclasses.asdict(study.examine(name)) for name in types)
+
     monkeypatch.setattr(coverage, "_examined", in_this_process)
     assert coverage.main() == coverage.EXIT_OK
     bert, gone = json.loads(out.read_text())["rows"]

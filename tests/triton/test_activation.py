@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
+from tests.triton.passes import assert_the_first_of_two_takes_one_more
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = sorted(ACTIVATIONS)
@@ -241,15 +241,4 @@ def test_the_first_of_layers_that_are_alike_lets_its_output_go_before_the_gradie
             h = linear(recomputed_activation(h @ weight, torch.tanh, "tanh"), behind, None)
         return torch.autograd.grad(h.square().sum(), [x, *weights])
 
-    one_passes: list[bool] = []
-
-    def noted(*args: Any) -> Any:
-        one_passes.append(args[3])
-        return launch_backward(*args)
-
-    monkeypatch.setattr(function_triton, "launch_backward", noted)
-    found = gradients()
-    assert one_passes == [False, True]
-    monkeypatch.setattr(function, "is_largest_yet", lambda tensor: False)
-    assert all(map(torch.equal, found, gradients()))
-    assert one_passes == [False, True, True, True]
+    assert_the_first_of_two_takes_one_more(gradients, function, function_triton, 3, monkeypatch)

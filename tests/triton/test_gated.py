@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from memopt.saved import RecomputeScope
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
+from tests.triton.passes import assert_the_first_of_two_takes_one_more
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = sorted(ACTIVATIONS)
@@ -214,18 +214,7 @@ class TestOperators:
                 h = linear(gated_product(h @ gate, h @ up, "silu"), down, None)
             return torch.autograd.grad(h.square().sum(), [x, *weights])
 
-        one_passes: list[bool] = []
-
-        def noted(*args: Any) -> Any:
-            one_passes.append(args[4])
-            return launch_backward(*args)
-
-        monkeypatch.setattr(function_triton, "launch_backward", noted)
-        found = gradients()
-        assert one_passes == [False, True]
-        monkeypatch.setattr(function, "is_largest_yet", lambda tensor: False)
-        assert all(map(torch.equal, found, gradients()))
-        assert one_passes == [False, True, True, True]
+        assert_the_first_of_two_takes_one_more(gradients, function, function_triton, 4, monkeypatch)
 
     def test_different_dtypes_of_gate_and_up_take_the_reference(self) -> None:
         gate, up = draw(4, 6).requires_grad_(), draw(4, 6, dtype=torch.bfloat16, seed=1).requires_grad_()

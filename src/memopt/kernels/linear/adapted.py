@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
-from memopt.kernels.linear.function import is_plain, weight_gradient
+from memopt.kernels.linear.function import input_gradient, is_computed_behind, is_plain, weight_gradient
 from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, spec_of
-from memopt.torch_compat import checkpointing_hook, current_graph_task_id, is_selectively_checkpointed, is_transformed
+from memopt.torch_compat import is_transformed
 
 
 def adapted_linear(
@@ -63,24 +63,12 @@ def adapted_linear(
             return None
         if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
-    behind: list[Tensor] | None = [] if _is_computed_behind() else None
+    behind: list[Tensor] | None = [] if is_computed_behind() else None
     y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec, behind)
     if behind is not None:
         with torch.no_grad():
             torch.add(_of_frozen(x, weight, bias, dtype), _of_adapter(behind[0], b, scaling), out=y.data)
     return y
-
-
-def _is_computed_behind() -> bool:
-    """Whether a block runs again in backward, where the sum is computed after the function has saved.
-
-    Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
-    done; the stock layer saves ahead of its last product.
-    """
-    if current_graph_task_id() == -1 or checkpointing_hook() is None:
-        return False
-    # Selective checkpointing knows products by the operators that return them, and refuses writes into what it saved.
-    return not is_selectively_checkpointed()
 
 
 def _of_frozen(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -148,9 +136,9 @@ class AdaptedLinearFunction(DirectFunction):
                     x = _rows(ctx, saved, of_adapter)
                     da = weight_gradient(dh, x, a)
                 if needs_given:
-                    given = dh.mm(a.to(of_adapter)).view(ctx.shape)
+                    given = input_gradient(dh, a, ctx.shape)
             if needs_x:
-                dx = rows.mm(weight.to(dy.dtype)).view(ctx.shape)
+                dx = input_gradient(rows, weight, ctx.shape)
         return given, dx, None, None, da, db, None, None, None, None
 
 

@@ -98,7 +98,7 @@ def fused_linear(
     differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor | None
 ) -> Tensor:
     """``F.linear(value(*inputs), weight, bias)`` by :class:`FusedLinearFunction`."""
-    if not _is_computed_behind():
+    if not is_computed_behind():
         y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *inputs)
         return y
     behind = _Behind(value)
@@ -150,8 +150,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return not_a_view(F.linear(x, weight, bias if bias.dtype is dtype else bias.to(dtype)))
 
 
-def _is_computed_behind() -> bool:
-    """Whether a block runs again in backward, where a linear behind an activation computes its product after its saves.
+def is_computed_behind() -> bool:
+    """Whether a block runs again in backward, where a function that may end it computes its product after its saves.
 
     Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
     done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
