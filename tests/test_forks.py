@@ -90,3 +90,12 @@ def test_no_fork_outlives_a_process_that_is_killed(two: None, killed_by: signal.
         # Every process that is alive holds the other end.
         assert select.select([both], [], [], 10) == ([both], [], [])
         assert both.read() == ""
+
+
+def test_where_no_process_can_be_started_this_one_does_the_work(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with forking():
+        assert each([partial(divmod, number, 2) for number in range(3)]) == [(0, 0), (0, 1), (1, 0)]

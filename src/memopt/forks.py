@@ -58,10 +58,13 @@ def each(work: Sequence[Callable[[], T]]) -> list[T]:
         for _ in range(count - 1):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(work, claims, sender), daemon=True)
-            with warnings.catch_warnings():
+            with sender, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of threads, which it does not need
-                process.start()
-            sender.close()
+                try:
+                    process.start()
+                except OSError:  # no process or memory left for it: this one does the work
+                    receiver.close()
+                    break
             workers.append((process, receiver))
         done = _claimed(work, claims)
         for _, receiver in workers:
