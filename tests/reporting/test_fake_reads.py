@@ -15,6 +15,7 @@ from memopt.reporting.build import compare_training
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.training import Training
+from memopt.torch_compat import know_values, known_values
 from memopt.walk.sites import Sites
 
 
@@ -40,6 +41,34 @@ def test_a_branch_on_overflow_is_the_one_of_finite_numbers(reads: Any) -> None:
         assert hidden.isinf().shape == (7, 3)
         limit = torch.where(hidden.isinf().any(), 1.0, 2.0)
         assert hidden.clamp(min=-limit, max=limit).dtype == torch.float16
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_labels_that_are_known_say_how_many_count(as_tuple: bool) -> None:
+    values = torch.tensor([0, -100, 2, -100])
+    with FakeTensorMode(allow_non_fake_inputs=True), FiniteValues():
+        labels = torch.zeros(4, dtype=torch.int64)
+        know_values(labels, values)
+        positions = (labels >= 0).nonzero(as_tuple=as_tuple)
+        (rows,) = positions if as_tuple else (positions.view(-1),)
+        assert isinstance(rows, FakeTensor)
+        assert rows.shape == (2,)
+        known = known_values(rows)
+    assert known is not None
+    assert known.tolist() == [0, 2]
+
+
+def test_a_classifier_that_looks_for_its_labels_is_traced() -> None:
+    config = transformers.DebertaV2Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50,
+        architectures=["DebertaV2ForSequenceClassification"],
+    )  # fmt: skip
+    blocks = Sites(
+        "DebertaV2ForSequenceClassification", "deberta-v2", blocks=("deberta.encoder.layer.0",), hidden_size=16
+    )
+    counted = trace_account(config, Training(batch=4, seq=10), sites=blocks)
+    # Its loss computes the rows of labels that count, here all, in fp32.
+    assert (4, 2) in [kept.shape for kept in counted.storages if kept.dtype == "float32" and kept.part == "head"]
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -43,7 +43,8 @@ def add_adapters(
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ModelError(
-            f"PEFT cannot adapt these linears: {one_line(error)}.", "Name others with --lora-targets."
+            f"PEFT cannot adapt these linears: {one_line(error)}.",
+            f"Name others with --lora-targets; the blocks have: {', '.join(_names(sites))}.",
         ) from error
     _check_outputs(model, sites)
     if not fp32:

@@ -17,6 +17,7 @@ from memopt.torch_compat import (
     known_values,
     no_dispatch,
     tree_leaves,
+    tree_map,
     unset_fake_temporarily,
 )
 
@@ -39,13 +40,18 @@ class FiniteValues(TorchFunctionMode):
         self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        values = known_values(args[0]) if args and isinstance(args[0], FakeTensor) else None
+        if values is not None and any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
+            values = None
+        if values is not None and getattr(func, "__name__", "") == "nonzero":
+            return _positions(func, values, kwargs)
+        output = func(*args, **kwargs)
         if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
             return output
-        values = known_values(args[0])
-        if values is not None and not any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
+        if values is not None:
             with no_dispatch():
-                found = func(values, *args[1:], **(kwargs or {}))
+                found = func(values, *args[1:], **kwargs)
                 truth = bool(found) if found.dtype == torch.bool and not found.dim() else None
             if truth is not None:
                 return torch.tensor(truth)  # a fake tensor that has a value
@@ -60,6 +66,19 @@ class FiniteValues(TorchFunctionMode):
             output = torch.tensor(value)  # a fake tensor that has a value
         self._known[output] = value
         return output
+
+
+def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
+    """`nonzero` of a fake tensor with `values`: they decide its shape, which no operator on fake tensors knows."""
+
+    def fake(found: Tensor) -> Tensor:
+        output = torch.empty(found.shape, dtype=found.dtype)
+        know_values(output, found)
+        return output
+
+    with no_dispatch():
+        found = nonzero(values, **kwargs)
+    return tree_map(fake, found)
 
 
 class FakeReads(TorchDispatchMode):
