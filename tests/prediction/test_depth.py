@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from transformers import MixtralConfig
+from transformers import Gemma3TextConfig, MixtralConfig
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.depth import UnlikeError, put_back
@@ -41,11 +41,30 @@ def test_the_step_of_a_few_blocks_extends_to_that_of_all(name: str, recipe: str 
 
 def test_experts_with_adapters_extend_too() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = MixtralConfig(**sizes, vocab_size=64, num_hidden_layers=6, num_local_experts=2)
+    config = MixtralConfig(**sizes, vocab_size=64, num_hidden_layers=7, num_local_experts=2)
     config.architectures = ["MixtralForCausalLM"]
     short = Tracer(config, find_sites(build_meta(config)), load_recipe("exact-unfolded"))
     short.at(Training(1, 8, train="lora"))
     assert short.extends
+
+
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
+def test_decoders_whose_blocks_add_to_one_gradient_extend_too(recipe: str | None) -> None:
+    config = named_config("t5", num_layers=8, num_decoder_layers=8)
+    short = Tracer(config, find_sites(build_meta(config)), recipe and load_recipe(recipe))
+    training = Training(2, 16, checkpointing="full")  # the sum over the blocks begins in the last one
+    assert _form(short.at(training)) == _form(short._trace(training))
+    assert short.extends
+
+
+def test_no_single_block_is_left_out_of_those_that_alternate() -> None:
+    # Five of one kind, then another: a model may tell them by their number.
+    config = Gemma3TextConfig(
+        hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=50,
+        num_hidden_layers=26, architectures=["Gemma3ForCausalLM"],
+    )  # fmt: skip
+    model = build_meta(config)
+    assert take_out(model, find_sites(model).blocks) == ()
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,14 @@ class _Extension:
         return tokens
 
     def _reference(self, storage: Storage, place: int) -> Hashable:
-        """What is freed, and whose; the block before the first interior group may number its own otherwise."""
+        """What is freed, and whose.
+
+        The blocks at the ends may number their own otherwise, and a sum over blocks has another operation where it
+        begins.
+        """
         phase, other, _ = self._address[storage]
         near = other if other < 0 else ("near", other - place)
-        return phase, near, storage.nbytes, storage.part, storage.operation, storage.dtype, storage.shape
+        return phase, near, storage.nbytes, storage.part, storage.dtype, storage.shape
 
     def _copied(self, phase: Literal["F", "B"], place: int) -> Iterator[tuple[int, Event]]:
         """The events of the block `place`, which was left out, each with the number of the one that it is like."""

@@ -84,7 +84,7 @@ def places(names: Sequence[str]) -> Callable[[str], int]:
 
 
 def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int) -> Run | None:
-    """The run of which most blocks can be left out; None where none can."""
+    """The run of which most blocks can be left out; None where that would be one block."""
     best: Run | None = None
     for group in range(1, _LONGEST_GROUP + 1):
         start = 0
@@ -93,7 +93,7 @@ def _run_of(names: tuple[str, ...], signatures: Sequence[Hashable], groups: int)
             while end < len(names) and signatures[end] == signatures[end - group]:
                 end += 1
             spare = ((end - start) // group - groups) * group
-            if spare > (best.left_out if best else 0):
+            if spare > (best.left_out if best else 1):
                 best = Run(names, start + (groups - 1) * group, group, spare)
             start = max(end - group + 1, start + 1)
     return best
