@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def test_fake_tensors_peak_where_real_ones_do(
     real, fake = (measure(CASE, "full", variant, recipe=RECIPE, fake=fake) for fake in (False, True))
     # A device's attention kernel also keeps its seeds: a few 8-byte numbers a layer.
     assert (fake.kept, fake.peak) == pytest.approx((real.kept, real.peak), abs=64 * _tiny().num_hidden_layers)
+
+
+def test_checkpointing_of_a_pretrained_classifier_peaks_no_higher_with_memopt(
+    minilm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "MODELS", minilm.parent)
+    case = next(each for each in benchmark.CASES if "classifier" in each.name)
+    rows = [measure(case, "full", variant, recipe=RECIPE, fake=False) for variant in ("ck", "memopt + ck")]
+    assert misses(rows) == []
 
 
 def test_the_yardstick_is_the_loss_and_its_gradients() -> None:

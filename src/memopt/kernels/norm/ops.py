@@ -87,6 +87,7 @@ def _forward_by_parts(
         for result, each in zip(results, made, strict=True):
             if result is not None and each is not None:
                 result[part] = each
+        del made, each  # before the next part's
     # Aliases that nothing was written to: a tensor that was changed in place is not recomputed.
     return None if y is None else y.data, x_hat.data, rstd.data
 

@@ -93,7 +93,9 @@ def affine(
             scale = weight.to(y.dtype)
             y = y * (scale + 1 if spec.offset else scale)
         if bias is not None:
-            y = y + bias.to(y.dtype)
+            # What is cast below is nobody else's: one temporary of the input's size less.
+            is_own = weight is not None and y.dtype != dtype
+            y = y.add_(bias.to(y.dtype)) if is_own else y + bias.to(y.dtype)
     return y.to(dtype)
 
 
