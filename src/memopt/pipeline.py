@@ -22,8 +22,9 @@ from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
-from memopt.reporting.build import chosen_recipe, compare_bytes, compare_training
+from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
+from memopt.reporting.subject import chosen_recipe
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words

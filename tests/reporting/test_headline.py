@@ -12,8 +12,8 @@ from memopt.prediction import measure
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
-from memopt.reporting.build import Subject
 from memopt.reporting.headline import Headline, Largest, Way, headline_tables
+from memopt.reporting.subject import Subject
 from memopt.reporting.text import as_text
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of

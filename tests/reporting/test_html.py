@@ -19,11 +19,11 @@ from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.charts import ways_table
-from memopt.reporting.build import Subject
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.html.page import PageTable, page, size
 from memopt.reporting.html.shapes import Frontier, Plan
+from memopt.reporting.subject import Subject
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_headline import HEADLINE

@@ -31,8 +31,8 @@ from memopt.patches.apply import apply, undo
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
 from memopt.reporting.account import account
-from memopt.reporting.build import reads_tokens
 from memopt.reporting.estimate import max_positions, trace_account
+from memopt.reporting.subject import reads_tokens
 from memopt.reporting.training import Training
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.inputs import Call, Calls, runnable_calls

@@ -15,13 +15,13 @@ def show(model: str, options: dict[str, Any], setup: Setup, *, json_output: bool
     """Predict and run a step of the stock and of the patched model, and print both.
 
     Args:
-        options: arguments of `memopt.reporting.build.subject`.
+        options: arguments of `memopt.reporting.subject.subject`.
         setup: the optimizer.
         training: fields of `memopt.reporting.training.Training`.
     """
     with common.only_results_on_stdout(), common.waiting("Running real steps"):
         from memopt.prediction.measure import check_measurable, compare
-        from memopt.reporting.build import subject
+        from memopt.reporting.subject import subject
         from memopt.reporting.training import Training
 
         check_measurable(setup)

@@ -14,9 +14,9 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.prediction.trace import Trace
 from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.build import Subject
 from memopt.reporting.estimate import max_positions
 from memopt.reporting.headline import Headline, Largest, Way
+from memopt.reporting.subject import Subject
 from memopt.reporting.training import Checkpointing, Train, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.

@@ -11,8 +11,8 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
-from memopt.reporting.build import Subject, subject
 from memopt.reporting.headline import Headline
+from memopt.reporting.subject import Subject, subject
 from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
 
 

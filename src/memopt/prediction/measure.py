@@ -24,10 +24,10 @@ from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import parameters_of, step_events
 from memopt.reporting.arguments import DTYPES, step_arguments
-from memopt.reporting.build import Subject
 from memopt.reporting.estimate import build_trained, quiet, replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
 from memopt.reporting.storages import storages
+from memopt.reporting.subject import Subject
 from memopt.reporting.timeline import losses_of, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
+from memopt.checkpoint.patched import PatchedFolder
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
-from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
-from memopt.reporting.adapters import check_peft
+from memopt.plan.recipe import Recipe
 from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import max_positions, trace_account
-from memopt.reporting.quantised import other_method, quantisation_of
+from memopt.reporting.estimate import trace_account
+from memopt.reporting.subject import chosen_recipe, default_seq, reads_tokens, record_of, subject_of
 from memopt.reporting.training import Training
-from memopt.walk.calls.batch import Batch, check_names, describe, given_batch, in_words, placed, rows_of, tokens_of
+from memopt.walk.calls.batch import Batch, describe, given_batch
 from memopt.walk.calls.processed import has_processor, processed_batches
-from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta
-from memopt.walk.models.config import load_config, model_class
-from memopt.walk.observe import find_sites, walk_config
-from memopt.walk.sites import Sites
-
-_LONGEST_DEFAULT_SEQ = 2048
+from memopt.walk.models.config import load_config
 
 
 def compare_training(
@@ -54,7 +47,7 @@ def compare_training(
     batch = given_batch(inputs)
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     folder = Path(source).expanduser()
-    record, rules = _record(folder), chosen_recipe(source, recipe)
+    record, rules = record_of(folder), chosen_recipe(source, recipe)
     manifest = record.manifest if record else None
     if batch is None and any_size and record is not None:
         batch = record.batch()
@@ -97,97 +90,6 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
     return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
 
 
-def default_seq(config: PreTrainedConfig) -> int:
-    """Tokens in a row where none are given: what the config allows up to 2048."""
-    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)
-
-
-def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
-    """`recipe`, else that of the patched folder `source`, else ``exact-unfolded``.
-
-    Raises:
-        RecipeError: the recipe is unknown.
-    """
-    record = None if recipe is not None else _record(Path(source).expanduser())
-    return load_recipe(recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
-
-
-def _record(folder: Path) -> PatchedFolder | None:
-    return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model and a training step, ready to be traced from the config alone."""
-
-    config: PreTrainedConfig
-    training: Training
-    sites: Sites
-    recipe: Recipe
-    folded: frozenset[str] = frozenset()
-    """Norms whose affine is folded in the checkpoint."""
-    inputs: Batch | None = None
-    """The batch that was given."""
-    notes: tuple[str, ...] = ()
-
-
-def subject(
-    source: str | Path,
-    training: Training,
-    *,
-    seq: int | None = None,
-    recipe: str | Path | Recipe | None = None,
-    inputs: Batch | str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Subject:
-    """The model of `source` and what is known of it; arguments and errors are those of :func:`compare_training`."""
-    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    record, rules = _record(Path(source).expanduser()), chosen_recipe(source, recipe)
-    return _subject(config, training, seq, rules, record, given_batch(inputs), trust_remote_code)
-
-
-def _subject(
-    config: PreTrainedConfig,
-    training: Training,
-    seq: int | None,
-    rules: Recipe,
-    record: PatchedFolder | None,
-    batch: Batch | None,
-    trust_remote_code: bool,
-) -> Subject:
-    if quantisation_of(config) is not None:
-        if training.train == "full":
-            raise ModelError(
-                "The checkpoint holds its weights in bitsandbytes' 4 bits, which cannot be trained.",
-                "Use --train qlora, or the model that it was quantised from.",
-            )
-        training = replace(training, train="qlora")
-    if training.has_adapters:
-        check_peft()
-    notes = []
-    if (method := other_method(config)) is not None:
-        notes.append(
-            f"The checkpoint is quantised ({method}), which is not counted: its weights count as if they were not."
-        )
-    if batch is not None:
-        training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
-        notes.append(f"Inputs: a batch of {in_words(batch)}.")
-    elif not reads_tokens(config):
-        notes += ["The model reads no tokens, so --seq has no effect."] if seq else []
-        training = replace(training, seq=None)
-    else:
-        training = replace(training, seq=seq or default_seq(config))
-    if record is not None or not rules.folds:
-        # The folded norms are known, so no fold has to be proved.
-        sites = _sites_alone(build_meta(config), batch)
-        folded = record.folded_norms() if record is not None else frozenset()
-    else:
-        sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
-        folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
-    return Subject(config, training, sites, rules, folded, batch, tuple(notes))
-
-
 def _compare(
     source: str,
     config: PreTrainedConfig,
@@ -198,7 +100,7 @@ def _compare(
     batch: Batch | None,
     trust_remote_code: bool,
 ) -> Comparison:
-    of = _subject(config, training, seq, rules, record, batch, trust_remote_code)
+    of = subject_of(config, training, seq, rules, record, batch, trust_remote_code)
     sites, notes = of.sites, list(of.notes)
     stock = partial(trace_account, config, of.training, sites=sites, inputs=batch, peak=True)
     before, after = each([stock, partial(stock, recipe=rules, folded=of.folded)])
@@ -217,18 +119,3 @@ def _compare(
         inputs=None if batch is None else describe(batch),
         subject=of,
     )
-
-
-def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
-    """Sites without proofs; with guessed inputs where the batch does not run on shapes alone."""
-    if batch is not None:
-        check_names(model, batch)
-        sites = find_sites(model, placed(batch, None, model.dtype))
-        if sites.ran:
-            return sites
-    return find_deep_sites(model)
-
-
-def reads_tokens(config: PreTrainedConfig) -> bool:
-    """Whether the model of `config` reads token ids (and not images or sounds alone)."""
-    return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memopt.patches.base import Section
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
+from memopt.reporting.subject import Subject
 from memopt.reporting.timeline import KINDS, Kind
 from memopt.reporting.training import Training
-
-if TYPE_CHECKING:
-    from memopt.reporting.build import Subject
 
 #: Names of the parts, in the order in which a forward meets them.
 PARTS: dict[Part, str] = {

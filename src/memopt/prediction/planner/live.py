@@ -16,8 +16,8 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.planner.training import plan_subject
 from memopt.prediction.trace import parameters_of
-from memopt.reporting.build import Subject, default_seq, reads_tokens
 from memopt.reporting.quantised import quantisation_of
+from memopt.reporting.subject import Subject, default_seq, reads_tokens
 from memopt.reporting.training import ALL_LINEAR, Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

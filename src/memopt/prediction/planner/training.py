@@ -18,7 +18,7 @@ from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_wi
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace
 from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.build import Subject, subject
+from memopt.reporting.subject import Subject, subject
 from memopt.reporting.training import ALL_LINEAR, Precision, Train, training_of
 
 #: Whose rates are taken where none is named.
