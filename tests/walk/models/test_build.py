@@ -515,3 +515,16 @@ def test_a_model_on_codes_is_walked_as_on_plain_linears() -> None:
     plan = memopt.plan_for(model)
     assert (plan.sites.ran, plan.sites.notes) == (True, ())
     assert plan.counts()["gated_mlp"] == plain["gated_mlp"]
+
+
+def test_sizes_that_a_forward_computes_with_keep_their_values_on_meta() -> None:
+    config = transformers.EncodecConfig(num_filters=4, hidden_size=16, codebook_size=32, codebook_dim=16)
+    on_meta = build_meta(config)
+    live = transformers.EncodecModel(config)
+    clone = clone_to_meta(live)
+    for model in (on_meta, clone):
+        strides = {name: int(number) for name, number in model.named_buffers() if name.endswith("stride")}
+        assert strides == {name: int(number) for name, number in live.named_buffers() if name.endswith("stride")}
+        assert max(strides.values()) == 8
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert model(torch.empty(2, 1, 640, device="meta")).audio_values.shape == (2, 1, 640)

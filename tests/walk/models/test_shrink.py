@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
+from memopt.walk.calls.inputs import runnable_calls
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import config_nodes
 from memopt.walk.models.shrink.config import (
@@ -20,6 +21,7 @@ from memopt.walk.models.shrink.config import (
     _cut_experts,
     shrunken,
 )
+from memopt.walk.models.shrink.depth import with_depth
 from memopt.walk.models.shrink.rotary import fit_sections
 from memopt.walk.models.shrink.width import decide_widths, scale_widths
 from tests.walk.configs import FAMILIES, llama_70b, make_config, shrink, tiny_llama, twin
@@ -235,3 +237,13 @@ def test_says_why_nothing_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", refuse)
     with pytest.raises(ShrinkError, match=r"'llama' has no small form that builds.*this make cannot be small"):
         shrink(make_config("llama"))
+
+
+def test_a_pyramid_keeps_its_stages_and_each_has_fewer_layers() -> None:
+    config = transformers.ConvNextConfig()
+    cut = with_depth(config, 3)
+    assert cut.num_stages == 4
+    assert tuple(cut.depths) == (2, 2, 2, 2)
+    assert cut.stage_names == config.stage_names
+    calls = runnable_calls(build_meta(cut), variants=("plain",))
+    assert [call.label for call in calls] == ["plain"]

@@ -13,12 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.partitioned import shape_of
 from memopt.torch_compat import is_traceable_wrapper_subclass, storage_id
-from memopt.walk.models.instantiate import instantiate
+from memopt.walk.models.instantiate import instantiate, numbers_in
 from memopt.walk.models.limits import watched_build
 
 
 def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `config` in its real shape on the meta device: every name and shape, no memory, eval mode.
+
+    Of its tensors `memopt.walk.models.instantiate.numbers_in` alone have values.
 
     `dtype` defaults to the config's. Attention is SDPA, eager where the class refuses that.
     Experts run as one batched product, because their eager loop branches on values, which meta tensors lack.
@@ -29,19 +31,24 @@ def build_meta(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) ->
     with watched_build():
         model = instantiate(config, device="meta", dtype=dtype, experts_implementation="batched_mm")
     # Some constructors of parameters ignore the default device.
+    numbers = numbers_in(model)
     nn.Module.to(model, "meta")
+    for name, number in numbers.items():
+        holder, _, own = name.rpartition(".")
+        setattr(model.get_submodule(holder), own, number)
     model.eval()
     return model
 
 
 def clone_to_meta(model: nn.Module) -> nn.Module:
-    """A structural copy of `model` with every tensor on meta: no storage is copied or allocated.
+    """A structural copy of `model` with every tensor but `numbers_in` on meta: no storage is copied or allocated.
 
     Names, ties (also views that overlap), dtypes, strides, ``requires_grad`` and hooks are those of `model`;
     gradients are dropped. Works for any module, wrapped (PEFT) or not. A linear that stores codes in the place of its
     weight is a plain one here: what it does with meta tensors depends on its library.
     """
-    tensors = list(_tensors_of(model))
+    numbers = {id(number) for number in numbers_in(model).values()}
+    tensors = [tensor for tensor in _tensors_of(model) if id(tensor) not in numbers]
     storages = _meta_storages(filter(_is_strided, tensors))
     # deepcopy looks every object up in the memo first, so a tensor found there is replaced and never copied.
     memo: dict[int, Any] = {id(tensor): _meta_twin(tensor, storages) for tensor in tensors}

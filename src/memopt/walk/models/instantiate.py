@@ -6,13 +6,16 @@ import contextlib
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.walk.aten.precision import default_dtype
-from memopt.walk.models.config import config_nodes, model_class, one_line
+from memopt.walk.models.config import config_nodes, is_integer, model_class, one_line
 from memopt.walk.models.limits import bounded_build
 
 _safe_creation: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -56,9 +59,32 @@ def instantiate(
 def _construct(
     cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    safe = _safe_creation() if device == "meta" else contextlib.nullcontext()
-    with torch.device(device), default_dtype(dtype), safe, bounded_build():
+    on_meta = device == "meta"
+    safe = _safe_creation() if on_meta else contextlib.nullcontext()
+    numbers = _Numbers() if on_meta else contextlib.nullcontext()
+    with torch.device(device), numbers, default_dtype(dtype), safe, bounded_build():
         return cls(config)
+
+
+class _Numbers(TorchFunctionMode):
+    """Whole numbers that become tensors keep their values: a forward computes sizes of its own from them (a stride)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and args and is_integer(args[0]) and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole numbers that modules of `model` hold as buffers and no checkpoint has, by name."""
+    found = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if not (buffer.is_meta or buffer.dim() or buffer.is_floating_point())
+    }
+    saved = model.state_dict() if found else {}
+    return {name: buffer for name, buffer in found.items() if name not in saved}
 
 
 def _prepare(config: PreTrainedConfig, attention: str, experts: str) -> PreTrainedConfig:

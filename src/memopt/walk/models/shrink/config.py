@@ -135,7 +135,7 @@ _CHUNK = re.compile(r"(mamba_|ssm_)?chunk_size")
 def _apply(config: PreTrainedConfig, recipe: _Recipe, depth: int | None, sizes: bool) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     nodes = list(config_nodes(small))
-    _name_placeholders(small)
+    name_placeholders(small)
     if recipe.width:
         before = [dict(vars(node)) for node in nodes]
         links = _cut_widths(nodes, recipe.keep_head_dim)
@@ -186,7 +186,7 @@ def _cut_experts(node: PreTrainedConfig) -> None:
         setattr(node, per_token, 2)
 
 
-def _name_placeholders(config: PreTrainedConfig) -> None:
+def name_placeholders(config: PreTrainedConfig) -> None:
     """Placeholder tokens (of images in text) that have no id get the last ids of the vocabulary."""
     sizes = [size for node in config_nodes(config) if (size := integer_field(node, "vocab_size"))]
     names = [name for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name) and value is None]

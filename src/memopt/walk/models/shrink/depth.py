@@ -42,6 +42,9 @@ def with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
 def _cut_node(node: PreTrainedConfig, depth: int) -> None:
     standard = standard_name(node, "num_hidden_layers")
     main = {name: value for name, value in integer_fields(node) if name == standard or _DEPTH.fullmatch(name)}
+    if isinstance(depths := vars(node).get("depths"), list | tuple):
+        # The stages of a pyramid, whose widths and consumers are listed by stage: each has fewer layers instead.
+        main = {name: value for name, value in main.items() if value != len(depths)}
     longest = max(main.values(), default=0)
     # A count that equals the length of a list counts that list's items (the convolutions before the layers).
     lengths = {len(value) for value in vars(node).values() if isinstance(value, list | tuple)} - {longest}
