@@ -30,7 +30,7 @@ import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from benchmarks.step import CASES, MIB, Case, faked, trained_model
 from memopt.patches.linear.decide import output_levels
-from memopt.reporting.estimate import make_fake
+from memopt.reporting.fake import make_fake
 from memopt.reporting.timeline import step
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, run_backward
 

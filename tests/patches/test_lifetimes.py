@@ -12,7 +12,7 @@ from torch import nn
 import memopt
 from memopt.kernels.base import parts
 from memopt.reporting.emulate import CudaChoices
-from memopt.reporting.estimate import make_fake
+from memopt.reporting.fake import make_fake
 from memopt.reporting.timeline import Step, step
 from memopt.torch_compat import FakeTensorMode
 from tests.factories import tiny_model

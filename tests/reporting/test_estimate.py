@@ -22,7 +22,9 @@ from memopt.reporting.account import Account
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
 from memopt.reporting.emulate import unpadded_masks
 from memopt.reporting.estimate import trace_account
+from memopt.reporting.fake import make_fake
 from memopt.reporting.training import Precision, Training
+from memopt.torch_compat import FakeTensorMode
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
@@ -258,7 +260,7 @@ def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_copy_of_its_weight() -> 
 
 def test_tied_weights_stay_tied_in_the_trace() -> None:
     model = build_meta(named_config("gpt2"))
-    estimate.make_fake(model, estimate.FakeTensorMode())
+    make_fake(model, FakeTensorMode())
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
 

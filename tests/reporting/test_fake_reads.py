@@ -30,6 +30,17 @@ def test_whole_numbers_keep_their_values_and_unknown_ones_are_plausible() -> Non
         assert int(weights.long().sum()) == 1
 
 
+def test_a_mask_with_values_picks_as_many_rows_as_it_has_set() -> None:
+    mask = torch.tensor([True, False, True])
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeReads():
+        hidden = torch.zeros(3, 5)
+        assert hidden[mask].shape == (2, 5)
+        assert torch.zeros(4, 3)[:, mask].shape == (4, 2)
+        hidden[mask] = 1.0
+        with pytest.raises(Exception, match="nonzero"):
+            hidden[hidden > 0]
+
+
 @pytest.mark.parametrize("reads", [contextlib.nullcontext, FakeReads])
 def test_a_branch_on_overflow_is_the_one_of_finite_numbers(reads: Any) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), FiniteValues(), reads():

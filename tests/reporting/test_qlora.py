@@ -12,7 +12,8 @@ import transformers
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.prediction.trace import parameters_of
-from memopt.reporting.estimate import build_trained, make_fake, trace_account
+from memopt.reporting.estimate import build_trained, trace_account
+from memopt.reporting.fake import make_fake
 from memopt.reporting.subject import subject
 from memopt.reporting.training import Training
 from memopt.torch_compat import FakeTensorMode

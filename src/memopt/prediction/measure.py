@@ -23,8 +23,9 @@ from memopt.prediction.optimizers import make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import parameters_of, step_events
-from memopt.reporting.arguments import DTYPES, step_arguments
-from memopt.reporting.estimate import build_trained, quiet, replace_tensors
+from memopt.reporting.arguments import DTYPES, example_of, step_arguments
+from memopt.reporting.estimate import build_trained, quiet
+from memopt.reporting.fake import replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
 from memopt.reporting.storages import storages
 from memopt.reporting.subject import Subject
@@ -157,7 +158,8 @@ class RealStep:
         )
         replace_tensors(self.model, _random(torch.device(device)))
         _pack(self.model, quantisation_of(config) or Quantisation())
-        arguments = step_arguments(base, training, inputs, real=True)
+        source = example_of(config, sites, training) if inputs is None else inputs
+        arguments = step_arguments(base, training, source, real=True)
         self.arguments = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = make_optimizer(trained, setup, foreach=device != "cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.reporting.emulate import CudaChoices
+from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.reporting.fake import make_fake
+from memopt.reporting.fake_reads import FiniteValues
 from memopt.reporting.training import Precision, Training
-from memopt.torch_compat import FakeTensor, know_values, no_dispatch, tree_map, unset_fake_temporarily
-from memopt.walk.calls.arguments.request import BATCH, LENGTH, forward_parameters
-from memopt.walk.calls.batch import Batch
-from memopt.walk.calls.inputs import Call, dummy_inputs, training_targets
+from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, tree_map
+from memopt.walk.calls.arguments.request import Size
+from memopt.walk.calls.batch import Batch, placed
+from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets
 from memopt.walk.models.alike import take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.sites import Sites
@@ -33,38 +35,54 @@ DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Example:
+    """What one training forward takes, found by running a few blocks of the model on the meta device, which is fast.
+
+    Floating tensors are on meta, other inputs have values.
+    """
+
+    inputs: Mapping[str, Any]
+    targets: Mapping[str, Any]
+    """Labels, or what else makes the forward return a loss; empty where nothing does."""
+    is_read: bool
+    """Whether the forward reads values of the inputs (sizes of images), so that it cannot be traced by shapes alone."""
+
+
+def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Example:
+    """The arguments of one forward of the size of `training`.
+
+    Raises:
+        ModelError: no arguments of the model's forward are recognised.
+    """
+    size = Training(training.batch, training.seq, training.precision, dropout=training.dropout)
+    return _example(_Model(config, sites), size)
+
+
 def step_arguments(
-    model: PreTrainedModel,
-    training: Training,
-    batch: Batch | None = None,
-    *,
-    real: bool = False,
-    targets: Mapping[str, Tensor] = MappingProxyType({}),
+    model: PreTrainedModel, training: Training, source: Example | Batch, *, real: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of one training forward of the given size, with labels where the model takes them.
+    """Keyword arguments of one training forward, with labels where the model takes them.
 
     Args:
+        source: an example of the size of `training`, or a user's batch.
         real: `model` has values; by default it is on fake tensors, and a fake mode is active.
-        targets: labels of that size on the meta device, where they are known.
     """
-    if batch is None:
-        inputs = _inputs(model, training)
+    dtype = DTYPES[training.precision][0]
+    if isinstance(source, Example):
+        valued = real or source.is_read
+        inputs, targets = _like(source.inputs, dtype, valued), _like(source.targets)
+        made = inputs.keys() & MASKS
     else:
-        dtype = DTYPES[training.precision][0]
-        inputs = {name: tree_map(lambda leaf: _traced(leaf, dtype), value) for name, value in batch.items()}
-    _with_mask(model, inputs)
-    labels: Mapping[str, Any] = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in targets.items()}
-    if not labels and "labels" not in inputs:
-        labels = training_targets(model, inputs, run=None if real else _run_without_values)
-    return {**{name: _counted(label) for name, label in labels.items()}, **inputs}
-
-
-def known_targets(config: PreTrainedConfig, sites: Sites, training: Training) -> Mapping[str, Tensor]:
-    """The labels of one training forward, by a run of a few blocks on the meta device, which is fast.
-
-    Empty where the model takes none, and where it does not run there.
-    """
-    return _targets(_Model(config, sites), Training(training.batch, training.seq, training.precision))
+        batch = _like(source, dtype, valued=True)
+        inputs = masked(model, batch)
+        targets = {}
+        made = inputs.keys() - batch.keys()
+    for name in made:
+        _with_values(inputs[name], 1)
+    if not isinstance(source, Example) and "labels" not in inputs:
+        targets = training_targets(model, inputs, run=None if real else _run_without_values)
+    return {**{name: _counted(label) for name, label in targets.items()}, **inputs}
 
 
 def group_experts(model: PreTrainedModel) -> None:
@@ -88,26 +106,28 @@ class _Model:
 
 
 @lru_cache(maxsize=8)
-def _targets(of: _Model, size: Training) -> Mapping[str, Tensor]:
-    with unset_fake_temporarily(), torch.device("meta"):
-        model = build_meta(of.config, dtype=DTYPES[size.precision][0])
-        group_experts(model)
-        take_out(model, of.sites.blocks, groups=1)
-        inputs = _with_mask(model, _inputs(model, size, device="meta"))
-        return MappingProxyType(training_targets(model, inputs, run=_run_without_values))
+def _example(of: _Model, size: Training) -> Example:
+    model = build_meta(of.config, dtype=DTYPES[size.precision][0])
+    group_experts(model)
+    take_out(model, of.sites.blocks, groups=1)
+    model.train(size.dropout)
+    with AnyGroupedProduct():
+        inputs = step_inputs(model, Size(size.batch, size.seq), run=_run_without_values)
+        on_meta = placed(inputs, "meta", None)
+        targets = training_targets(model, on_meta, run=_run_without_values)
+    example = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=False)
+    return replace(example, is_read=not _runs_without_values(model, size, example))
 
 
-def _with_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-        if ids in inputs and mask in forward_parameters(model):
-            # Without a mask transformers reads the positions to look for packed sequences.
-            inputs.setdefault(mask, _with_values(torch.ones_like(inputs[ids]), 1))
-    return inputs
-
-
-def _inputs(model: PreTrainedModel, training: Training, device: str = "cpu") -> dict[str, Any]:
-    small = dummy_inputs(model, device=device, dtype=DTYPES[training.precision][0])
-    return {name: _grown(value, training) if isinstance(value, Tensor) else value for name, value in small.items()}
+def _runs_without_values(model: PreTrainedModel, size: Training, example: Example) -> bool:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(model, fake)
+    try:
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices(), torch.no_grad():
+            model(**step_arguments(model, size, example))
+    except Exception:  # with values, too, it may not run; whoever traces it says why
+        return False
+    return True
 
 
 def _counted(target: Any) -> Any:
@@ -124,21 +144,16 @@ def _with_values(tensor: Tensor, value: int) -> Tensor:
     return tensor
 
 
-def _traced(leaf: Any, dtype: torch.dtype) -> Any:
-    """A tensor to trace with; integers, which a forward may read, keep their values where they have some."""
-    if not isinstance(leaf, Tensor) or not (leaf.is_meta or leaf.is_floating_point()):
-        return leaf
-    values = torch.zeros(leaf.shape, dtype=dtype)  # fake, and so are integers cast from it
-    return values if leaf.is_floating_point() else values.to(leaf.dtype)
+def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued: bool = False) -> dict[str, Any]:
+    """Tensors to trace with, floating ones in `dtype`; with `valued`, others keep their values if they have some."""
 
+    def like(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (valued and not (leaf.is_meta or leaf.is_floating_point())):
+            return leaf
+        zeros = torch.zeros(leaf.shape, dtype=dtype or leaf.dtype)  # fake, and so are integers cast from it
+        return zeros if leaf.is_floating_point() else zeros.to(leaf.dtype)
 
-def _grown(tensor: Tensor, training: Training) -> Tensor:
-    batch, *rest = tensor.shape
-    shape = [
-        training.batch if batch == BATCH else batch,
-        *(training.seq if n == LENGTH and training.seq else n for n in rest),
-    ]
-    return torch.zeros(shape, dtype=tensor.dtype)
+    return {name: tree_map(like, value) for name, value in arguments.items()}
 
 
 def _run_without_values(model: nn.Module, call: Call) -> Any:

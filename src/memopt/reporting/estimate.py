@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
@@ -25,8 +25,9 @@ from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
 from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
-from memopt.reporting.arguments import DTYPES, group_experts, known_targets, step_arguments
+from memopt.reporting.arguments import DTYPES, Example, example_of, group_experts, step_arguments
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.reporting.fake import make_fake
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
 from memopt.reporting.timeline import step
@@ -136,11 +137,11 @@ def traced(
             return trained(**arguments)
 
     try:
-        # Of inputs that are made the labels alone have values.
-        reads = contextlib.nullcontext() if inputs is None else FakeReads()
+        source = example_of(config, sites, training) if inputs is None else inputs
+        by_shapes = isinstance(source, Example) and not source.is_read
+        reads = contextlib.nullcontext() if by_shapes else FakeReads()
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
-            targets = {} if inputs is not None else known_targets(config, sites, training)
-            arguments = step_arguments(model, training, inputs, targets=targets)
+            arguments = step_arguments(model, training, source)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
@@ -251,37 +252,3 @@ def _checkpoint(model: PreTrainedModel) -> None:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise ModelError(f"{one_line(error)}.", "Use --checkpointing none.") from error
-
-
-def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace every tensor of `model` by a fake one on the CPU; tied tensors stay tied."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-    replace_tensors(model, fake)
-
-
-def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Put `replacement` of each in the place of the parameters, buffers and other tensors of all modules of `model`.
-
-    Parameters stay parameters; tied tensors stay tied.
-    """
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            twin = replacement(tensor)
-            if isinstance(tensor, nn.Parameter):
-                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            # The reference to the original keeps its id from being used again.
-            made[id(tensor)] = (tensor, twin)
-        return made[id(tensor)][1]
-
-    for module in model.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
-        for table in tables:
-            for name, value in list(table.items()):
-                if isinstance(value, Tensor):
-                    table[name] = of(value)

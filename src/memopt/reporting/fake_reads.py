@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from memopt.torch_compat import (
 
 #: Function -> what it says of every finite number.
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
+#: Operations that take a list of indices.
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 #: Function of such a test -> whether it negates it.
 _OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
 
@@ -85,7 +88,8 @@ class FakeReads(TorchDispatchMode):
     """Lets a forward read values under a `FakeTensorMode` that is entered before.
 
     Results of real tensors alone (token ids, sizes of images) stay real, and so do integers that are created from no
-    tensor (positions). Reading a value that a fake tensor lacks ("as many features as placeholders?") gives True or 1.
+    tensor (positions); a real mask picks as many elements as it has set. Reading a value that a fake tensor lacks ("as
+    many features as placeholders?") gives True or 1.
     """
 
     def __init__(self) -> None:
@@ -96,9 +100,19 @@ class FakeReads(TorchDispatchMode):
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if func is torch.ops.aten._local_scalar_dense.default and fakes and fakes[0].constant is None:
             return True if fakes[0].dtype == torch.bool else 1
+        if fakes and func.overloadpacket in _INDEXED:
+            args = (args[0], [each for index in args[1] for each in _places(index)], *args[2:])
         real = not fakes if tensors else _counts(func, args, kwargs or {})
         with unset_fake_temporarily() if real else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """What picks the same elements as `index`: of a mask with values, where it is set."""
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        return (index,)
+    with unset_fake_temporarily():
+        return index.nonzero(as_tuple=True)
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:

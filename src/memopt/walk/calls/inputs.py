@@ -19,13 +19,15 @@ from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates
-from memopt.walk.calls.arguments.request import forward_parameters, has_config, inner_model
+from memopt.walk.calls.arguments.request import Size, forward_parameters, has_config, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
 
 Variant = Literal["plain", "padded", "odd"]
+#: Mask -> the token ids that it masks.
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
@@ -88,7 +90,48 @@ def dummy_inputs(
     """
     for _, kwargs in candidates(model, variant, seed):
         return placed(kwargs, device, dtype)
-    raise ModelError(
+    raise _no_inputs(model)
+
+
+def step_inputs(model: nn.Module, size: Size, *, run: Runner | None = None) -> dict[str, Any]:
+    """Keyword arguments of a training forward of `size`: the first of all candidates that run, else the likeliest.
+
+    Integers are on the CPU and have values, floating tensors are on meta. Token ids come with a mask of ones, where the
+    forward takes one and runs with it.
+
+    Args:
+        model: on the meta device, in the mode of the step.
+        run: executes a call, by default `unobserved`.
+
+    Raises:
+        ModelError: the model has no transformers config, or no arguments of its forward are recognised.
+    """
+    first: dict[str, Any] | None = None
+    device, dtype = _place(model)
+    for _, kwargs in candidates(model, "plain", 0, size=size):
+        for given in (masked(model, kwargs), kwargs):
+            first = first or given
+            if any(
+                _error_of(model, Call("", form), run, model.training) is None for form in _forms(given, device, dtype)
+            ):
+                return given
+    if first is None:
+        raise _no_inputs(model)
+    return first
+
+
+def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """`inputs` with a mask of ones for token ids that come without one, where the forward takes one.
+
+    Without a mask transformers reads the positions to look for packed sequences.
+    """
+    names = forward_parameters(model)
+    masks = {mask: torch.ones_like(inputs[ids]) for mask, ids in MASKS.items() if ids in inputs and mask in names}
+    return {**masks, **inputs}
+
+
+def _no_inputs(model: nn.Module) -> ModelError:
+    return ModelError(
         f"No inputs can be made for {type(inner_model(model)).__name__} from its forward's signature.",
         "Pass a batch of your own.",
     )

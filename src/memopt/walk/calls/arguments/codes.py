@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request, ordinary_ids
+from memopt.walk.calls.arguments.request import Kwargs, Request, ordinary_ids
 from memopt.walk.calls.arguments.singles import complete
 
 
@@ -17,20 +17,25 @@ def codes(request: Request) -> Iterator[tuple[str, Kwargs]]:
     if name not in request.names or count < 2:
         return
     beside = {} if name == "input_ids" else {request.main: request.ids()}
-    columns = {**beside, name: _codes(request, BATCH, request.length, count)}
+    columns = {**beside, name: _codes(request, request.batch, request.length, count)}
     yield "main:codes in columns", complete(request, columns)
     if "encoder_hidden_states" in request.names:
-        states = request.normal(BATCH, request.length, request.context_width)
+        states = request.normal(request.batch, request.length, request.context_width)
         yield "main:codes and context", complete(request, {**columns, "encoder_hidden_states": states})
-    yield "main:codes in rows", complete(request, {**beside, name: _codes(request, BATCH, count, request.length)})
+    yield (
+        "main:codes in rows",
+        complete(request, {**beside, name: _codes(request, request.batch, count, request.length)}),
+    )
     yield (
         "main:codes in batch rows",
-        complete(request, {**beside, name: _codes(request, BATCH * count, request.length)}),
+        complete(request, {**beside, name: _codes(request, request.batch * count, request.length)}),
     )
     # A model that generates the codes of one frame one by one has as many positions as codebooks.
-    frame: Kwargs = {"input_ids": _codes(request, BATCH, count)}
+    frame: Kwargs = {"input_ids": _codes(request, request.batch, count)}
     if "last_hidden_state" in request.names:
-        frame["last_hidden_state"] = request.normal(BATCH, count, request.whole("input_size", default=request.hidden))
+        frame["last_hidden_state"] = request.normal(
+            request.batch, count, request.whole("input_size", default=request.hidden)
+        )
     yield "main:codes of one frame", complete(request, frame)
 
 

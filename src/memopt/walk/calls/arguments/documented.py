@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.walk.calls.arguments.request import BATCH, Request
+from memopt.walk.calls.arguments.request import Request
 
 _SHAPE = re.compile(r"^\s*(\w+) \(([^()]*)of shape\s+`?[(\[]([^`]*)[)\]]`?\s*(.*)$", re.MULTILINE)
 _WHOLE = re.compile(r".*(ids?|indices|index|timesteps?|positions|freq|codes?)")
@@ -60,7 +60,7 @@ def _sizes(request: Request, shape: str) -> Iterator[int]:
         return
     if isinstance(dimensions, ast.Tuple):
         for position, node in enumerate(dimensions.elts):
-            yield BATCH if position == 0 and isinstance(node, ast.Name) else _size(request, node)
+            yield request.batch if position == 0 and isinstance(node, ast.Name) else _size(request, node)
 
 
 def _size(request: Request, node: ast.expr) -> int:
@@ -83,7 +83,7 @@ def _size(request: Request, node: ast.expr) -> int:
 
 def _named_size(request: Request, name: str) -> int:
     if _FEW.fullmatch(name):
-        return BATCH
+        return request.batch
     if name in ("hidden_size", "dim", "embed_dim", "hidden_dim"):
         return request.hidden
     if name == "feature_dim":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.walk.calls.arguments.documented import described
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+from memopt.walk.calls.arguments.request import Kwargs, Request
 from memopt.walk.calls.arguments.singles import complete, features, value_of
 from memopt.walk.calls.arguments.sounds import samples_of
 
@@ -23,10 +23,16 @@ def anything(request: Request) -> Iterator[tuple[str, Kwargs]]:
         return
     yield "main:features", complete(request, {name: features(request)})
     if request.first_width == 1:
-        yield "main:wave", complete(request, {name: request.normal(BATCH, 1, samples_of(request))})
+        yield "main:wave", complete(request, {name: request.normal(request.batch, 1, samples_of(request))})
     for width in dict.fromkeys(filter(None, (request.first_width, request.whole(*_WIDTHS, default=0)))):
-        yield f"main:features of {width}", complete(request, {name: request.normal(BATCH, request.length, width)})
-        yield f"main:channels of {width}", complete(request, {name: request.normal(BATCH, width, request.length)})
+        yield (
+            f"main:features of {width}",
+            complete(request, {name: request.normal(request.batch, request.length, width)}),
+        )
+        yield (
+            f"main:channels of {width}",
+            complete(request, {name: request.normal(request.batch, width, request.length)}),
+        )
 
 
 def embedded(request: Request) -> Iterator[tuple[str, Kwargs]]:
@@ -36,7 +42,7 @@ def embedded(request: Request) -> Iterator[tuple[str, Kwargs]]:
     main = next((name for name in ("inputs_embeds", *request.required) if name in request.names), None)
     main = "input_ids" if "input_ids" in request.names else main
     if "encoder_hidden_states" in request.names and main is not None and not request.config.is_encoder_decoder:
-        states = request.normal(BATCH, request.length, request.context_width)
+        states = request.normal(request.batch, request.length, request.context_width)
         yield "main:with context", complete(request, {main: value_of(request, main), "encoder_hidden_states": states})
 
 
@@ -54,7 +60,7 @@ def as_documented(request: Request) -> Iterator[tuple[str, Kwargs]]:
         if batched and not rows:
             continue
         given = {name: description.value(request, name) for name, description in chosen.items()}
-        given |= {name: given[name].expand(BATCH, *given[name].shape).clone() for name in rows}
+        given |= {name: given[name].expand(request.batch, *given[name].shape).clone() for name in rows}
         if request.main in request.names and (value := value_of(request, request.main)) is not None:
             given = {request.main: value, **given}
         if given:

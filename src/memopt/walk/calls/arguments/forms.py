@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from memopt.walk.calls.arguments.patches import flat_patches, packed
 from memopt.walk.calls.arguments.pixels import image, odd_side_of, side_of, small_side, states_side
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+from memopt.walk.calls.arguments.request import Kwargs, Request
 
 _IMAGES = ("pixel_values", "image_pixel_values", "pixel_values_images", "flattened_patches", "image")
 _VIDEOS = ("pixel_values_videos",)
@@ -39,13 +39,16 @@ def image_forms(request: Request, *, odd_size: bool = False) -> Iterator[tuple[s
     if odd_size and request.variant == "odd" and "interpolate_pos_encoding" in request.names:
         extra["interpolate_pos_encoding"] = True
     if request.variant == "padded" and "pixel_mask" in request.names:
-        extra["pixel_mask"] = torch.ones(BATCH, *side, dtype=torch.long)
+        extra["pixel_mask"] = torch.ones(request.batch, *side, dtype=torch.long)
         extra["pixel_mask"][-1, :, -side[1] // _MASKED :] = 0
     if "image_sizes" in request.names:
         if resolutions := request.setting("image_grid_pinpoints"):
             yield "tiles by size", _tiles_by_size(request, values, side, resolutions)
         small = small_side(request)
-        yield "of a size", {values: image(request, small), **extra, "image_sizes": torch.tensor([small] * BATCH)}
+        yield (
+            "of a size",
+            {values: image(request, small), **extra, "image_sizes": torch.tensor([small] * request.batch)},
+        )
     yield "", {values: image(request, side), **extra}
     several = _several(request, side, request.whole(*_FRAMES, default=2))
     yield "several", {values: several, **extra}
@@ -79,19 +82,20 @@ def _other_towers(request: Request, values: str) -> Kwargs:
 
 
 def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
-    """Frames, a pair, or tiles of each image; a batch of one if they are many."""
+    """Frames, a pair, or tiles of each image; in a walk one row if they are many."""
     if not states_side(request):
         side = side[0] // 2, side[1] // 2
-    return request.normal(BATCH if count <= 4 else 1, count, request.channels, *side)
+    rows = request.batch if count <= 4 or request.size else 1
+    return request.normal(rows, count, request.channels, *side)
 
 
 def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
     """One image of the largest number of tiles."""
     tiles = request.whole("max_num_tiles", default=4)
     return {
-        values: request.normal(BATCH, 1, tiles, request.channels, *side),
-        "aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(BATCH, 1, tiles, dtype=torch.long),
+        values: request.normal(request.batch, 1, tiles, request.channels, *side),
+        "aspect_ratio_ids": torch.ones(request.batch, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(request.batch, 1, tiles, dtype=torch.long),
     }
 
 
@@ -100,6 +104,6 @@ def _tiles_by_size(request: Request, values: str, side: tuple[int, int], resolut
     height, width = min(resolutions, key=lambda size: size[0] * size[1])
     count = 1 + (height // side[0]) * (width // side[1])
     return {
-        values: request.normal(BATCH, count, request.channels, *side),
-        "image_sizes": torch.tensor([[height, width]] * BATCH),
+        values: request.normal(request.batch, count, request.channels, *side),
+        "image_sizes": torch.tensor([[height, width]] * request.batch),
     }

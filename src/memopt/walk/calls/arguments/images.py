@@ -14,7 +14,7 @@ from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.calls.arguments.forms import image_forms, video_forms
 from memopt.walk.calls.arguments.patches import merge_of
 from memopt.walk.calls.arguments.pixels import side_of
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request, parameters_of
+from memopt.walk.calls.arguments.request import Kwargs, Request, parameters_of
 from memopt.walk.calls.arguments.singles import complete
 from memopt.walk.calls.arguments.text import IMAGE_TOKENS, VIDEO_TOKENS
 from memopt.walk.calls.preserve import preserved
@@ -90,7 +90,7 @@ def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: s
             (f"{modality}_end_token_id", "vision_end_token_id"),
         )
     )
-    middle = torch.tensor([*opening, *[token] * features, *closing]).expand(BATCH, -1)
+    middle = torch.tensor([*opening, *[token] * features, *closing]).expand(request.batch, -1)
     ids = torch.cat([ids[:, :4], middle, ids[:, 4:]], 1)
     # Token types distinguish text, images and videos.
     types = (ids == token).long() * (2 if modality == "video" and "mm_token_type_ids" in request.names else 1)
@@ -114,8 +114,8 @@ def _measured(
             features = _rows(_run(tower, method, values, given))
         except Exception:  # any failure means that this form does not fit
             continue
-        if features and features % BATCH == 0:
-            yield detail, {name: values, **given}, features // BATCH
+        if features and features % request.batch == 0:
+            yield detail, {name: values, **given}, features // request.batch
             return
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+from memopt.walk.calls.arguments.request import Kwargs, Request
 
 #: Columns of a grid that the argument's name ends with: time, height and width, or height and width.
 _GRIDS = ("grid_thw", "grid_hws", "grid_hw")
@@ -35,7 +35,7 @@ def merge_of(request: Request) -> int:
 def flat_patches(request: Request, side: tuple[int, int]) -> torch.Tensor:
     """The patches of whole images, in order."""
     channels, patch = request.channels, request.patch_side
-    return request.normal(BATCH, (side[0] // patch) * (side[1] // patch), channels * patch * patch)
+    return request.normal(request.batch, (side[0] // patch) * (side[1] // patch), channels * patch * patch)
 
 
 def _sides(request: Request) -> tuple[int, int]:
@@ -57,15 +57,18 @@ def _by_grid(request: Request, values: str, video: bool, rows: int, columns: int
     channels, side = request.channels, request.patch_side
     temporal = request.whole("temporal_patch_size", "patch_temporal", default=1)
     frames = [1] if grid.endswith("thw") else []
-    places: Kwargs = {grid: torch.tensor([[*frames, rows, columns]] * BATCH)}
+    places: Kwargs = {grid: torch.tensor([[*frames, rows, columns]] * request.batch)}
     merges = _companion(request, video, "merge_sizes")
     if merges is not None:
-        places[merges] = torch.full((BATCH,), merge_of(request))
-    count = BATCH * rows * columns
+        places[merges] = torch.full((request.batch,), merge_of(request))
+    count = request.batch * rows * columns
     flat = channels * side * side
     for width in dict.fromkeys((temporal * flat, flat)):
         yield f"patches of {width}", {values: request.normal(count, width), **places}
-    yield "patches of each image", {values: request.normal(BATCH, count // BATCH, temporal * flat), **places}
+    yield (
+        "patches of each image",
+        {values: request.normal(request.batch, count // request.batch, temporal * flat), **places},
+    )
     yield "square patches", {values: request.normal(count, channels, side, side), **places}
     yield "square patches of one batch", {values: request.normal(1, count, channels, side, side), **places}
     merge = merge_of(request)
@@ -78,12 +81,12 @@ def _by_shape(request: Request, values: str, rows: int, columns: int) -> Iterato
     if not {"spatial_shapes", "pixel_attention_mask"} <= set(request.names):
         return
     channels, side = request.channels, request.patch_side
-    shapes = torch.tensor([[rows, columns]] * BATCH)
-    mask = torch.ones(BATCH, rows * columns, dtype=torch.long)
+    shapes = torch.tensor([[rows, columns]] * request.batch)
+    mask = torch.ones(request.batch, rows * columns, dtype=torch.long)
     if request.variant == "padded":
         shapes[-1, 0] -= request.whole("downsample_factor", default=1)
         mask[-1, int(shapes[-1].prod()) :] = 0
-    pixels = request.normal(BATCH, rows * columns, channels * side * side)
+    pixels = request.normal(request.batch, rows * columns, channels * side * side)
     yield "padded patches", {values: pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
 
 
@@ -95,8 +98,8 @@ def _by_position(request: Request, values: str, video: bool, rows: int, columns:
         return
     channels, side = request.channels, request.patch_side
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    positions = torch.stack([column, row], -1).reshape(1, -1, 2).repeat(BATCH, 1, 1)
-    pixels = request.normal(BATCH, rows * columns, channels * side * side)
+    positions = torch.stack([column, row], -1).reshape(1, -1, 2).repeat(request.batch, 1, 1)
+    pixels = request.normal(request.batch, rows * columns, channels * side * side)
     if video:
         pixels, positions = pixels[:, None], positions[:, None]
     yield "placed patches", {values: pixels, name: positions}
@@ -109,7 +112,7 @@ def _by_size(request: Request, values: str, video: bool, rows: int, columns: int
         return
     channels, side = request.channels, request.patch_side
     # Windows and mergers halve the sides twice.
-    sizes = torch.tensor([[2 * rows, 2 * columns]] * BATCH)
+    sizes = torch.tensor([[2 * rows, 2 * columns]] * request.batch)
     pixels = request.normal(1, channels, side, int(sizes.prod(-1).sum()) * side)
     yield "patches in a strip", {values: pixels, name: sizes}
 
@@ -119,9 +122,10 @@ def _flattened(request: Request, rows: int, columns: int) -> Kwargs:
     channels, side = request.channels, request.patch_side
     width = request.whole("patch_embed_hidden_size", default=channels * side * side)
     row, column = torch.meshgrid(torch.arange(1, rows + 1), torch.arange(1, columns + 1), indexing="ij")
-    places = torch.stack([row, column], -1).reshape(1, -1, 2).repeat(BATCH, 1, 1)
-    kwargs = {"flattened_patches": torch.cat([places, request.normal(BATCH, rows * columns, width)], -1)}
+    places = torch.stack([row, column], -1).reshape(1, -1, 2).repeat(request.batch, 1, 1)
+    pixels = request.normal(request.batch, rows * columns, width)
+    kwargs = {"flattened_patches": torch.cat([places.to(pixels), pixels], -1)}
     if request.variant == "padded" and "input_ids" not in request.names:
-        kwargs["attention_mask"] = torch.ones(BATCH, rows * columns, dtype=torch.long)
+        kwargs["attention_mask"] = torch.ones(request.batch, rows * columns, dtype=torch.long)
         kwargs["attention_mask"][-1, -columns:] = 0
     return kwargs

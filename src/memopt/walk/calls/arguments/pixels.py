@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memopt.walk.calls.arguments.request import BATCH, Request
+from memopt.walk.calls.arguments.request import Request
 
 _SIDES = ("image_size", "img_size", "max_img_size", "input_size")
 _MERGES = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
@@ -13,7 +13,7 @@ _FEW_PATCHES = 8
 
 
 def image(request: Request, side: tuple[int, int]) -> torch.Tensor:
-    return request.normal(BATCH, request.channels, *side)
+    return request.normal(request.batch, request.channels, *side)
 
 
 def side_of(request: Request) -> tuple[int, int]:

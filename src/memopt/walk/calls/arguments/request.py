@@ -53,6 +53,15 @@ def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspec
 
 
 @dataclass(frozen=True)
+class Size:
+    """Of a training step."""
+
+    rows: int
+    tokens: int | None = None
+    """In each row; None where the model reads none, or for as many as a walk takes."""
+
+
+@dataclass(frozen=True)
 class Request:
     """A model that needs inputs, and their variant."""
 
@@ -63,9 +72,11 @@ class Request:
     variant: str
     generator: torch.Generator
     method: str = "forward"
+    size: Size | None = None
+    """By default a few rows of a few tokens; floating inputs of a given size are on meta, since they may be large."""
 
     @classmethod
-    def of(cls, model: nn.Module, variant: str, seed: int, method: str = "") -> Request:
+    def of(cls, model: nn.Module, variant: str, seed: int, method: str = "", size: Size | None = None) -> Request:
         """For the forward of `model`, or for a method of it, whose first argument is then the main one."""
         inner = inner_model(model)
         config = getattr(inner, "config", None)
@@ -78,14 +89,21 @@ class Request:
         main = main if isinstance(main, str) else next(iter(main), "input_ids")
         names = parameters_of(inner, method or "forward")
         main = next(iter(names), main) if method else main
-        return cls(inner, config, names, main, variant, torch.Generator().manual_seed(seed), method or "forward")
+        generator = torch.Generator().manual_seed(seed)
+        return cls(inner, config, names, main, variant, generator, method or "forward", size)
 
     @property
     def required(self) -> list[str]:
         return [name for name, parameter in self.names.items() if parameter.default is inspect.Parameter.empty]
 
     @property
+    def batch(self) -> int:
+        return self.size.rows if self.size else BATCH
+
+    @property
     def length(self) -> int:
+        if self.size and self.size.tokens:
+            return self.size.tokens
         if self.variant.startswith("length "):
             return int(self.variant.removeprefix("length "))
         return ODD_LENGTH if self.variant == "odd" else LENGTH
@@ -141,11 +159,13 @@ class Request:
         return value if isinstance(value, int) else default
 
     def normal(self, *shape: int) -> torch.Tensor:
+        if self.size:
+            return torch.empty(*shape, device="meta")
         return torch.randn(*shape, generator=self.generator)
 
     def ids(self, length: int | None = None) -> torch.Tensor:
         pool = torch.tensor(ordinary_ids(self.config))
-        return pool[torch.randint(0, len(pool), (BATCH, length or self.length), generator=self.generator)]
+        return pool[torch.randint(0, len(pool), (self.batch, length or self.length), generator=self.generator)]
 
     def ones(self, name: str, *shape: int) -> torch.Tensor:
         """A mask that masks nothing, of the dtype in the annotation of argument `name`."""
@@ -153,7 +173,7 @@ class Request:
         return torch.ones(*shape, dtype=torch.bool if boolean else torch.long)
 
     def mask(self, length: int | None = None) -> torch.Tensor:
-        mask = torch.ones(BATCH, length or self.length, dtype=torch.long)
+        mask = torch.ones(self.batch, length or self.length, dtype=torch.long)
         if self.variant == "padded":
             mask[-1, -PADDING:] = 0
         return mask

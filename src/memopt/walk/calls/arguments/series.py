@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from memopt.walk.calls.arguments.documented import described
-from memopt.walk.calls.arguments.request import BATCH, LENGTH, Kwargs, Request
+from memopt.walk.calls.arguments.request import LENGTH, Kwargs, Request
 from memopt.walk.calls.arguments.singles import complete
 
 #: A model of patches takes fewer of them; longer contexts than this are tried last.
@@ -29,8 +29,8 @@ def series(request: Request) -> Iterator[tuple[str, Kwargs]]:
 def _past_and_future(request: Request, context: int, channels: bool) -> Kwargs:
     width = (request.whole("num_input_channels", "input_size", default=1),) if channels else ()
     lags = request.setting("lags_sequence", default=()) if "past_time_features" in request.names else ()
-    past = (BATCH, context + max(lags, default=0))
-    future = (BATCH, request.whole("prediction_length", default=1))
+    past = (request.batch, context + max(lags, default=0))
+    future = (request.batch, request.whole("prediction_length", default=1))
     times = request.whole("num_time_features", default=0)
     given: Kwargs = {"past_values": request.normal(*past, *width)}
     observed = torch.ones(*past, *width)
@@ -46,9 +46,9 @@ def _past_and_future(request: Request, context: int, channels: bool) -> Kwargs:
     elif request.variant == "padded":
         given |= {name: observed for name in ("past_observed_mask", "observed_mask") if name in request.names}
     if categories := request.whole("num_static_categorical_features", default=0):
-        given["static_categorical_features"] = torch.zeros(BATCH, categories, dtype=torch.long)
+        given["static_categorical_features"] = torch.zeros(request.batch, categories, dtype=torch.long)
     if numbers := request.whole("num_static_real_features", default=0):
-        given["static_real_features"] = request.normal(BATCH, numbers)
+        given["static_real_features"] = request.normal(request.batch, numbers)
     given["past_values_padding"] = torch.zeros(past, dtype=torch.long)
-    given["freq"] = torch.zeros(BATCH, 1, dtype=torch.long)
+    given["freq"] = torch.zeros(request.batch, 1, dtype=torch.long)
     return {name: value for name, value in given.items() if name in request.names}

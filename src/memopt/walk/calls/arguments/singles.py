@@ -9,28 +9,28 @@ import torch
 
 from memopt.walk.calls.arguments.documented import described
 from memopt.walk.calls.arguments.pixels import image, side_of
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+from memopt.walk.calls.arguments.request import Kwargs, Request
 
 
 def box(request: Request) -> torch.Tensor:
-    return torch.tensor([1, 2, 30, 40]).expand(BATCH, request.length, 4).clone()
+    return torch.tensor([1, 2, 30, 40]).expand(request.batch, request.length, 4).clone()
 
 
 def features(request: Request) -> torch.Tensor:
-    return request.normal(BATCH, request.length, request.hidden)
+    return request.normal(request.batch, request.length, request.hidden)
 
 
 _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "input_ids": lambda request: request.ids(),
     "decoder_input_ids": lambda request: request.ids(),
     "attention_mask": lambda request: request.mask(),
-    "token_type_ids": lambda request: torch.zeros(BATCH, request.length, dtype=torch.long),
-    "position_ids": lambda request: torch.arange(request.length).expand(BATCH, -1).clone(),
+    "token_type_ids": lambda request: torch.zeros(request.batch, request.length, dtype=torch.long),
+    "position_ids": lambda request: torch.arange(request.length).expand(request.batch, -1).clone(),
     "bbox": box,
     "pixel_values": lambda request: image(request, side_of(request)),
     "inputs_embeds": features,
     "hidden_states": features,
-    "encoder_hidden_states": lambda request: request.normal(BATCH, request.length, request.context_width),
+    "encoder_hidden_states": lambda request: request.normal(request.batch, request.length, request.context_width),
     "image": lambda request: image(request, side_of(request)),
     "prompt_pixel_values": lambda request: image(request, side_of(request)),
     "prompt_masks": lambda request: image(request, side_of(request)),
@@ -51,21 +51,21 @@ def value_of(request: Request, name: str) -> Any:
 def _by_convention(request: Request, name: str) -> Any:
     annotation = str(request.names[name].annotation)
     if name.endswith("mask"):
-        return request.ones(name, BATCH, request.length)
+        return request.ones(name, request.batch, request.length)
     if name.endswith(("lengths", "lens")):
-        return torch.full((BATCH,), request.length)
+        return torch.full((request.batch,), request.length)
     if name.endswith(("embeds", "states", "features")):
         return features(request)
     if name.endswith(("ids", "codes", "labels")):
-        return torch.zeros(BATCH, request.length, dtype=torch.long)
+        return torch.zeros(request.batch, request.length, dtype=torch.long)
     if name.startswith(("num_", "n_")) and "Tensor" not in annotation:
         return 1
     if name in ("time_step", "timestep"):
-        return torch.full((BATCH,), 0.5)
+        return torch.full((request.batch,), 0.5)
     if any(kind in annotation for kind in ("LongTensor", "IntTensor")):
-        return torch.ones(BATCH, request.length, dtype=torch.long)
+        return torch.ones(request.batch, request.length, dtype=torch.long)
     if width := request.whole(f"max_{name}_dim", f"{name}_dim", default=0):
-        return request.normal(BATCH, width)
+        return request.normal(request.batch, width)
     return None
 
 

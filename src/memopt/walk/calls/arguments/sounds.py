@@ -10,7 +10,7 @@ import torch
 
 from memopt.walk.calls.arguments.documented import described
 from memopt.walk.calls.arguments.images import in_text
-from memopt.walk.calls.arguments.request import BATCH, Kwargs, Request
+from memopt.walk.calls.arguments.request import Kwargs, Request
 from memopt.walk.calls.arguments.singles import complete
 
 #: Names of spectrograms, likeliest first, and of the masks that come with them.
@@ -42,7 +42,10 @@ def wave_and_spectrogram(request: Request) -> Iterator[tuple[str, Kwargs]]:
         samples = samples_of(request)
         frames = samples // request.whole("hop_length", default=320)
         for width in _widths(request):
-            both = {wave: request.normal(BATCH, 1, samples), spectrogram: request.normal(BATCH, frames, width)}
+            both = {
+                wave: request.normal(request.batch, 1, samples),
+                spectrogram: request.normal(request.batch, frames, width),
+            }
             yield f"main:wave and {frames} rows", complete(request, both)
 
 
@@ -94,11 +97,11 @@ def spectrograms(request: Request) -> Iterator[tuple[str, Kwargs]]:
     for length in _lengths(request):
         for width in _widths(request):
             for layout, shape in (("frames", (width, length)), ("rows", (length, width))):
-                form: Kwargs = {name: request.normal(BATCH, *shape)}
+                form: Kwargs = {name: request.normal(request.batch, *shape)}
                 if mask not in request.required:
                     plain.append((f"{length} {layout}", form))
                 if mask is not None:
-                    ones = request.ones(mask, BATCH, length)
+                    ones = request.ones(mask, request.batch, length)
                     if request.variant == "padded":
                         ones[-1, -length // 4 :] = 0
                     masked.append((f"{length} {layout} and mask", {**form, mask: ones}))
@@ -106,9 +109,9 @@ def spectrograms(request: Request) -> Iterator[tuple[str, Kwargs]]:
     yield from masked
     length, bins = _lengths(request)[-1], _widths(request)[0]
     if "feature_lens" in request.names:
-        lengths = torch.full((BATCH,), length)
-        yield f"{length} packed", {name: request.normal(bins, BATCH * length), "feature_lens": lengths}
-    yield f"{length} rows as an image", {name: request.normal(BATCH, 1, length, bins)}
+        lengths = torch.full((request.batch,), length)
+        yield f"{length} packed", {name: request.normal(bins, request.batch * length), "feature_lens": lengths}
+    yield f"{length} rows as an image", {name: request.normal(request.batch, 1, length, bins)}
 
 
 def _widths(request: Request) -> list[int]:
@@ -128,9 +131,9 @@ def _framed_waves(request: Request) -> Iterator[tuple[str, Kwargs]]:
     samples = samples_of(request)
     for name in WAVES:
         if name in request.names:
-            masks = {n: request.ones(n, BATCH, samples) for n in ("padding_mask",) if n in request.names}
-            yield "wave", {name: request.normal(BATCH, samples), **masks}
-            yield "wave with channel", {name: request.normal(BATCH, 1, samples), **masks}
+            masks = {n: request.ones(n, request.batch, samples) for n in ("padding_mask",) if n in request.names}
+            yield "wave", {name: request.normal(request.batch, samples), **masks}
+            yield "wave with channel", {name: request.normal(request.batch, 1, samples), **masks}
 
 
 def samples_of(request: Request) -> int:
@@ -144,12 +147,12 @@ def samples_of(request: Request) -> int:
 
 def _waves(request: Request, name: str) -> Iterator[tuple[str, Kwargs]]:
     samples = samples_of(request)
-    kwargs: Kwargs = {name: request.normal(BATCH, samples)}
+    kwargs: Kwargs = {name: request.normal(request.batch, samples)}
     if request.variant == "padded" and "attention_mask" in request.names:
-        kwargs["attention_mask"] = torch.ones(BATCH, samples, dtype=torch.long)
+        kwargs["attention_mask"] = torch.ones(request.batch, samples, dtype=torch.long)
         kwargs["attention_mask"][-1, -1500:] = 0
     yield "main:wave", complete(request, kwargs)
-    yield "main:wave with channel", complete(request, {name: request.normal(BATCH, 1, samples)})
+    yield "main:wave with channel", complete(request, {name: request.normal(request.batch, 1, samples)})
     length = request.whole("max_length", default=1024)
     bins = request.whole("num_mel_bins", default=128)
-    yield "main:spectrogram", complete(request, {name: request.normal(BATCH, length, bins)})
+    yield "main:spectrogram", complete(request, {name: request.normal(request.batch, length, bins)})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from memopt.walk.calls.arguments.forms import image_forms, video_forms
-from memopt.walk.calls.arguments.request import BATCH, PADDING, Kwargs, Request
+from memopt.walk.calls.arguments.request import PADDING, Kwargs, Request
 from memopt.walk.calls.arguments.singles import box, complete
 
 #: Settings for the placeholder token of an image's, or a video's, features in text.
@@ -52,7 +52,7 @@ def text(request: Request) -> Iterator[tuple[str, Kwargs]]:
         ended = ids["input_ids"].clone()
         ended[:, -min(PADDING + 1, ended.shape[1])] = end
         yield "main:end of sequence", complete(request, {**ids, "input_ids": ended})
-    choices = ids["input_ids"].unsqueeze(1).expand(BATCH, 2, -1).contiguous()
+    choices = ids["input_ids"].unsqueeze(1).expand(request.batch, 2, -1).contiguous()
     yield "main:choices", complete(request, {**ids, "input_ids": choices})
     if "bbox" in request.names:
         yield "main:boxes", complete(request, {**ids, "bbox": box(request)})
@@ -69,7 +69,9 @@ def _region_features(request: Request) -> Kwargs:
     for name in ("visual_feats", "visual_embeds"):
         if name in request.names:
             width = request.whole("visual_feat_dim", "visual_embedding_dim", default=2048)
-            found[name] = request.normal(BATCH, _REGIONS, width)
+            found[name] = request.normal(request.batch, _REGIONS, width)
     if "visual_pos" in request.names:
-        found["visual_pos"] = request.normal(BATCH, _REGIONS, request.whole("visual_pos_dim", default=4)).sigmoid()
+        found["visual_pos"] = request.normal(
+            request.batch, _REGIONS, request.whole("visual_pos_dim", default=4)
+        ).sigmoid()
     return found

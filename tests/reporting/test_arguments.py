@@ -1,0 +1,64 @@
+"""Steps that are traced with inputs that memopt makes: which inputs, which labels, and whose values are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig
+
+from memopt.reporting.arguments import example_of
+from memopt.reporting.build import compare_training
+from memopt.reporting.training import Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def towers() -> PreTrainedConfig:
+    text = {**_SMALL, "vocab_size": 90, "eos_token_id": 80}
+    vision = {**_SMALL, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPConfig(text_config=text, vision_config=vision, architectures=["CLIPModel"])
+
+
+def patches() -> PreTrainedConfig:
+    """A tower that reads the sizes of its images from an argument."""
+    return transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4,
+        architectures=["Qwen2VisionTransformerPretrainedModel"],
+    )  # fmt: skip
+
+
+def codec() -> PreTrainedConfig:
+    """Its forward computes the padding of its convolutions from numbers that it holds as tensors."""
+    return transformers.EncodecConfig(
+        num_filters=4, hidden_size=16, codebook_size=32, codebook_dim=16, architectures=["EncodecModel"]
+    )
+
+
+@pytest.mark.parametrize("config", [towers(), patches(), codec()], ids=lambda config: config.model_type)
+def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(config: PreTrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    found = compare_training(tmp_path, Training(batch=3), seq=24)
+    assert 0 < found.after.total <= found.before.total
+    assert found.before.step is not None
+    assert found.after.step is not None
+
+
+@pytest.mark.parametrize(("config", "is_read"), [(towers(), False), (patches(), True)], ids=["towers", "patches"])
+def test_inputs_whose_values_are_read_are_told_from_others(config: PreTrainedConfig, is_read: bool) -> None:
+    sites = find_sites(build_meta(config))
+    assert example_of(config, sites, Training(batch=3, seq=24)).is_read == is_read
+
+
+def test_two_towers_return_their_own_loss() -> None:
+    config = towers()
+    example = example_of(config, find_sites(build_meta(config)), Training(batch=3, seq=24))
+    assert dict(example.targets) == {"return_loss": True}
+    assert {name: tuple(value.shape) for name, value in example.inputs.items() if name != "use_cache"} == {
+        "input_ids": (3, 24),
+        "attention_mask": (3, 24),
+        "pixel_values": (3, 3, 16, 16),
+    }

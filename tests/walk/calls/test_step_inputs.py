@@ -1,0 +1,73 @@
+"""Inputs of a training step: of its size, and those with which the forward runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.walk.calls.arguments.request import Size
+from memopt.walk.calls.inputs import Call, run_once, step_inputs
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.shrink.depth import with_depth
+from tests.walk.configs import FAMILIES, make_config
+
+ROWS, TOKENS = 3, 24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_inputs_of_the_size_of_the_step(family: str) -> None:
+    model = build_meta(with_depth(make_config(family), 2))
+    inputs = step_inputs(model, Size(ROWS, TOKENS))
+    run_once(model, Call("", {name: to_meta(value) for name, value in inputs.items()}))
+    for name in {"input_ids", "attention_mask", "decoder_input_ids"} & inputs.keys():
+        assert inputs[name].shape == (ROWS, TOKENS)
+    assert {value.shape[0] for value in inputs.values() if isinstance(value, Tensor)} == {ROWS}
+
+
+def to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class Boxes(nn.Module):
+    """Reads tokens and their boxes, which are optional by its signature and which it cannot do without."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PreTrainedConfig(vocab_size=64)
+        self.weight = nn.Parameter(torch.ones(64, 4, device="meta"))
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, bbox: Any = None) -> Tensor:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            raise ValueError("a mask of every token for every other is needed")
+        return self.weight[input_ids] + bbox
+
+
+def test_the_first_inputs_that_run_are_taken() -> None:
+    inputs = step_inputs(Boxes(), Size(ROWS, TOKENS))
+    assert inputs["bbox"].shape == (ROWS, TOKENS, 4)
+    assert "attention_mask" not in inputs
+
+
+def test_whole_numbers_have_values_and_large_images_take_no_memory() -> None:
+    ids = step_inputs(Boxes(), Size(ROWS, TOKENS))["input_ids"]
+    assert ids.device.type == "cpu"
+    assert not {0, 1, 2, 3} & set(ids.flatten().tolist())
+    assert step_inputs(build_meta(make_config("vit")), Size(10**6))["pixel_values"].is_meta
+
+
+def test_without_inputs_that_run_the_likeliest_are_returned_for_their_error() -> None:
+    broken = Boxes()
+    broken.forward = lambda input_ids, attention_mask=None: 1 / 0  # type: ignore[assignment]
+    assert set(step_inputs(broken, Size(ROWS, TOKENS))) == {"input_ids", "attention_mask"}
+
+
+def test_a_model_without_a_config_is_refused() -> None:
+    with pytest.raises(ModelError, match="no transformers config"):
+        step_inputs(nn.Linear(2, 2), Size(1))
