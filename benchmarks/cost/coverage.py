@@ -39,9 +39,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.coverage_page import page
+from tests.zoo.build import Row, model_types
 from tests.zoo.coverage_sums import COVERAGE, Sum, lost, sums
-from tests.zoo.examine import Row, examine, examine_peak, model_types, with_peaks
+from tests.zoo.examine import examine
 from tests.zoo.losses import LOSSES, LossRow, examine_loss, loss_page, loss_sums, types_with_a_head
+from tests.zoo.peaks import examine_peak, with_peaks
 
 EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN = 0, 1, 2
 TYPE_SECONDS = 240

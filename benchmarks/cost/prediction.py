@@ -48,7 +48,7 @@ from memopt.reporting.estimate import quiet
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
-from tests.zoo.examine import model_types
+from tests.zoo.build import model_types
 from tests.zoo.predicted import compare
 
 #: Of live storages.

@@ -11,9 +11,11 @@ import pytest
 
 from benchmarks import coverage
 from benchmarks.coverage_page import page
+from tests.zoo.build import Row
+from tests.zoo.config import default_config
 from tests.zoo.coverage_sums import lost, rewrites, sums
-from tests.zoo.examine import Row, default_config, with_peaks
 from tests.zoo.losses import LossRow, loss_page, loss_sums
+from tests.zoo.peaks import with_peaks
 
 
 def row(name: str = "llama", **fields):
@@ -78,15 +80,17 @@ def test_rewrites_are_what_is_not_kept() -> None:
 
 
 def test_peaks_replace_those_of_their_types_and_nothing_else() -> None:
-    rows = [row("a", notes=["seen", "peak of a step not traced: then"]), row("b"), row("c")]
+    rows = [row("a", notes=["seen", "peak of a step not counted: then"]), row("b"), row("c"), row("d")]
     peaks = [
         dataclasses.asdict(Row("a", step_peak=(9, 3), has_loss_head=True)),
         dataclasses.asdict(Row("b", notes=["peak of a step not traced: now"])),
+        dataclasses.asdict(Row("d", "not run", "it takes long")),
     ]
     merged = with_peaks(rows, peaks)
     assert merged[0] == {**rows[0], "step_peak": (9, 3), "has_loss_head": True, "notes": ["seen"]}
     assert merged[1] == {**rows[1], "step_peak": None, "notes": ["peak of a step not traced: now"]}
     assert merged[2] == rows[2]
+    assert merged[3]["notes"] == ["peak of a step not traced: it takes long"]
 
 
 def test_peaks_alone_are_traced_into_the_rows_of_a_file(tmp_path, monkeypatch) -> None:

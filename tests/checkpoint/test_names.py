@@ -20,7 +20,7 @@ from memopt.errors import ModelError
 from memopt.pipeline import patch_checkpoint
 from memopt.walk.models.config import load_config
 from tests.factories import NAMES, tiny_config, tiny_model
-from tests.zoo.examine import saved_twin
+from tests.zoo.build import saved_twin
 from tests.zoo.test_zoo import TYPES
 
 FILE = "model.safetensors"

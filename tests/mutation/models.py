@@ -16,7 +16,7 @@ from examples.demo.fetch_models import fetch
 from memopt.verification.models import quiet
 from memopt.walk.models.config import load_config, model_class
 from tests.factories import NAMES, VOCAB_SIZE, randomise_vectors_, tiny_model
-from tests.zoo.examine import Row, _config, _twin
+from tests.zoo.build import Row, config_of, twin_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,7 +94,7 @@ def _small_config(architecture: str) -> PretrainedConfig:
         name, settings = _EXPERTS[architecture]
         config: PretrainedConfig = getattr(transformers, name)(**settings)
     else:
-        config = _twin(_config(Row(architecture))).config
+        config = twin_of(config_of(Row(architecture))).config
     return config
 
 

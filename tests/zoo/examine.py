@@ -15,40 +15,34 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import memopt
 from memopt.errors import MemoptError, NegativeVerdict
 from memopt.patches.apply import apply, undo
 from memopt.plan.plan import Plan, make_plan
-from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+from memopt.plan.recipe import load_recipe
 from memopt.reporting.account import account
-from memopt.reporting.estimate import max_positions, trace_account
-from memopt.reporting.subject import reads_tokens
-from memopt.reporting.training import Training
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.inputs import Call, Calls, runnable_calls
 from memopt.walk.calls.outputs import output_tensors
-from memopt.walk.calls.parts import every_call
 from memopt.walk.calls.preserve import preserved
-from memopt.walk.calls.twin import build_twin
 from memopt.walk.folds.proof import folded
-from memopt.walk.models.build import build_meta
-from memopt.walk.models.config import load_config, one_line
+from memopt.walk.models.config import one_line
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.models.shrink.depth import with_depth
-from memopt.walk.observe import find_sites, walk_config
+from memopt.walk.observe import walk_config
 from memopt.walk.sites import NormSite
-from tests.zoo.config import complete, complete_for_runs, default_config
+from tests.zoo.build import Row, Stop, runnable
+from tests.zoo.peaks import trace_steps
 
 #: Largest relative difference of an output or a gradient in fp64: a single rounding to fp32 (6e-8) would be seen.
 TOLERANCE = 1e-9
@@ -56,54 +50,8 @@ TOLERANCE = 1e-9
 SMALL = 1e-4
 #: A model that is less certain of its own outputs and gradients could hide a rounding to fp32, and more.
 UNCERTAIN = 1e-7
-#: Empty fields of a default config that are filled before its type counts as one that cannot be built.
-MAX_FILLED = 10
-#: What a traced step is: rows in the batch, tokens in a row (where there are positions for them), layers.
-STEP_ROWS, STEP_TOKENS, STEP_LAYERS = 4, 512, 3
 #: Small forms of each depth whose bytes are tried to be counted.
 MAX_WEIGHED = 4
-
-
-@dataclass
-class Row:
-    """What became of one model type. Counts are of sites; bytes are of the twin in bf16, batch 2."""
-
-    model_type: str
-    status: str = "ok"
-    """``ok``, ``wrong``, ``not compared`` (it runs, but stock has no gradients, or does not repeat itself),
-    ``not run``, ``not built``, or ``no model`` (a config without a class of its own)."""
-    reason: str = ""
-    model_class: str = ""
-    main_input: str = ""
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Kind of site -> action -> number."""
-    reasons: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Kind of site -> why it is left, or not folded -> number."""
-    foldable_on_request: int = 0
-    """Norms that are shared, because their fold would change an auxiliary output; a recipe can ask for it."""
-    unshared: int = 0
-    """Norms of the last dimension, gated ones included, that are left as they are, whoever keeps their output."""
-    unexplained: int = 0
-    """Sites that are left without a reason."""
-    proof_error: float | None = None
-    differences: dict[str, float] = field(default_factory=dict)
-    """What was compared -> largest relative difference."""
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    block_bytes: tuple[int, int] | None = None
-    """Kept for backward by one more layer: stock, patched."""
-    model_bytes: tuple[int, int] | None = None
-    """Kept for backward by a model of three layers: stock, patched."""
-    step_peak: tuple[int, int] | None = None
-    """Of a step at the config's own widths, three layers, bf16, traced without weights: stock, patched."""
-    has_loss_head: bool = False
-    """Whether the model that was traced computes its loss from logits over a vocabulary."""
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def model_types() -> list[str]:
-    """Every model type of the installed transformers, sorted."""
-    return sorted(CONFIG_MAPPING)
 
 
 def examine(model_type: str, *, memory: bool = True) -> Row:
@@ -114,49 +62,14 @@ def examine(model_type: str, *, memory: bool = True) -> Row:
         warnings.simplefilter("ignore")
         try:
             _examine(row, memory)
-        except _Stop as stop:
+        except Stop as stop:
             row.status, row.reason = stop.status, stop.reason
     row.seconds = round(time.perf_counter() - started, 2)
     return row
 
 
-_NO_PEAK = "peak of a step not traced"
-
-
-def examine_peak(model_type: str, classes: Mapping[str, str]) -> Row:
-    """The peaks alone, of a type that ran before with this class."""
-    row = Row(model_type, model_class=classes.get(model_type, ""))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            if not row.model_class:
-                raise _Stop("not run", "the type did not run before")
-            _trace_steps(row, _runnable(row)[0])
-        except _Stop as stop:
-            row.notes.append(f"{_NO_PEAK}: {stop.reason}")
-    return row
-
-
-def with_peaks(rows: Iterable[dict[str, Any]], peaks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows` with what `examine_peak` found of their types; a row whose type is not among `peaks` stays as it is."""
-    found = {peak["model_type"]: peak for peak in peaks}
-    merged = []
-    for row in rows:
-        if (peak := found.get(row["model_type"])) is not None:
-            notes = [note for note in row["notes"] if not note.startswith(_NO_PEAK)] + peak["notes"]
-            row = {**row, "step_peak": peak["step_peak"], "has_loss_head": peak["has_loss_head"], "notes": notes}
-        merged.append(row)
-    return merged
-
-
-class _Stop(Exception):
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
-
-
 def _examine(row: Row, memory: bool) -> None:
-    config, twin, calls = _runnable(row)
+    config, twin, calls = runnable(row)
     row.model_class = type(twin).__name__
     row.main_input = str(getattr(twin, "main_input_name", ""))
     sites = walk_config(twin.config)
@@ -165,67 +78,7 @@ def _examine(row: Row, memory: bool) -> None:
     _compare(row, twin, plan, calls)
     if memory:
         _weigh(row, config)
-        _trace_steps(row, config)
-
-
-# --- building ---------------------------------------------------------------------------------------------------
-
-
-def _runnable(row: Row) -> tuple[PreTrainedConfig, PreTrainedModel, Calls]:
-    """The type's config, filled where it was empty, a small model of it and its calls."""
-    config = _config(row)
-    twin = _twin(config)
-    calls = every_call(twin)
-    if not calls and complete_for_runs(config):
-        twin = _twin(config)
-        calls = every_call(twin)
-    if not calls:
-        label, error = calls.errors[0] if calls.errors else ("", "no inputs can be made from its forward's signature")
-        raise _Stop("not run", f"{label}: {error}" if label else error)
-    return config, twin, calls
-
-
-def _config(row: Row) -> PreTrainedConfig:
-    try:
-        return default_config(row.model_type)
-    except Exception as error:
-        raise _Stop("not built", f"no default config: {type(error).__name__}: {one_line(error)}") from None
-
-
-def _twin(config: PreTrainedConfig) -> PreTrainedModel:
-    """A small model of `config`, whose empty fields are filled, in place, where the model cannot do without."""
-    for _ in range(MAX_FILLED):
-        try:
-            return build_twin(config)
-        except MemoptError as error:
-            failure = error.message
-            if "no model class" in failure:
-                raise _Stop("no model", failure) from None
-            if not complete(config, failure):
-                break
-    raise _Stop("not built", failure)
-
-
-def small_config(model_type: str) -> tuple[PreTrainedConfig, str]:
-    """A config of the type that its model can be built from, and the name of the model's class.
-
-    Raises:
-        Exception: it cannot.
-    """
-    config = _config(Row(model_type))
-    return config, type(_twin(config)).__name__
-
-
-def saved_twin(model_type: str, folder: Path) -> bool:
-    """Write a small model of the type as `save_pretrained` does; False where it cannot be built, saved and read."""
-    try:
-        config = _config(Row(model_type))
-        _twin(config)
-        instantiate(next(shrunken(config)), device="cpu", dtype=torch.float32).save_pretrained(folder)
-        load_config(folder)
-    except Exception:  # of transformers: what it cannot build is another test's subject
-        return False
-    return True
+        trace_steps(row, config)
 
 
 #: Reasons for modules and functions that are no norms of the last dimension.
@@ -380,13 +233,13 @@ def _differences(stock: list[_Result], patched: list[_Result], gone: Collection[
             same = one.error == other.error
             worst = {kind: max(value, 0.0 if same else float("inf")) for kind, value in worst.items()}
             continue
-        worst["outputs"] = max(worst["outputs"], _difference(one.outputs, other.outputs, 0.0))
+        worst["outputs"] = max(worst["outputs"], difference(one.outputs, other.outputs, 0.0))
         trained = {name: gradient for name, gradient in one.gradients.items() if name not in gone}
-        worst["gradients"] = max(worst["gradients"], _difference(trained, other.gradients, SMALL))
+        worst["gradients"] = max(worst["gradients"], difference(trained, other.gradients, SMALL))
     return worst
 
 
-def _difference(one: dict[str, Tensor], other: dict[str, Tensor], small: float) -> float:
+def difference(one: dict[str, Tensor], other: dict[str, Tensor], small: float) -> float:
     if one.keys() != other.keys() or any(one[key].shape != other[key].shape for key in one):
         return float("inf")
     sizes = {key: _size(tensor) for key, tensor in one.items()}
@@ -433,32 +286,6 @@ def _weigh(row: Row, config: PreTrainedConfig) -> None:
     stock, patched = (more - less for less, more in zip(of_shallow, of_deep, strict=True))
     if stock > 0:
         row.block_bytes = (stock, patched)
-
-
-def _trace_steps(row: Row, config: PreTrainedConfig) -> None:
-    """The peak of a step, stock and patched; the model is as wide as its config says."""
-    form = with_depth(config, STEP_LAYERS)
-    form.architectures = [row.model_class]
-    try:
-        sites = find_sites(build_meta(form))
-        seq = min(STEP_TOKENS, max_positions(form) or STEP_TOKENS) if reads_tokens(form) else None
-        training = Training(batch=STEP_ROWS, seq=seq, dropout=False)
-        recipes = (None, load_recipe(DEFAULT_MEMORY_RECIPE))
-        steps = [trace_account(form, training, sites=sites, recipe=each, peak=True).step for each in recipes]
-    except Exception as error:
-        row.notes.append(f"{_NO_PEAK}: {type(error).__name__}: {one_line(error)}")
-        return
-    stock, patched = steps
-    if stock is None or patched is None:
-        row.notes.append(f"{_NO_PEAK}: its backward does not run on shapes alone")
-        return
-    if not stock.kept:
-        row.notes.append(
-            "peak of a step not counted: the model saves nothing for backward, since nothing of it is trained"
-        )
-        return
-    row.step_peak = (stock.peak, patched.peak)
-    row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
 
 
 def _two_depths(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, PreTrainedConfig]]:

@@ -29,8 +29,9 @@ from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.observe import find_sites
+from tests.zoo.build import Row, Stop, config_of, model_types, twin_of
 from tests.zoo.coverage_sums import COVERAGE, Sum
-from tests.zoo.examine import Row, _config, _difference, _Stop, _twin, model_types
+from tests.zoo.examine import difference
 
 #: What the last `benchmarks.coverage --losses` recorded.
 LOSSES = COVERAGE.with_name("losses.json")
@@ -146,11 +147,11 @@ def examine_loss(model_type: str) -> LossRow:
     """Compare the losses of one model type."""
     row = LossRow(model_type, "left")
     try:
-        twin = _twin(_config(Row(model_type)))
+        twin = twin_of(config_of(Row(model_type)))
         for parameter in twin.parameters():  # so that the fp64 run is the truth of the bf16 ones
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
         calls = runnable_calls(twin, variants=("plain",))
-    except _Stop as stop:
+    except Stop as stop:
         row.reason = stop.reason
         return row
     sites = find_sites(build_meta(twin.config))
@@ -185,7 +186,7 @@ def examine_loss(model_type: str) -> LossRow:
     undo(twin)
     pairs = ((stock.keys() & ours.keys(), ours), (stock.keys(), read))
     row.difference = max(
-        _difference({k: stock[k] for k in keys}, {k: run[k] for k in keys}, 1e-4) for keys, run in pairs
+        difference({k: stock[k] for k in keys}, {k: run[k] for k in keys}, 1e-4) for keys, run in pairs
     )
     row.status, row.reason = ("whole", _reader(notes[0])) if notes else ("fused", "")
     if not row.difference <= TOLERANCE:

@@ -26,7 +26,8 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.observe import find_sites
-from tests.zoo.examine import MAX_WEIGHED, small_config
+from tests.zoo.build import small_config
+from tests.zoo.examine import MAX_WEIGHED
 
 ROWS, TOKENS = 2, 24
 

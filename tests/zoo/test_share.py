@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.zoo import share as module
-from tests.zoo.examine import model_types
+from tests.zoo.build import model_types
 from tests.zoo.share import QUICK_SHARES, SHARES, VARIABLE, share, share_of_day, types_of_share
 
 DAY = 24 * 3600.0

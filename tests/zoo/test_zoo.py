@@ -15,8 +15,9 @@ import transformers
 
 from memopt.kernels.norm import ops as norm_ops
 from memopt.saved import handles
+from tests.zoo.build import model_types
 from tests.zoo.coverage_sums import COVERAGE, lost
-from tests.zoo.examine import examine, model_types
+from tests.zoo.examine import examine
 from tests.zoo.share import share, types_of_share
 
 TYPES = model_types()

@@ -1,0 +1,96 @@
+"""The peak of a training step of one model type at the widths of its config, traced without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from memopt.errors import ModelError
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+from memopt.reporting.estimate import max_positions, trace_account
+from memopt.reporting.subject import reads_tokens
+from memopt.reporting.timeline import Step
+from memopt.reporting.training import Precision, Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import one_line
+from memopt.walk.models.shrink.config import name_placeholders
+from memopt.walk.models.shrink.depth import with_depth
+from memopt.walk.models.shrink.rotary import fit_rotary
+from memopt.walk.observe import find_sites
+from memopt.walk.sites import Sites
+from tests.zoo.build import Row, Stop, runnable
+
+#: What a traced step is: rows in the batch, tokens in a row (where there are positions for them), layers.
+STEP_ROWS, STEP_TOKENS, STEP_LAYERS = 4, 512, 3
+_NO_PEAK = "peak of a step not"
+
+
+def examine_peak(model_type: str, classes: Mapping[str, str]) -> Row:
+    """The peaks alone, of a type that ran before with this class."""
+    row = Row(model_type, model_class=classes.get(model_type, ""))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if not row.model_class:
+                raise Stop("not run", "the type did not run before")
+            trace_steps(row, runnable(row)[0])
+        except Stop as stop:
+            row.notes.append(f"{_NO_PEAK} traced: {stop.reason}")
+    return row
+
+
+def with_peaks(rows: Iterable[dict[str, Any]], peaks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows` with what `examine_peak` found of their types; a row whose type is not among `peaks` stays as it is."""
+    found = {peak["model_type"]: peak for peak in peaks}
+    merged = []
+    for row in rows:
+        if (peak := found.get(row["model_type"])) is not None:
+            notes = [note for note in row["notes"] if not note.startswith(_NO_PEAK)] + peak["notes"]
+            if peak["status"] != "ok":  # its process ended before it could say why
+                notes.append(f"{_NO_PEAK} traced: {peak['reason']}")
+            row = {**row, "step_peak": peak["step_peak"], "has_loss_head": peak["has_loss_head"], "notes": notes}
+        merged.append(row)
+    return merged
+
+
+def trace_steps(row: Row, config: PreTrainedConfig) -> None:
+    """The peak of a step, stock and patched; the model is as wide as its config says."""
+    form = with_depth(config, STEP_LAYERS)
+    form.architectures = [row.model_class]
+    name_placeholders(form)
+    try:
+        fit_rotary(form, build_meta(form))
+        sites = find_sites(build_meta(form))
+        stock, patched = _steps(form, sites)
+    except Exception as error:
+        row.notes.append(f"{_NO_PEAK} traced: {type(error).__name__}: {one_line(error)}")
+        return
+    if stock is None or patched is None:
+        row.notes.append(f"{_NO_PEAK} traced: its backward does not run on shapes alone")
+        return
+    if not stock.kept:
+        row.notes.append(f"{_NO_PEAK} counted: the model saves nothing for backward, since nothing of it is trained")
+        return
+    row.step_peak = (stock.peak, patched.peak)
+    row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
+
+
+def _steps(config: PreTrainedConfig, sites: Sites) -> list[Step | None]:
+    """Stock and patched, in bf16, or in fp32 where the model's code does not run in that."""
+    seq = min(STEP_TOKENS, max_positions(config) or STEP_TOKENS) if reads_tokens(config) else None
+    recipes = (None, load_recipe(DEFAULT_MEMORY_RECIPE))
+
+    def traced(precision: Precision) -> list[Step | None]:
+        training = Training(batch=STEP_ROWS, seq=seq, precision=precision, dropout=False)
+        return [trace_account(config, training, sites=sites, recipe=each, peak=True).step for each in recipes]
+
+    try:
+        return traced("bf16")
+    except ModelError as error:
+        with contextlib.suppress(ModelError):
+            return traced("fp32")
+        raise error
