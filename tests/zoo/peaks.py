@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
-from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
-from memopt.reporting.estimate import max_positions, trace_account
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.reporting.estimate import max_positions, quiet, traced
 from memopt.reporting.subject import reads_tokens
-from memopt.reporting.timeline import Step
+from memopt.reporting.timeline import Step, step
 from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
@@ -69,9 +69,6 @@ def trace_steps(row: Row, config: PreTrainedConfig) -> None:
     except Exception as error:
         row.notes.append(f"{_NO_PEAK} traced: {type(error).__name__}: {one_line(error)}")
         return
-    if stock is None or patched is None:
-        row.notes.append(f"{_NO_PEAK} traced: its backward does not run on shapes alone")
-        return
     if not stock.kept:
         row.notes.append(f"{_NO_PEAK} counted: the model saves nothing for backward, since nothing of it is trained")
         return
@@ -79,18 +76,20 @@ def trace_steps(row: Row, config: PreTrainedConfig) -> None:
     row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
 
 
-def _steps(config: PreTrainedConfig, sites: Sites) -> list[Step | None]:
+@quiet()
+def _steps(config: PreTrainedConfig, sites: Sites) -> tuple[Step, Step]:
     """Stock and patched, in bf16, or in fp32 where the model's code does not run in that."""
     seq = min(STEP_TOKENS, max_positions(config) or STEP_TOKENS) if reads_tokens(config) else None
-    recipes = (None, load_recipe(DEFAULT_MEMORY_RECIPE))
+    patched = load_recipe(DEFAULT_MEMORY_RECIPE)
 
-    def traced(precision: Precision) -> list[Step | None]:
+    def step_of(precision: Precision, recipe: Recipe | None) -> Step:
         training = Training(batch=STEP_ROWS, seq=seq, precision=precision, dropout=False)
-        return [trace_account(config, training, sites=sites, recipe=each, peak=True).step for each in recipes]
+        with traced(config, training, sites=sites, recipe=recipe) as model:
+            return step(model.model, model.run, during_backward=model.choices())
 
     try:
-        return traced("bf16")
+        return step_of("bf16", None), step_of("bf16", patched)
     except ModelError as error:
         with contextlib.suppress(ModelError):
-            return traced("fp32")
+            return step_of("fp32", None), step_of("fp32", patched)
         raise error
