@@ -103,6 +103,11 @@ def test_cross_entropy(reduction: str, smoothing: float, weighted: bool, bias: b
     compare(lambda logits: F.cross_entropy(flat(logits), labels(), **options), bias=bias)
 
 
+def forbidden(logits: Tensor, columns: Any, value: float = -1e4) -> Tensor:
+    logits[..., columns] = value
+    return logits
+
+
 SCALE = torch.tensor(0.3, dtype=torch.float64)
 BY_COLUMN = torch.linspace(-1, 1, CLASSES, dtype=torch.float64)
 READS = {
@@ -117,6 +122,9 @@ READS = {
     "a tensor of one element": lambda y: F.cross_entropy(flat(SCALE * y), labels()),
     "one number a column": lambda y: F.cross_entropy(flat(y + BY_COLUMN), labels()),
     "a cap, then columns": lambda y: F.cross_entropy(flat(2 * y.tanh() - BY_COLUMN[None, None]), labels()),
+    "forbidden tokens": lambda y: F.cross_entropy(flat(forbidden(y, [3, 7, CLASSES - 1])), labels()),
+    "forbidden tokens by a mask": lambda y: F.cross_entropy(flat(forbidden(y, BY_COLUMN > 0.5)) * 0.5, labels()),
+    "a range of forbidden tokens": lambda y: F.log_softmax(forbidden(y, slice(5, 90)), -1).exp().amax(-1).sum(),
     "a shift": lambda y: F.cross_entropy(y[..., :-1, :].reshape(-1, CLASSES), labels()[4:]),
     "rows by a mask": lambda y: F.cross_entropy(flat(y)[labels(0) % 2 == 0], labels(0)[labels(0) % 2 == 0]),
     "rows by numbers": lambda y: F.cross_entropy(y[:, 2], labels()[::6]),

@@ -168,7 +168,20 @@ class _Squared(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * dy
 
 
-@pytest.mark.parametrize("loss", [lambda y: F.cross_entropy(_Reversed.apply(y)[:, 0], torch.arange(4)), _Squared.apply])
+def _of_allowed_tokens(logits: Tensor) -> Tensor:
+    logits[..., [0, 5]] = -3.0
+    result: Tensor = _Squared.apply(logits)
+    return result
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: F.cross_entropy(_Reversed.apply(y)[:, 0], torch.arange(4)),
+        _Squared.apply,
+        _of_allowed_tokens,
+    ],
+)
 def test_a_users_function_keeps_its_backward(loss: Any) -> None:
     stock, ours = Model(), Model()
     patch_head(ours.head, WIDTH, CLASSES)

@@ -13,11 +13,7 @@ from tests.zoo.losses import examine_loss, types_with_a_head
 from tests.zoo.test_zoo import SAMPLE, is_quick
 
 #: Types whose logits are computed whole, and why.
-WHOLE = {
-    "prophetnet": "it transposes its logits",
-    "chameleon": "it writes into its logits",
-    "dia": "its head is that of several vocabularies, which it cuts apart",
-}
+WHOLE = {"dia": "its head is that of several vocabularies, which it cuts apart"}
 TYPES = types_with_a_head()
 #: A part of the share is enough each day.
 QUICK = [name for name in SAMPLE if name in TYPES and is_quick(name)][:4]

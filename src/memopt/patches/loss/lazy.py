@@ -137,6 +137,12 @@ class LazyLogits(Tensor):
             self.source = dataclasses.replace(source, fetches=(*others, *source.fetches))
             self.node, self.parent, self.root, self.step = self.grad_fn, None, None, None
 
+    def become(self, source: Source) -> None:
+        """Stand for `source`, which reads the same tensors of the graph, from now on: a change in place."""
+        self.source = source
+        if self.node is not None:
+            self.node.source = source
+
     def compute(self) -> Tensor:
         """The true logits, in the graph where these are."""
         if self.value is None:

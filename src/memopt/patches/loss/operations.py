@@ -226,6 +226,48 @@ def is_last(dim: Any, logits: LazyLogits) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, logits.dim() - 1)
 
 
+@handles("__setitem__")
+def _set(function: Any, name: str) -> Callable[..., Any]:
+    def handler(logits: Any, index: Any, value: Any) -> Any:
+        """Columns set to a number, as where tokens are forbidden: the same logits, after one more operation."""
+        *rows, columns = index if isinstance(index, tuple) else (index,)
+        if not isinstance(logits, LazyLogits) or not isinstance(value, Number) or not _all_rows(rows, logits.dim() - 1):
+            return NotImplemented
+        source = logits.source
+        if type(columns) not in (int, slice, list, *_PLAIN_TYPES) or (
+            isinstance(columns, Tensor) and columns.dim() > 1
+        ):
+            return NotImplemented
+        if not _is_alone(logits) or (source.tracked and not torch.is_grad_enabled()):
+            return NotImplemented
+        taken = torch.zeros(source.width, dtype=torch.bool, device=source.x.device)
+        taken[columns] = True
+        number: Any = value
+
+        def run(y: Tensor, part: slice | None = None) -> Tensor:
+            return y.masked_fill(taken if part is None else taken[part], number)
+
+        operation = Operation(f"columns set to {_shown(value)}", run, (taken,))
+        logits.become(dataclasses.replace(source, operations=(*source.operations, operation)))
+        return None
+
+    return handler
+
+
+def _all_rows(index: list[Any], dimensions: int) -> bool:
+    """Whether an index of the leading dimensions takes all of them."""
+    if len(index) == 1 and index[0] is ...:
+        return True
+    return len(index) == dimensions and all(isinstance(part, slice) and part == slice(None) for part in index)
+
+
+def _is_alone(logits: LazyLogits) -> bool:
+    """Whether these are the head's own output, of which nothing else was made: nobody else sees a change in place."""
+    family = [member for reference in logits.source.family if (member := reference()) is not None]
+    made = logits.parent is not None or logits.root is not None or bool(logits.source.fetches)
+    return not made and len(family) == 1 and family[0] is logits
+
+
 # -- moves of rows --------------------------------------------------------------------------------------------------
 
 
