@@ -54,3 +54,17 @@ def test_a_patched_folder_whose_result_cannot_be_printed_is_named(
         assert last.startswith("error: The result cannot be written to stdout: No space left on device.")
         assert words in last
         assert (llama.parent / out / "memopt.json").exists() == (not options)
+
+
+def test_the_process_ends_without_freeing_what_it_holds_object_by_object() -> None:
+    program = (
+        "import atexit\n"
+        "from memopt.cli import main\n"
+        "class Held:\n"
+        "    def __del__(self): print('freed')\n"
+        "held = Held()\n"
+        "main.main = lambda arguments: (atexit.register(print, 'a handler'), 3)[1]\n"
+        "main.run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("a handler\n", 3)

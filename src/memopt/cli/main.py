@@ -5,6 +5,7 @@ A sub-command is a typer function in a module of its name. It returns its exit c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -34,10 +35,22 @@ def run() -> None:
     # A closed stderr is None, and what is printed to None goes to stdout.
     stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = cast(Any, common.Forgiving(stderr))
-    code = main(sys.argv[1:])
-    if code == common.EXIT_INTERRUPTED:
-        os._exit(code)  # else Python waits for the threads of a download
-    sys.exit(code)
+    codes: list[int] = []
+    # After the handlers that come later. Python would then free, object by object, what the system frees at once.
+    atexit.register(lambda: _leave(*codes))
+    codes.append(main(sys.argv[1:]))
+    if codes == [common.EXIT_INTERRUPTED]:
+        os._exit(common.EXIT_INTERRUPTED)  # else Python waits for the threads of a download
+    sys.exit(codes[0])
+
+
+def _leave(code: int | None = None) -> None:
+    """End the process with `code`; without one, an error is on its way out."""
+    if code is not None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full or closed
+                stream.flush()
+        os._exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memopt.kernels.base.pieces import Mark, counting
 from memopt.reporting.operations import Operation, operation
+from memopt.reporting.repeated import repeat
 from memopt.reporting.storages import Birth, StorageTracker, storages
 from memopt.torch_compat import (
     current_node,
@@ -84,6 +86,14 @@ class Timeline(StorageTracker):
         if found is not None:
             self.operations.append(found)
         return result
+
+    def mark(self) -> Mark:
+        """How much was seen until now."""
+        return len(self.events), len(self.operations)
+
+    def repeat(self, first: Mark, second: Mark, count: int) -> bool:
+        """What `memopt.kernels.base.pieces.PieceCounter` says."""
+        return repeat(self.events, self.operations, first, second, count)
 
     def lives(self, tensor: Tensor | None) -> set[Lifetime]:
         """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
@@ -204,7 +214,7 @@ def record(
 ) -> Record:
     """Every storage of forward, loss, backward and what is to run `then`; other arguments as those of `step`."""
     timeline = Timeline(model)
-    with timeline, _gradients(model, timeline) as gradients:
+    with timeline, counting(timeline), _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)
         kind_of = _kinds(model, output)

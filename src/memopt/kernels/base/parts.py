@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import skips_pieces
+from memopt.kernels.base.pieces import pieces
 from memopt.torch_compat import is_legacy_batched
 
 #: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
@@ -28,9 +29,9 @@ def parts_of(*tensors: Tensor | None) -> int | None:
     return -(-first.numel() // first.size(-1) // COUNT)
 
 
-def slices(count: int, rows: int) -> Iterator[slice]:
-    """The parts of `count` rows, `rows` in each."""
-    return (slice(start, start + rows) for start in range(0, count, rows))
+def slices(tensor: Tensor, rows: int) -> Iterator[slice]:
+    """The parts of a matrix, `rows` in each."""
+    return pieces((slice(start, start + rows) for start in range(0, len(tensor), rows)), tensor)
 
 
 def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return function(*tensors)
     flat = [tensor.view(-1, tensor.size(-1)) for tensor in tensors]
     result: Tensor | None = None
-    for part in slices(flat[0].size(0), rows):
+    for part in slices(flat[0], rows):
         value = function(*(each[part] for each in flat))
         if result is None:
             result = torch.empty(tensors[0].shape, dtype=value.dtype, device=value.device)

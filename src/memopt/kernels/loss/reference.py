@@ -22,6 +22,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as
 from memopt.kernels.base.device import skips_pieces
+from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 
 #: Logits of which a wide copy exists at a time, or those of one row.
@@ -84,10 +85,9 @@ def block_gradient(
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
     if skips_pieces(logits):
-        return  # no values; as where Triton runs, nothing is allocated
+        return iter(())  # no values; as where Triton runs, nothing is allocated
     step = max(1, _PIECE // max(1, logits.size(1)))
-    for start in range(0, len(logits), step):
-        yield slice(start, start + step)
+    return pieces((slice(start, start + step) for start in range(0, len(logits), step)), logits)
 
 
 def losses_of(y: Tensor, target: Tensor, arguments: LossArguments) -> Tensor:

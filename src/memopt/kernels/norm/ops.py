@@ -82,7 +82,7 @@ def _forward_by_parts(
     rstd = _fake_rstd(x)
     results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
     flat, other = x.view(-1, x.size(-1)), None if residual is None else residual.view(-1, x.size(-1))
-    for part in () if skips_pieces(x) else slices(flat.size(0), rows):
+    for part in () if skips_pieces(x) else slices(flat, rows):
         made = forward(flat[part], weight, bias, arguments, None if other is None else other[part])
         for result, each in zip(results, made, strict=True):
             if result is not None and each is not None:
@@ -122,7 +122,7 @@ def backward(
         return whole, dweight, dbias
     sums: list[Tensor | None] = [None, None]
     flat = [tensor.view(-1, tensor.size(-1)) for tensor in (dy, x_hat, rstd)]
-    for part in slices(flat[0].size(0), rows):
+    for part in slices(flat[0], rows):
         here, its_x_hat, its_rstd = (tensor[part] for tensor in flat)
         dx, *of_rows = norm_backward(here, its_x_hat, its_rstd, weight, arguments.spec, needs)
         if whole is not None and dx is not None:

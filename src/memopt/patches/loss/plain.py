@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.rows import chunk_bytes, itself
@@ -71,15 +72,15 @@ class Plain:
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the rows."""
         count = max(1, min(len(rows), ROWS), chunk_bytes(rows) // (self.source.width * rows.element_size()))
-        for first in range(0, len(rows), count):
-            yield slice(first, min(first + count, len(rows)))
+        starts = range(0, len(rows), count)
+        return pieces((slice(first, min(first + count, len(rows))) for first in starts), rows)
 
     def blocks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the columns."""
         width = self.source.width
         columns = chunk_bytes(rows) // (rows.element_size() * max(1, len(rows))) // COLUMNS * COLUMNS
-        for first in range(0, width, max(COLUMNS, columns)):
-            yield slice(first, min(first + max(COLUMNS, columns), width))
+        starts = range(0, width, max(COLUMNS, columns))
+        return pieces((slice(first, min(first + max(COLUMNS, columns), width)) for first in starts), rows)
 
     def matrix(self, weight: Tensor, columns: slice) -> Tensor:
         """(columns, in), in the dtype of the product."""
