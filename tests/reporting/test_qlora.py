@@ -11,11 +11,12 @@ import transformers
 
 from memopt.cli.main import main
 from memopt.errors import ModelError
+from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import parameters_of
 from memopt.reporting.estimate import build_trained, trace_account
 from memopt.reporting.fake import make_fake
 from memopt.reporting.subject import subject
-from memopt.reporting.training import Training
+from memopt.reporting.training import Train, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.sites import Sites
 from tests.reporting.builders import named_config, sites_of
@@ -73,9 +74,24 @@ def test_a_checkpoint_in_4_bits_is_told_by_its_config(tmp_path: Path) -> None:
         subject(folder, Training())
 
 
-def test_another_quantisation_is_said_not_to_be_counted(tmp_path: Path) -> None:
-    folder = quantised_folder(tmp_path, quant_method="gptq", bits=4)
-    assert "is quantised (gptq), which is not counted" in subject(folder, Training(train="lora")).notes[0]
+@pytest.mark.parametrize(
+    ("train", "counted"), [("lora", "its weights count whole"), ("qlora", "its linears count in bitsandbytes' 4 bits")]
+)
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_another_quantisation_is_said_not_to_be_counted(
+    tmp_path: Path, method: str, train: Train, counted: str
+) -> None:
+    folder = quantised_folder(tmp_path, quant_method=method, bits=4)
+    said = f"The checkpoint is quantised ({method}), which is not counted: {counted}."
+    assert subject(folder, Training(train=train)).notes == (said,)
+
+
+@pytest.mark.parametrize(("train", "asked"), [("lora", True), ("qlora", False)])
+def test_peft_asks_no_gradient_of_the_embeddings_of_a_model_in_4_bits(train: Train, asked: bool) -> None:
+    config = named_config("bert")
+    levels = load_recipe("exact-levels")  # it checkpoints blocks
+    model, _, _ = build_trained(config, Training(train=train), sites=sites_of(config), recipe=levels)
+    assert bool(model.get_input_embeddings()._forward_hooks) is asked
 
 
 def test_the_command_says_how_the_weights_are_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

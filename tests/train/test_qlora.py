@@ -106,3 +106,9 @@ def test_a_folder_in_4_bits_has_the_bytes_that_its_model_holds_and_saves(
 def test_the_peak_of_a_step_is_the_predicted_one(way: str, precision: Precision) -> None:
     row = benchmark.measure(benchmark.Pair("llama", "qlora", way, precision, depth=1))
     assert row.predicted == pytest.approx(row.live, rel=benchmark.LIMIT)
+
+
+def test_of_4_bits_nothing_before_the_first_adapter_is_saved() -> None:
+    """PEFT would have the embeddings' output ask for a gradient otherwise."""
+    row = benchmark.measure(benchmark.Pair("bert", "qlora", "levels", depth=2))
+    assert row.predicted == row.live

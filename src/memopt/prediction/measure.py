@@ -218,7 +218,6 @@ def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dty
         bnb_4bit_compute_dtype=how.compute_dtype or dtype,
     )
     replace_with_bnb_linear(model, kept_modules(model, how), settings)
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT reads it
 
 
 def _pack(model: nn.Module, how: Quantisation) -> None:

@@ -190,6 +190,8 @@ def build_trained(
         how = quantisation_of(config) or Quantisation()
         notes.append(f"4-bit weights: {how}.")
         quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
+        # Else PEFT lets the embeddings' output have a gradient; of 4 bits it leaves that to its own preparation.
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]
     patched = [] if recipe is None else _patch(model, sites, recipe, folded)
     shrink(model)
     model.train(training.dropout)

@@ -83,9 +83,10 @@ def subject_of(
         check_peft()
     notes = []
     if (method := other_method(config)) is not None:
-        notes.append(
-            f"The checkpoint is quantised ({method}), which is not counted: its weights count as if they were not."
+        counted = (
+            "its linears count in bitsandbytes' 4 bits" if training.train == "qlora" else "its weights count whole"
         )
+        notes.append(f"The checkpoint is quantised ({method}), which is not counted: {counted}.")
     if batch is not None:
         training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
         notes.append(f"Inputs: a batch of {in_words(batch)}.")
