@@ -24,7 +24,7 @@ from memopt.torch_compat import is_operator, operator_schema
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
-#: Global variable of a module whose code saves tensors: the name of the operation to report.
+#: Attribute of a function, or global variable of a module, whose code saves tensors: what to report as the operation.
 _OPERATION = "__memopt_saves__"
 _DEEPEST_SAVER = 6
 
@@ -235,7 +235,8 @@ def _saver(frame: Any) -> str:
             break
         if is_function(frame):
             function = frame.f_locals["cls"]
-            return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(function.__name__)
+            own = getattr(function, _OPERATION, function.__name__)
+            return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(own)
         if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:
             return CHECKPOINT
         if step := frame.f_globals.get(_OPERATION):

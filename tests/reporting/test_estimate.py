@@ -293,3 +293,11 @@ def test_a_step_whose_backward_cannot_be_traced_is_said(monkeypatch: pytest.Monk
     assert traced.step is None
     assert traced.total > 0
     assert "Peak of a step: unknown, since backward fails (RuntimeError: no rule for this)." in traced.notes
+
+
+def test_what_an_adapted_linear_saves_is_a_linear_s_input() -> None:
+    config = named_config("llama")
+    options: dict[str, Any] = {"sites": sites_of(config), "recipe": load_recipe("exact-unfolded")}
+    counted = trace_account(config, Training(2, 24, train="lora"), **options).per_cause("model.layers.1")
+    assert "linear input" in counted
+    assert "other" not in counted

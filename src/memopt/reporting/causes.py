@@ -75,10 +75,10 @@ class Causes:
         origin = birth.origin
         if operation == CHECKPOINT:
             return "checkpoint input"
-        if operation in CAUSES:  # a step of memopt, named by its cause
-            return operation
         if birth.of_parameter:
             return "weight copy"
+        if operation in CAUSES:  # a step of memopt, named by its cause
+            return operation
         # Packed codes are one-dimensional bytes; the minimum and step of each group are a tensor of (groups, 2).
         if (birth.dtype == "uint8" and len(birth.shape) == 1) or (not operation and birth.shape[-1:] == (2,)):
             return "codes"
