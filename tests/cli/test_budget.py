@@ -11,7 +11,7 @@ import pytest
 from memopt.cli.main import main
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
-from memopt.prediction.planner.choice import Choice, Frontier, Plan, point_of
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words, point_of
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER
 from tests.factories import tiny_config
 from tests.reporting.builders import named_config
@@ -131,3 +131,19 @@ def test_a_budget_that_is_none_is_refused_before_the_model_is_looked_for(capsys:
 def test_a_plan_and_its_drawings_have_the_workspaces_of_the_card(asked: dict[str, Any]) -> None:
     assert main(["report", "MODEL", "--budget", "h100"]) == 0
     assert asked["setup"].workspace == CUBLAS_WORKSPACE_HOPPER
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "budget", "said"),
+    [
+        (1500 << 20, None, "1500 MiB"),
+        (GIB, None, "1.00 GiB"),
+        (9 << 19, None, "4.5 MiB"),
+        (9 << 29, None, "4.50 GiB"),
+        (600 << 20, 24 * GIB, "0.59 GiB"),
+        (5 * GIB, 1500 << 20, "5120 MiB"),
+    ],
+)
+def test_a_small_budget_is_told_in_mib(nbytes: int, budget: int | None, said: str) -> None:
+    assert in_words(nbytes, budget) == said
+    assert budget_name(1500 << 20) == "budget-1500MiB"

@@ -13,14 +13,20 @@ from memopt.reporting.training import Training
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def in_words(nbytes: int) -> str:
-    """In GiB, or MiB where it is less than one."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
+def in_words(nbytes: int, budget: int | None = None) -> str:
+    """In MiB where it, or the budget that it is part of, is less than four GiB and no whole number of these."""
+    name, unit = _unit(nbytes if budget is None else budget)
+    return f"{nbytes / unit:.{2 if unit == GIB else 0 if nbytes >= 10 * MIB else 1}f} {name}"
 
 
 def budget_name(nbytes: int) -> str:
     """Of a recipe for so many bytes: ``budget-24GiB``."""
-    return f"budget-{nbytes / GIB:.4g}GiB" if nbytes >= GIB else f"budget-{nbytes / MIB:.4g}MiB"
+    name, unit = _unit(nbytes)
+    return f"budget-{nbytes / unit:.4g}{name}"
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    return ("GiB", GIB) if nbytes >= 4 * GIB or (nbytes and nbytes % GIB == 0) else ("MiB", MIB)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Choice:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.model}: {self.training}"
-        yield f"Budget {in_words(self.budget)}: fits, {in_words(self.budget - self.plan.total)} free."
+        yield f"Budget {in_words(self.budget)}: fits, {in_words(self.budget - self.plan.total, self.budget)} free."
         yield f"Plan: {self.plan}"
         for other in self.others:
             yield f"Next: {other}"

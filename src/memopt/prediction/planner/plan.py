@@ -252,15 +252,18 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
     remedies = {"full": "another optimizer or LoRA", "lora": "QLoRA or fewer targets", "qlora": "fewer targets"}
     remedy = remedies[task.training.train]
     most, hint = max(
-        (fixed, f"Weights, gradients and optimizer take {in_words(fixed)} of it: try {remedy}, or more devices."),
-        (exchanged, f"Buffers for several devices take {in_words(exchanged)} of it: try another --sharding."),
-        (least.context, f"The CUDA context takes {in_words(least.context)} of it."),
+        (
+            fixed,
+            f"Weights, gradients and optimizer take {in_words(fixed, budget)} of it: try {remedy}, or more devices.",
+        ),
+        (exchanged, f"Buffers for several devices take {in_words(exchanged, budget)} of it: try another --sharding."),
+        (least.context, f"The CUDA context takes {in_words(least.context, budget)} of it."),
     )
     if most <= budget / 2:
         hint = "Try a shorter sequence" + ("." if approximate else ", or approximate recipes (--allow approximate).")
     kind = "" if approximate else "exact "
     return NegativeVerdict(
-        f"No {kind}plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need)}"
-        f"{micro}, {in_words(need - budget)} more.",
+        f"No {kind}plan of {task.model} fits in {in_words(budget)}: the smallest takes {in_words(need, budget)}"
+        f"{micro}, {in_words(need - budget, budget)} more.",
         hint,
     )
