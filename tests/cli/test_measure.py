@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memopt.cli.main import main
 from memopt.prediction import measure
@@ -26,7 +28,7 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> set[Optimizer]:
 
     make = measure.make_optimizer
     monkeypatch.setattr(measure, "make_optimizer", make_optimizer)
-    monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(measure, "_apart", measure._measured)
     return found
 
 
@@ -85,3 +87,26 @@ def test_a_batch_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Cap
     assert f"error: Batch {10**14} x 16 tokens is too large to trace here. Use a smaller --batch." in (
         capsys.readouterr().err
     )
+
+
+def test_a_script_that_measures_is_not_run_again(tmp_path: Path) -> None:
+    """And an error of the other process is told in this one."""
+    named_config("llama").save_pretrained(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from memopt.errors import ModelError\n"
+        "from memopt.prediction.measure import measure\n"
+        "from memopt.prediction.setup import Setup\n"
+        "from memopt.reporting.subject import subject\n"
+        "from memopt.reporting.training import Training\n"
+        f"of = subject({str(tmp_path)!r}, Training(1, precision='fp32'), seq=8)\n"
+        "print(measure(of.config, of.training, Setup(), sites=of.sites).device)\n"
+        "try:\n"
+        "    measure(of.config, None, Setup(), sites=of.sites)\n"
+        "except ModelError as error:\n"
+        "    print(error.message)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    device, error = done.stdout.splitlines()
+    assert device in ("cpu", torch.cuda.is_available() and torch.cuda.get_device_name())
+    assert error.startswith("The steps could not be measured: AttributeError")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Collection
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,16 +113,49 @@ def measure(
     setup = setup or Setup()
     check_measurable(setup)
     options = {"sites": sites, "recipe": recipe, "folded": folded, "inputs": inputs}
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_measured, config, training, setup, options).result(timeout=_SECONDS)
-        except ModelError:
-            raise
-        except Exception as error:  # the process was killed, or the step failed
-            raise ModelError(
-                f"The steps could not be measured: {type(error).__name__}: {one_line(error)}.",
-                "Use a smaller --batch or --seq.",
-            ) from error
+    try:
+        found = _apart(config, training, setup, options)
+    except (OSError, EOFError, pickle.PickleError, subprocess.SubprocessError) as error:  # the process was killed
+        raise _failed(error) from error
+    if isinstance(found, ModelError):
+        raise found
+    return found
+
+
+def _failed(error: Exception) -> ModelError:
+    return ModelError(
+        f"The steps could not be measured: {type(error).__name__}: {one_line(error)}.",
+        "Use a smaller --batch or --seq.",
+    )
+
+
+def _apart(*given: Any) -> Measurement | ModelError:
+    """`_measured` in a fresh process; one of multiprocessing would run the caller's script again."""
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", "from memopt.prediction.measure import answer; answer()"],
+        input=pickle.dumps(given),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=_SECONDS,
+        check=True,
+    )
+    return cast("Measurement | ModelError", pickle.loads(done.stdout))
+
+
+def answer() -> None:
+    """Measure what stdin holds, and write the measurement, or the error, to stdout: the process of :func:`measure`."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no result
+    found: Measurement | ModelError
+    try:
+        found = _measured(*pickle.load(sys.stdin.buffer))
+    except ModelError as error:
+        found = error
+    except Exception as error:
+        found = _failed(error)
+    with results:
+        pickle.dump(found, results)
 
 
 @quiet()
