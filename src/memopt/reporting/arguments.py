@@ -16,8 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake import make_fake
 from memopt.reporting.fake_reads import FiniteValues
+from memopt.reporting.timeline import losses_of
 from memopt.reporting.training import Precision, Training
-from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, tree_map
+from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
 from memopt.walk.calls.arguments.request import Size
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets
@@ -46,7 +47,7 @@ class Example:
     targets: Mapping[str, Any]
     """Labels, or what else makes the forward return a loss; empty where nothing does."""
     is_read: bool
-    """Whether the forward reads values of the inputs (sizes of images), so that it cannot be traced by shapes alone."""
+    """Whether the step reads values of the inputs (sizes of images), so that it cannot be traced by shapes alone."""
 
 
 def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Example:
@@ -123,8 +124,8 @@ def _runs_without_values(model: PreTrainedModel, size: Training, example: Exampl
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(model, fake)
     try:
-        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices(), torch.no_grad():
-            model(**step_arguments(model, size, example))
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices():
+            run_backward(*losses_of(model(**step_arguments(model, size, example))))
     except Exception:  # with values, too, it may not run; whoever traces it says why
         return False
     return True
