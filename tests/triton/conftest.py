@@ -12,11 +12,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from memopt.kernels.base.launch import LaunchConfig, override
 from tests.skipped import skipped_module
 from tests.triton.memory import RedZones
 
@@ -49,3 +51,12 @@ def red_zones() -> Iterator[RedZones]:
     """Borders around every tensor that is allocated uninitialized while the test runs; checked when it ends."""
     with RedZones() as zones:
         yield zones
+
+
+@pytest.fixture
+def short_tiles() -> Iterator[None]:
+    """Tiles of 4 x 32 in the norms' kernels, so that rows of 33 elements are long."""
+    with ExitStack() as stack:
+        for kernel in ("norm_forward", "norm_affine", "norm_backward"):
+            stack.enter_context(override(kernel, LaunchConfig(rows=4, block=32, num_warps=1)))
+        yield
