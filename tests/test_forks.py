@@ -79,9 +79,11 @@ def test_no_fork_outlives_a_process_that_is_killed(two: None, killed_by: signal.
     told, tell = os.pipe()
     process = os.fork()
     if not process:
-        with forking():
-            each([partial(tell_and_wait, tell)] * 2)
-        os._exit(0)
+        try:
+            with forking():
+                each([partial(tell_and_wait, tell)] * 2)
+        finally:
+            os._exit(0)  # whatever stops it: the rest of the run belongs to its parent
     os.close(tell)
     with open(told) as both:
         assert process in {int(both.readline()) for _ in range(2)}

@@ -130,10 +130,10 @@ def test_outputs_of_linears_are_recomputed_in_compiled_code_too() -> None:
     for recompute in ("none", "auto"):
         torch.compiler.reset()
         recipe = memopt.load_recipe("exact-unfolded", [f"linears.recompute={recompute}", "loss.method=none"])
-        stock, patched = tiny_model("llama").train(), memopt.patch(tiny_model("llama").train(), recipe)
-        run = compiled_model(patched)
+        stock, patched = (tiny_model("llama", num_hidden_layers=1).train() for _ in range(2))
+        run = compiled_model(memopt.patch(patched, recipe))
         kept[recompute] = saved_bytes(lambda run=run: run(**inputs).loss, patched)  # type: ignore[misc]
-    assert kept["none"] - kept["auto"] >= inputs["input_ids"].numel() * 4 * 2 * 172 * 2, "gate and up of two layers"
+    assert kept["none"] - kept["auto"] >= inputs["input_ids"].numel() * 4 * 2 * 172, "gate and up"
     is_close(gradients(patched, run(**inputs).loss), gradients(stock, stock(**inputs).loss))
 
 
