@@ -81,9 +81,9 @@ def _of_adapter(h: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class AdaptedLinearFunction(DirectFunction):
-    __memopt_saves__ = "linear input"
-
     """Its input is two of its arguments: autograd adds up their gradients, in the order in which two linears do."""
+
+    __memopt_saves__ = "linear input"
 
     @staticmethod
     def forward(
