@@ -47,7 +47,12 @@ FAULTS: tuple[Fault, ...] = (
         "mean = 0 * wide.mean(-1, keepdim=True)",
         _NORMS,
     ),
-    Fault("norm forward: the bias is lost", "y = y + bias.to(y.dtype)", "y = y + 0 * bias.to(y.dtype)", _NORMS),
+    Fault(
+        "norm forward: the bias is lost",
+        "y = y.add_(bias.to(y.dtype)) if is_own else y + bias.to(y.dtype)",
+        "y = y + 0 * bias.to(y.dtype)",
+        _NORMS,
+    ),
     Fault(
         "norm backward: the projection has the wrong sign",
         "(g * x_hat).mean(-1, keepdim=True), value=-1)",

@@ -7,7 +7,6 @@ possible shapes) in a file of its own and to `_FAMILIES` here. `memopt.walk.call
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 from torch import nn
@@ -55,5 +54,8 @@ def candidates(
         request = Request.of(model, variant, seed, size=size)
     for family in _FAMILIES:
         # A config may have any value (a window of 0); a family that raises has no more proposals.
-        with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        try:
             yield from family(request)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if size and "can't allocate memory" in str(error):  # the size is too large, not the config odd
+                raise
