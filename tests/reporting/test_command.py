@@ -179,3 +179,12 @@ def test_without_peft_a_report_for_lora_builds_nothing(
     monkeypatch.setattr("memopt.reporting.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
         ask(str(llama), train="lora")
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_all_of_an_odd_number_of_positions(tmp_path: Path) -> None:
+    config = named_config("llama")
+    config.max_position_embeddings = 77
+    config.save_pretrained(tmp_path)
+    found = headline(tmp_path, gpu="1GiB")
+    assert str(found.patched.seq) == "77 or more"

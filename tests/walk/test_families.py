@@ -380,3 +380,11 @@ def test_inner_blocks_of_stages_are_the_blocks() -> None:
     # An image that no window divides is padded with zeros, which take no bias.
     assert "padding" in obstacles(sites)["swin.encoder.layers.*.blocks.*.layernorm_before"]
     assert "swin.encoder.layers.*.blocks.*.layernorm_after" in folded(sites)
+
+
+def test_a_model_whose_loss_has_no_name_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would warn of it, and give the loss of a language model."""
+    asked: list[str] = []
+    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(lambda self: asked.append("loss")))
+    walk_config(tiny_config("bert", architectures=["BertModel"]))
+    assert not asked

@@ -159,8 +159,10 @@ class _Answer:
         most = max(now, max_positions(self.subject.config) or 1 << 17)
         stretch = max(1, min(_STRETCH, most // 8))
         start, base = max(1, now // stretch), _base(candidate.at())
-        memory, most = self.card.memory, most // stretch
-        found = largest(lambda n: candidate.need(seq=n * stretch), memory, start=start, most=most, base=base)
+        memory = self.card.memory
+        found = largest(lambda n: candidate.need(seq=n * stretch), memory, start=start, most=most // stretch, base=base)
+        if found.is_all and most % stretch and candidate.need(seq=most) <= memory:
+            return Largest(most, is_all=True)
         return Largest(found.value * stretch, found.is_all)
 
     def _remedy(self, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]) -> str:

@@ -193,7 +193,9 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
 
 def _calls_ctc_loss(model: nn.Module) -> bool:
     """By the names in its forward and in its loss function: no call of the walk has labels."""
-    functions = (inspect.unwrap(each) for each in (type(model).forward, getattr(model, "loss_function", None)) if each)
+    # A model whose loss has no name would warn, and give the loss of a language model.
+    loss = getattr(model, "loss_function", None) if getattr(model, "loss_type", None) else None
+    functions = (inspect.unwrap(each) for each in (type(model).forward, loss) if each)
     return any("ctc_loss" in getattr(getattr(each, "__code__", None), "co_names", ()) for each in functions)
 
 
