@@ -122,7 +122,9 @@ def test_a_slow_mirror_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_control_c_ends_the_wait_at_once(tmp_path: Path) -> None:
-    code = f"import logging; logging.basicConfig(level='INFO'); {LOCATE}"
+    # A process that was started in the background ignores the signal.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heeds}; import logging; logging.basicConfig(level='INFO'); {LOCATE}"
     with silent() as port:
         process = start(code, [], port, tmp_path)
         assert process.stderr is not None
