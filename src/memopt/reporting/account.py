@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memopt.reporting.blocks import Blocks, Saved
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE, Causes
@@ -164,9 +164,12 @@ def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> C
 
 
 def _graph(result: Any) -> list[Any]:
-    """The autograd nodes of every tensor in `result`, which may be freed then."""
+    """What keeps the graph of every tensor in `result` alive when these are freed.
+
+    The node of a `torch.autograd.Function` alone does not in PyTorch before 2.13; a gradient edge does.
+    """
     leaves = tree_leaves(dict(result) if isinstance(result, dict) else result)
-    return [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    return [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> SavedStorage:

@@ -39,7 +39,9 @@ class OffloadedInputs:
 
         def pack(tensor: Tensor) -> Kept | _Waiting:
             nonlocal is_there
-            if is_there or not tensor.is_floating_point() or type(tensor) not in _PLAIN_TYPES:
+            # Before 2.13, PyTorch's checkpoint saves an empty tensor of its own first.
+            is_input = tensor.is_floating_point() and tensor.numel() and type(tensor) in _PLAIN_TYPES
+            if is_there or not is_input:
                 return Kept(tensor)
             is_there = True
             waiting = _Waiting(tensor, self._stream(tensor.device), self._last)
