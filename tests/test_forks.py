@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from memopt import forks
 from memopt.forks import each, forking
@@ -24,6 +25,11 @@ def pid_after(other: int, written: int) -> int:
     """The process that runs this, once another one runs too."""
     os.write(written, b".")
     os.read(other, 1)
+    return os.getpid()
+
+
+def pid_soon(seconds: float) -> int:
+    time.sleep(seconds)
     return os.getpid()
 
 
@@ -66,6 +72,22 @@ def test_one_processor_or_no_permission_is_one_process(monkeypatch: pytest.Monke
 def test_a_fork_that_dies_leaves_its_work_to_the_process(two: None) -> None:
     with forking():
         assert each([partial(die_unless, os.getpid(), number) for number in range(6)]) == list(range(6))
+
+
+def test_a_fork_in_which_backward_does_not_run_leaves_its_work_to_the_process(
+    two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch forbids it where the parent's backward has begun threads, as it does with a GPU."""
+    parent, run_backward = os.getpid(), torch.Tensor.backward
+
+    def refuse_in_a_fork(tensor: torch.Tensor) -> None:
+        if os.getpid() != parent:
+            raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+        run_backward(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse_in_a_fork)
+    with forking():
+        assert each([partial(pid_soon, 0.01)] * 20) == [parent] * 20
 
 
 def test_the_error_is_the_first_in_order(two: None) -> None:

@@ -98,7 +98,7 @@ def _work(work: Sequence[Callable[[], Any]], claims: int, sender: Any) -> None:
     # Nobody waits for a process whose parent was killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:
+    if parent is None or os.getppid() != parent.pid or not _autograd_runs():
         return
     # A thread of the parent may hold a lock of its streams; its pool of threads does not exist here (DataLoader too).
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -106,3 +106,14 @@ def _work(work: Sequence[Callable[[], Any]], claims: int, sender: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)
     sender.send(_claimed(work, claims))
+
+
+def _autograd_runs() -> bool:
+    """Whether backward runs in this fork: not where the parent's has begun threads, one for each accelerator."""
+    import torch
+
+    try:
+        torch.zeros((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True

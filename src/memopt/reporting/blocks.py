@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.reporting.storages import storages
-from memopt.saved_tensors import Save, SavedTensorObserver
+from memopt.saved_tensors import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id
 
 
@@ -32,6 +32,7 @@ class Blocks:
         """Bytes of the first block's input in the compute dtype."""
         self._names = frozenset(names)
         self._calls: list[int] = []
+        self._called: dict[int, str] = {}
 
     @property
     def entered(self) -> int:
@@ -43,8 +44,14 @@ class Blocks:
         return bisect_right(self._calls, save.modules_entered)
 
     def of(self, save: Save) -> str:
-        """The innermost block that was running; empty outside the blocks."""
-        return next((name for name in reversed(save.modules) if name in self._names), "")
+        """The innermost block that was running, or whose checkpoint was; empty outside the blocks.
+
+        Older transformers checkpoints a block from outside: then it is the module that is entered next.
+        """
+        running = next((name for name in reversed(save.modules) if name in self._names), "")
+        if running or save.operation != CHECKPOINT:
+            return running
+        return self._called.get(save.modules_entered + 1, "")
 
     def saved(self) -> list[Saved]:
         """The storages that autograd still holds, in order of their first save."""
@@ -57,6 +64,7 @@ class Blocks:
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         if name in self._names:
             self._calls.append(self.observer.modules.entered)
+            self._called[self.observer.modules.entered] = name
             self.unit = self.unit or _hidden_bytes(args)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memopt.reporting.storages import storages, tensors
@@ -59,12 +59,25 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
-        return int(count(*args, **kwargs, out_val=result))
+        return int(count(*_with_all_heads(name, args), **kwargs, out_val=result))
     if "grouped_mm" in name and isinstance(args[1], Tensor):
         # Each row of the first operand meets one matrix of the second; both may be the grouped one (dW).
         rows, shared = args[0].shape[-2:]
         return int(2 * rows * shared * args[1].shape[-1])
     return 0
+
+
+def _with_all_heads(name: str, args: Any) -> Any:
+    """The arguments of attention with as many heads of keys and values as queries have.
+
+    Formulas of PyTorch before 2.13 fail where several heads of queries share one.
+    """
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    at = 1 if name.endswith("_backward") else 0
+    query, *shared = args[at : at + 3]
+    every = (Size((*each.shape[:-3], query.shape[-3], *each.shape[-2:])) for each in shared)
+    return (*args[: at + 1], *every, *args[at + 3 :])
 
 
 def _addresses(those: list[Tensor]) -> set[int]:
