@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from memopt.reporting.arguments import example_of
 from memopt.reporting.build import compare_training
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
+from tests.factories import tiny_config
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -62,3 +66,17 @@ def test_two_towers_return_their_own_loss() -> None:
         "attention_mask": (3, 24),
         "pixel_values": (3, 3, 16, 16),
     }
+
+
+def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of older transformers do, around their rotary embeddings; torch raises for meta."""
+
+    rotary = LlamaRotaryEmbedding.forward
+
+    def asks(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        assert not torch.is_autocast_enabled(x.device.type)
+        return rotary(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asks)
+    config = tiny_config("llama")
+    assert set(example_of(config, find_sites(build_meta(config)), Training(batch=2, seq=16)).targets) == {"labels"}

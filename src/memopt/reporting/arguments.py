@@ -22,6 +22,7 @@ from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_disp
 from memopt.walk.calls.arguments.request import Size
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets
+from memopt.walk.flow.watch import autocast_of_meta
 from memopt.walk.models.alike import take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.sites import Sites
@@ -112,7 +113,7 @@ def _example(of: _Model, size: Training) -> Example:
     group_experts(model)
     take_out(model, of.sites.blocks, groups=1)
     model.train(size.dropout)
-    with AnyGroupedProduct():
+    with AnyGroupedProduct(), autocast_of_meta():
         inputs = step_inputs(model, Size(size.batch, size.seq), run=_run_without_values)
         on_meta = placed(inputs, "meta", None)
         targets = training_targets(model, on_meta, run=_run_without_values)

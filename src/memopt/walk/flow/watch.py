@@ -86,17 +86,25 @@ def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], 
 @contextlib.contextmanager
 def plain_torch(float64: bool) -> Iterator[None]:
     """No fused encoder fast path, which would hide a layer in one op; with `float64` that is the default dtype."""
-    before, is_enabled = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_enabled
-
-    def is_enabled_anywhere(*device: Any) -> bool:
-        # Older models pass the device of their inputs, and torch raises for meta.
-        return device != ("meta",) and is_enabled(*device)
-
+    before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
     try:
-        with default_dtype(torch.float64) if float64 else contextlib.nullcontext():
+        with autocast_of_meta(), default_dtype(torch.float64) if float64 else contextlib.nullcontext():
             yield
     finally:
-        torch.is_autocast_enabled = is_enabled
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """For older models, which ask whether autocast is on for the device of their inputs: torch raises for meta."""
+    is_enabled = torch.is_autocast_enabled
+
+    def is_enabled_anywhere(*device: Any) -> bool:
+        return device != ("meta",) and is_enabled(*device)
+
+    torch.is_autocast_enabled = is_enabled_anywhere  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = is_enabled
