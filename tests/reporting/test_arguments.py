@@ -42,13 +42,24 @@ def codec() -> PreTrainedConfig:
     )
 
 
-@pytest.mark.parametrize("config", [towers(), patches(), codec()], ids=lambda config: config.model_type)
-def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(config: PreTrainedConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (towers(), "Inputs: pixel_values"),
+        (patches(), "Inputs: hidden_states 3072 x 96; others with --inputs batch.pt."),
+        (codec(), "Inputs: input_values"),
+    ],
+    ids=["towers", "patches", "codec"],
+)
+def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(
+    config: PreTrainedConfig, said: str, tmp_path: Path
+) -> None:
     config.save_pretrained(tmp_path)
     found = compare_training(tmp_path, Training(batch=3), seq=24)
     assert 0 < found.after.total <= found.before.total
     assert found.before.step is not None
     assert found.after.step is not None
+    assert [note.partition(" 3 x ")[0] for note in found.before.notes if note.startswith("Inputs: ")] == [said]
 
 
 @pytest.mark.parametrize(("config", "is_read"), [(towers(), False), (patches(), True)], ids=["towers", "patches"])

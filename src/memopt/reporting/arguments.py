@@ -115,7 +115,7 @@ def _example(of: _Model, size: Training) -> Example:
     model.train(size.dropout)
     with AnyGroupedProduct(), autocast_of_meta():
         inputs = step_inputs(model, Size(size.batch, size.seq), run=_run_without_values)
-        on_meta = placed(inputs, "meta", None)
+        on_meta = placed(inputs, "meta", DTYPES[size.precision][0])
         targets = training_targets(model, on_meta, run=_run_without_values)
     example = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=False)
     return replace(example, is_read=not _runs_without_values(model, size, example))

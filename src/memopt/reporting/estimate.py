@@ -10,12 +10,12 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
@@ -144,6 +144,8 @@ def traced(
             arguments = step_arguments(model, training, source)
             if "labels" not in arguments:
                 notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
+            if inputs is None:
+                notes.extend(_sizes(arguments))
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
     except ModelError as error:
         raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
@@ -161,6 +163,16 @@ def traced(
             f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
             None if inputs is not None else PASS_INPUTS,
         ) from error
+
+
+def _sizes(arguments: Mapping[str, Any]) -> list[str]:
+    """How large images, sounds and the like are."""
+    sizes = [
+        f"{name} {' x '.join(map(str, value.shape))}"
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "labels" and not name.endswith("mask")
+    ]
+    return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."] if sizes else []
 
 
 def build_trained(

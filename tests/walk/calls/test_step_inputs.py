@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Wav2Vec2Config
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 
 from memopt.errors import ModelError
 from memopt.walk.calls.arguments.request import Size
@@ -60,6 +61,21 @@ def test_whole_numbers_have_values_and_large_images_take_no_memory() -> None:
     assert ids.device.type == "cpu"
     assert not {0, 1, 2, 3} & set(ids.flatten().tolist())
     assert step_inputs(build_meta(make_config("vit")), Size(10**6))["pixel_values"].is_meta
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (Wav2Vec2Config(num_hidden_layers=1), {"input_values": (ROWS, 161280)}),  # ten seconds
+        (Qwen2VLVisionConfig(depth=1), {"hidden_states": (ROWS * 32 * 32, 1176), "grid_thw": (ROWS, 3)}),
+    ],
+    ids=["sound", "patches"],
+)
+def test_sounds_and_images_of_any_size_are_as_large_as_in_training(
+    config: PreTrainedConfig, sizes: dict[str, tuple[int, ...]]
+) -> None:
+    inputs = step_inputs(build_meta(config), Size(ROWS))
+    assert {name: inputs[name].shape for name in sizes} == sizes
 
 
 def test_without_inputs_that_run_the_likeliest_are_returned_for_their_error() -> None:

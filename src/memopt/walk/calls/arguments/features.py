@@ -23,7 +23,7 @@ def anything(request: Request) -> Iterator[tuple[str, Kwargs]]:
         return
     yield "main:features", complete(request, {name: features(request)})
     if request.first_width == 1:
-        yield "main:wave", complete(request, {name: request.normal(request.batch, 1, samples_of(request))})
+        yield "main:wave", complete(request, {name: request.normal(request.batch, 1, samples_of(request)[0])})
     for width in dict.fromkeys(filter(None, (request.first_width, request.whole(*_WIDTHS, default=0)))):
         yield (
             f"main:features of {width}",

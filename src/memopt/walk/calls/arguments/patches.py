@@ -16,15 +16,15 @@ _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 def packed(request: Request, values: str, video: bool) -> Iterator[tuple[str, Kwargs]]:
     """(detail, kwargs) for images, or videos, in argument `values`; nothing for a forward without such positions.
 
-    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3.
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step of 16 x 16, if that runs.
     """
-    rows, columns = _sides(request)
-    yield from _by_grid(request, values, video, rows, columns)
-    yield from _by_shape(request, values, rows, columns)
-    yield from _by_position(request, values, video, rows, columns)
-    yield from _by_size(request, values, video, rows, columns)
-    if values == "flattened_patches":
-        yield "row and column first", _flattened(request, rows, columns)
+    for rows, columns in _sides(request):
+        yield from _by_grid(request, values, video, rows, columns)
+        yield from _by_shape(request, values, rows, columns)
+        yield from _by_position(request, values, video, rows, columns)
+        yield from _by_size(request, values, video, rows, columns)
+        if values == "flattened_patches":
+            yield "row and column first", _flattened(request, rows, columns)
 
 
 def merge_of(request: Request) -> int:
@@ -38,9 +38,11 @@ def flat_patches(request: Request, side: tuple[int, int]) -> torch.Tensor:
     return request.normal(request.batch, (side[0] // patch) * (side[1] // patch), channels * patch * patch)
 
 
-def _sides(request: Request) -> tuple[int, int]:
+def _sides(request: Request) -> list[tuple[int, int]]:
+    """Rows and columns of patches, the likeliest first."""
     merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
-    return 2 * merged, (3 if request.variant == "odd" else 2) * merged
+    small = (2 * merged, (3 if request.variant == "odd" else 2) * merged)
+    return [(16 * merged, 16 * merged), small] if request.size else [small]
 
 
 def _companion(request: Request, video: bool, *ends: str) -> str | None:

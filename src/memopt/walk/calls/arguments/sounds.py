@@ -31,7 +31,9 @@ _BINS = (
     "mel_dim",
 )
 #: Divisible by the strides and frames of most models that read waves.
-_SAMPLES = 3840
+_SAMPLES, _ROWS = 3840, 128
+#: Samples and rows of a sound in a training step: ten seconds, at 16,000 samples and 100 rows a second.
+_STEP_SAMPLES, _STEP_ROWS = 42 * _SAMPLES, 8 * _ROWS
 
 
 def wave_and_spectrogram(request: Request) -> Iterator[tuple[str, Kwargs]]:
@@ -39,14 +41,14 @@ def wave_and_spectrogram(request: Request) -> Iterator[tuple[str, Kwargs]]:
     spectrogram = next((name for name in SPECTROGRAMS if name in request.required), None)
     wave = next((name for name in WAVES if name in request.names), None)
     if spectrogram and wave:
-        samples = samples_of(request)
-        frames = samples // request.whole("hop_length", default=320)
-        for width in _widths(request):
-            both = {
-                wave: request.normal(request.batch, 1, samples),
-                spectrogram: request.normal(request.batch, frames, width),
-            }
-            yield f"main:wave and {frames} rows", complete(request, both)
+        for samples in samples_of(request):
+            frames = samples // request.whole("hop_length", default=320)
+            for width in _widths(request):
+                both = {
+                    wave: request.normal(request.batch, 1, samples),
+                    spectrogram: request.normal(request.batch, frames, width),
+                }
+                yield f"main:wave and {frames} rows", complete(request, both)
 
 
 def sound(request: Request) -> Iterator[tuple[str, Kwargs]]:
@@ -124,11 +126,12 @@ def _lengths(request: Request) -> list[int]:
     positions = request.whole("max_source_positions", default=0)
     chunk = 2 * request.whole("n_window", default=1)
     stated = [2 * positions] if 0 < positions <= 1500 else []
-    return list(dict.fromkeys((*stated, chunk * math.ceil(128 / chunk))))
+    lengths = (_STEP_ROWS, _ROWS) if request.size else (_ROWS,)
+    return list(dict.fromkeys((*stated, *(chunk * math.ceil(length / chunk) for length in lengths))))
 
 
 def _framed_waves(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    samples = samples_of(request)
+    samples = samples_of(request)[0]
     for name in WAVES:
         if name in request.names:
             masks = {n: request.ones(n, request.batch, samples) for n in ("padding_mask",) if n in request.names}
@@ -136,23 +139,24 @@ def _framed_waves(request: Request) -> Iterator[tuple[str, Kwargs]]:
             yield "wave with channel", {name: request.normal(request.batch, 1, samples), **masks}
 
 
-def samples_of(request: Request) -> int:
-    """Length of a wave."""
+def samples_of(request: Request) -> list[int]:
+    """Lengths of a wave, the likeliest first."""
     # Models that cut the wave into frames have the samples of a frame in their config, as a field or a property.
     frame = getattr(request.config, "samples_per_token", None) or getattr(request.config, "hop_length", None)
     frame = frame if isinstance(frame, int) and frame > 0 else 1
-    samples = frame * math.ceil(_SAMPLES / frame)
-    return samples + frame if request.variant == "odd" else samples
+    odd = frame if request.variant == "odd" else 0
+    lengths = (_STEP_SAMPLES, _SAMPLES) if request.size else (_SAMPLES,)
+    return [frame * math.ceil(length / frame) + odd for length in lengths]
 
 
 def _waves(request: Request, name: str) -> Iterator[tuple[str, Kwargs]]:
-    samples = samples_of(request)
-    kwargs: Kwargs = {name: request.normal(request.batch, samples)}
-    if request.variant == "padded" and "attention_mask" in request.names:
-        kwargs["attention_mask"] = torch.ones(request.batch, samples, dtype=torch.long)
-        kwargs["attention_mask"][-1, -1500:] = 0
-    yield "main:wave", complete(request, kwargs)
-    yield "main:wave with channel", complete(request, {name: request.normal(request.batch, 1, samples)})
+    for samples in samples_of(request):
+        kwargs: Kwargs = {name: request.normal(request.batch, samples)}
+        if request.variant == "padded" and "attention_mask" in request.names:
+            kwargs["attention_mask"] = torch.ones(request.batch, samples, dtype=torch.long)
+            kwargs["attention_mask"][-1, -1500:] = 0
+        yield "main:wave", complete(request, kwargs)
+        yield "main:wave with channel", complete(request, {name: request.normal(request.batch, 1, samples)})
     length = request.whole("max_length", default=1024)
     bins = request.whole("num_mel_bins", default=128)
     yield "main:spectrogram", complete(request, {name: request.normal(request.batch, length, bins)})
