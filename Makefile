@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM = false
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-train test-distributed quick mutation \
-  mutation-sources test-all test-faults test-kernels coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
+  mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -159,11 +159,19 @@ coverage: $(STAMP) ## examine every model type of transformers into docs/coverag
 	@$(BIN)/python -m benchmarks.coverage
 
 # The same on another transformers, in an environment of its own that is brought up to date at every run.
+test-oldest: $(STAMP) ## run the tests with the oldest PyTorch and transformers that memopt supports (several GB of CUDA libraries)
+	@test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
+	@build/oldest/bin/python -m pip install -qq --disable-pip-version-check \
+	  'torch==$(call oldest,torch).*' 'transformers==$(OLDEST_TRANSFORMERS)' -e '.[dev]'
+	@build/oldest/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	@$(COMPILED:$(BIN)/%=build/oldest/bin/%) --ignore=tests/aot -m "not slow and not gpu"
+
 zoo-latest: ZOO_TRANSFORMERS = --upgrade transformers
 zoo-latest: zoo-in-latest ## examine every model type of the newest transformers; exit 1 where one is wrong or less holds
 zoo-oldest: ZOO_TRANSFORMERS = transformers==$(OLDEST_TRANSFORMERS)
 zoo-oldest: zoo-in-oldest ## the same on the oldest transformers that memopt supports
-OLDEST_TRANSFORMERS = $(shell sed -nE 's/.*"transformers>=([0-9.]+)".*/\1/p' pyproject.toml)
+OLDEST_TRANSFORMERS = $(call oldest,transformers).*
+oldest = $(shell sed -nE 's/^ *"$(1)>=([0-9.]+)".*/\1/p' pyproject.toml)
 
 zoo-in-%: ZOO = build/zoo-$*
 zoo-in-%: $(STAMP)

@@ -22,6 +22,8 @@ _WIDENED = {
     torch.complex32: torch.complex128,
 }
 
+_PRODUCTS = frozenset({torch.ops.aten.mm, torch.ops.aten.bmm})
+
 
 def widen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an aten op with every narrow floating dtype among them replaced by its 64-bit one."""
@@ -41,6 +43,9 @@ class Float64Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = widen(args, kwargs or {})
+        if func.overloadpacket in _PRODUCTS and len({each.dtype for each in args}) > 1:
+            # A cast of an fp32 tensor to fp32 is no operation; older rotary embeddings multiply it with one that is.
+            args = tuple(each.double() for each in args)
         return func(*args, **kwargs)
 
 
