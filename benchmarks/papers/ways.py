@@ -63,7 +63,12 @@ def prepare(way: str, model: nn.Module, seed: int) -> Callable[..., Any]:
     if way == AGAIN:
         move_by_one_ulp(model.parameters(), seed)
     elif way in (CHECKPOINTING, OFFLOAD):
-        base.activation_checkpointing_enable(offload=way == OFFLOAD)
+        if hasattr(base, "activation_checkpointing_enable"):
+            base.activation_checkpointing_enable(offload=way == OFFLOAD)
+        elif way == OFFLOAD:
+            raise CannotRun("the installed transformers does not offload the inputs of checkpoints")
+        else:
+            base.gradient_checkpointing_enable()
     elif way == LIGER:
         _apply_liger(base)
     elif way in (COMPILE, BUDGET):

@@ -220,7 +220,7 @@ def test_a_dry_run_of_the_kernels_prints_a_table_and_writes_json_and_a_chart(mon
     assert printed.endswith("dry run: numbers mean nothing\n")
     content = json.loads(result.read_text())
     assert content["command"].startswith("python -m benchmarks.kernels --dry-run")
-    assert content["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(content["versions"]["torch"])
     timed = {row["provider"] for row in content["rows"] if "median" in row}
     assert {"copy", "memopt", "eager", "compile"} <= timed
     ElementTree.fromstring(picture.read_text())

@@ -125,7 +125,7 @@ def test_a_remembered_form_that_does_not_run_gives_way_to_a_guess_and_says_so(me
     assert memopt("patch", llama, "--inputs", "ids.pt", "--out", "out", "--recipe", "exact-unfolded").code == 0
     assert json.loads(memopt("report", "out", "--json").out)["training"]["seq"] == 8
     manifest = json.loads(Path("out/memopt.json").read_text())
-    manifest["inputs"]["arguments"]["input_ids"]["dtype"] = "float32"
+    manifest["inputs"]["arguments"]["input_ids"]["shape"] = [2, 8, 8]
     Path("out/memopt.json").write_text(json.dumps(manifest))
     document = json.loads(memopt("report", "out", "--json").out)
     assert document["training"]["seq"] == 128
