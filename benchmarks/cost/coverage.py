@@ -6,7 +6,7 @@
     python -m benchmarks.coverage --out FILE --against docs/coverage.json
                                                    every type -> FILE; exit 1 where less holds than in the other file
     python -m benchmarks.coverage --losses         losses of types with a head -> docs/losses.json, docs/losses.md
-    python -m benchmarks.coverage --peaks          the peaks of a step alone, into the rows of docs/coverage.json
+    python -m benchmarks.coverage --peaks [TYPE…]  the peaks of a step alone, into the rows of docs/coverage.json
 
 A type is one process (`tests.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
 the output as they come: an interrupted run goes on where it stopped.
@@ -76,7 +76,10 @@ def main() -> int:
         study = _study(arguments)
         if arguments.check:
             return _check(_read(arguments.out, study.row), study)
-        if arguments.types:
+        unknown = sorted(set(arguments.types) - set(study.types() if arguments.peaks else model_types()))
+        if unknown:
+            raise _Unusable(f"the installed transformers has no model type {', '.join(map(repr, unknown))} that runs.")
+        if arguments.types and not arguments.peaks:
             return _some(arguments.types, arguments.jobs, study)
         return _all(arguments, study)
     except _Unusable as error:
@@ -129,9 +132,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _some(types: Sequence[str], jobs: int, study: Study) -> int:
-    unknown = sorted(set(types) - set(model_types()))
-    if unknown:
-        raise _Unusable(f"the installed transformers has no model type {', '.join(map(repr, unknown))}.")
     rows = list(_examined(types, jobs, study))
     print(json.dumps(rows, indent=1))
     return EXIT_SHORT if any(row["status"] == "wrong" for row in rows) else EXIT_OK
@@ -141,7 +141,7 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
     before = _read(arguments.against, study.row)["rows"] if arguments.against else []
     partial_rows = arguments.out.with_suffix(".peaks.jsonl" if arguments.peaks else ".partial.jsonl")
     rows = _resumed(partial_rows, study.header)
-    types = [name for name in study.types() if name not in {row["model_type"] for row in rows}]
+    types = [name for name in arguments.types or study.types() if name not in {row["model_type"] for row in rows}]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with partial_rows.open("a") as stream:
         if not rows:

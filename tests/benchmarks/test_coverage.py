@@ -112,6 +112,20 @@ def test_peaks_alone_are_traced_into_the_rows_of_a_file(tmp_path, monkeypatch) -
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+def test_peaks_of_named_types_leave_those_of_others(tmp_path, monkeypatch, capsys) -> None:
+    out = tmp_path / "coverage.json"
+    kept = [row(name, model_class="Model", step_peak=[9, 8]) for name in ("bert", "llama")]
+    out.write_text(json.dumps({"rows": kept, "memory": True}))
+    found = dataclasses.asdict(Row("bert", step_peak=(9, 3)))
+    monkeypatch.setattr(coverage, "_examined", lambda types, jobs, study: [found for name in types if name == "bert"])
+    monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "bert", "--out", str(out)])
+    assert coverage.main() == coverage.EXIT_OK
+    assert [each["step_peak"] for each in json.loads(out.read_text())["rows"]] == [[9, 3], [9, 8]]
+    monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "gpt2", "--out", str(out)])
+    assert coverage.main() == coverage.EXIT_CANNOT_RUN
+    assert "'gpt2'" in capsys.readouterr().err
+
+
 def test_the_page_shows_every_type_and_reason() -> None:
     reasons = {"norm": {"not folded: lm_head.weight is tied to model.embed_tokens.weight": 1}}
     rows = [row(reasons=reasons), row("bark", status="no model"), row("dinat", status="not built", reason="a|b")]

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from memopt.reporting.arguments import example_of
 from memopt.reporting.build import compare_training
+from memopt.reporting.estimate import trace_account
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -40,6 +41,55 @@ def codec() -> PreTrainedConfig:
     return transformers.EncodecConfig(
         num_filters=4, hidden_size=16, codebook_size=32, codebook_dim=16, architectures=["EncodecModel"]
     )
+
+
+def experts() -> PreTrainedConfig:
+    """Its experts run one after the other, each on the tokens that the router sends to it."""
+    return transformers.SwitchTransformersConfig(
+        d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=2, num_decoder_layers=2, num_experts=4, vocab_size=90,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+        architectures=["SwitchTransformersForConditionalGeneration"],
+    )  # fmt: skip
+
+
+def windows() -> PreTrainedConfig:
+    """Whether a token attends to all is read from the mask."""
+    return transformers.LongformerConfig(
+        **_SMALL, attention_window=8, vocab_size=90, max_position_embeddings=64, architectures=["LongformerForMaskedLM"]
+    )
+
+
+def crossed() -> PreTrainedConfig:
+    """Layers of text read images by layers that are found by counting those."""
+    vision = {"embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.IdeficsConfig(
+        **_SMALL, vocab_size=90, cross_layer_interval=1, use_resampler=False,
+        vision_config={**vision, "image_size": 16, "patch_size": 8}, architectures=["IdeficsForVisionText2Text"],
+    )  # fmt: skip
+
+
+def decoder() -> PreTrainedConfig:
+    """Meta tensors of any width pass its first convolution."""
+    return AutoConfig.for_model(
+        "mimi_decoder", **_SMALL, num_key_value_heads=2, head_dim=16, num_filters=4, codebook_size=32,
+        upsample_groups=32, architectures=["MimiDecoderModel"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [experts(), windows(), crossed()], ids=lambda config: config.model_type)
+def test_a_forward_that_reads_what_it_computes_is_traced_with_its_loss(config: PreTrainedConfig) -> None:
+    sites = find_sites(build_meta(config))
+    assert sites.loss_head is not None
+    example = example_of(config, sites, Training(batch=3, seq=24))
+    assert "labels" in example.targets
+    account = trace_account(config, Training(batch=3, seq=24), sites=sites)
+    assert account.total > 0
+
+
+def test_inputs_that_run_on_meta_alone_are_not_taken() -> None:
+    config = decoder()
+    example = example_of(config, find_sites(build_meta(config)), Training(batch=3, seq=24))
+    assert tuple(example.inputs["latents"].shape)[:2] == (3, 32)
 
 
 @pytest.mark.parametrize(

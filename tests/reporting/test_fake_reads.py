@@ -37,8 +37,38 @@ def test_a_mask_with_values_picks_as_many_rows_as_it_has_set() -> None:
         assert hidden[mask].shape == (2, 5)
         assert torch.zeros(4, 3)[:, mask].shape == (4, 2)
         hidden[mask] = 1.0
-        with pytest.raises(Exception, match="nonzero"):
-            hidden[hidden > 0]
+
+
+def test_a_mask_without_values_picks_every_element() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeReads():
+        hidden = torch.zeros(3, 5, requires_grad=True)
+        assert hidden[hidden > 0].shape == (15,)
+        assert (hidden > 0).nonzero().tolist() == [[row, column] for row in range(3) for column in range(5)]
+        hidden[hidden > 0].sum().backward()
+        assert hidden.grad is not None
+        assert hidden.grad.shape == (3, 5)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_experts_are_picked_as_often_as_each_other(shape: tuple[int, int]) -> None:
+    dim = shape.index(4)
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeReads():
+        scores = torch.zeros(*shape)
+        weights, experts = scores.topk(2, dim=dim)
+        assert isinstance(weights, FakeTensor)
+        assert experts.shape == weights.shape
+        assert experts.flatten().bincount().tolist() == [3, 3, 3, 3]
+        assert all(len(set(picked.tolist())) == 2 for picked in experts.movedim(dim, 1))
+        assert sorted(scores.argmax(dim).tolist()) == sorted(scores.max(dim).indices.tolist()) == [0, 0, 1, 1, 2, 3]
+        assert int(scores.long().max()) == 1
+
+
+def test_an_additive_mask_of_a_mask_with_values_has_values() -> None:
+    mask = torch.tensor([True, False])
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeReads():
+        additive = torch.where(mask, torch.zeros((), dtype=torch.bfloat16), -8.0)
+        assert additive.tolist() == [0.0, -8.0]
+        assert not (additive > 0).any()
 
 
 @pytest.mark.parametrize("reads", [contextlib.nullcontext, FakeReads])

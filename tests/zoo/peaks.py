@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -18,15 +18,17 @@ from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import name_placeholders
-from memopt.walk.models.shrink.depth import with_depth
+from memopt.walk.models.shrink.depth import MAX_DEPTH, with_depth
 from memopt.walk.models.shrink.rotary import fit_rotary
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.zoo.build import Row, Stop, runnable
+from tests.zoo.config import complete_for_runs
 
 #: What a traced step is: rows in the batch, tokens in a row (where there are positions for them), layers.
 STEP_ROWS, STEP_TOKENS, STEP_LAYERS = 4, 512, 3
-_NO_PEAK = "peak of a step not"
+_OF_PEAK = "peak of a step"
+_NO_PEAK = f"{_OF_PEAK} not traced"
 
 
 def examine_peak(model_type: str, classes: Mapping[str, str]) -> Row:
@@ -39,7 +41,7 @@ def examine_peak(model_type: str, classes: Mapping[str, str]) -> Row:
                 raise Stop("not run", "the type did not run before")
             trace_steps(row, runnable(row)[0])
         except Stop as stop:
-            row.notes.append(f"{_NO_PEAK} traced: {stop.reason}")
+            row.notes.append(f"{_NO_PEAK}: {stop.reason}")
     return row
 
 
@@ -49,9 +51,9 @@ def with_peaks(rows: Iterable[dict[str, Any]], peaks: Iterable[dict[str, Any]]) 
     merged = []
     for row in rows:
         if (peak := found.get(row["model_type"])) is not None:
-            notes = [note for note in row["notes"] if not note.startswith(_NO_PEAK)] + peak["notes"]
+            notes = [note for note in row["notes"] if not note.startswith(_OF_PEAK)] + peak["notes"]
             if peak["status"] != "ok":  # its process ended before it could say why
-                notes.append(f"{_NO_PEAK} traced: {peak['reason']}")
+                notes.append(f"{_NO_PEAK}: {peak['reason']}")
             row = {**row, "step_peak": peak["step_peak"], "has_loss_head": peak["has_loss_head"], "notes": notes}
         merged.append(row)
     return merged
@@ -59,21 +61,37 @@ def with_peaks(rows: Iterable[dict[str, Any]], peaks: Iterable[dict[str, Any]]) 
 
 def trace_steps(row: Row, config: PreTrainedConfig) -> None:
     """The peak of a step, stock and patched; the model is as wide as its config says."""
-    form = with_depth(config, STEP_LAYERS)
-    form.architectures = [row.model_class]
-    name_placeholders(form)
-    try:
-        fit_rotary(form, build_meta(form))
-        sites = find_sites(build_meta(form))
-        stock, patched = _steps(form, sites)
-    except Exception as error:
-        row.notes.append(f"{_NO_PEAK} traced: {type(error).__name__}: {one_line(error)}")
+    failure: Exception | None = None
+    for form, remark in _forms(config):
+        form.architectures = [row.model_class]
+        name_placeholders(form)
+        try:
+            fit_rotary(form, build_meta(form))
+            sites = find_sites(build_meta(form))
+            stock, patched = _steps(form, sites)
+        except Exception as error:
+            failure = failure or error
+            continue
+        if not stock.kept:
+            row.notes.append(
+                f"{_OF_PEAK} not counted: the model saves nothing for backward, since nothing of it is trained"
+            )
+            return
+        row.notes.extend(remark)
+        row.step_peak = (stock.peak, patched.peak)
+        row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
         return
-    if not stock.kept:
-        row.notes.append(f"{_NO_PEAK} counted: the model saves nothing for backward, since nothing of it is trained")
-        return
-    row.step_peak = (stock.peak, patched.peak)
-    row.has_loss_head = sites.loss_head is not None and stock.most["logits"] > 0
+    assert failure is not None
+    row.notes.append(f"{_NO_PEAK}: {type(failure).__name__}: {one_line(failure)}")
+
+
+def _forms(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, list[str]]]:
+    """Of few layers; with the fields filled that only some layers read; of more, where few are not enough. Remarks."""
+    yield with_depth(config, STEP_LAYERS), []
+    filled = with_depth(config, STEP_LAYERS)
+    if complete_for_runs(filled):
+        yield filled, []
+    yield with_depth(config, MAX_DEPTH), [f"{_OF_PEAK} traced with up to {MAX_DEPTH} layers, since few do not run"]
 
 
 @quiet()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake import make_fake
-from memopt.reporting.fake_reads import FiniteValues
+from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.timeline import losses_of
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
@@ -111,19 +112,53 @@ class _Model:
 def _example(of: _Model, size: Training) -> Example:
     model = build_meta(of.config, dtype=DTYPES[size.precision][0])
     group_experts(model)
-    take_out(model, of.sites.blocks, groups=1)
     model.train(size.dropout)
+    short = copy.deepcopy(model)
+    take_out(short, of.sites.blocks, groups=1)
     with AnyGroupedProduct(), autocast_of_meta():
-        inputs = step_inputs(model, Size(size.batch, size.seq), run=_run_without_values)
+        inputs = step_inputs(short, Size(size.batch, size.seq), run=_run_without_values)
         on_meta = placed(inputs, "meta", DTYPES[size.precision][0])
-        targets = training_targets(model, on_meta, run=_run_without_values)
-    example = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=False)
-    return replace(example, is_read=not _runs_without_values(model, size, example))
+        targets = training_targets(short, on_meta, run=_run_without_values)
+    likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
+    # A model may count its blocks, and meta tensors take shapes that others do not.
+    return _that_runs(short, size, likeliest) or _that_runs(model, size) or likeliest
 
 
-def _runs_without_values(model: PreTrainedModel, size: Training, example: Example) -> bool:
+def _that_runs(model: PreTrainedModel, size: Training, example: Example | None = None) -> Example | None:
+    """`example`, by default the first, with what the forward of `model` needs; None where it does not run so.
+
+    The tensors of `model` become fake.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(model, fake)
+
+    def runs(inputs: Mapping[str, Any]) -> bool:
+        with contextlib.suppress(Exception), _reading(fake), CudaChoices(), torch.no_grad():
+            model(**_like(inputs, model.dtype, valued=True))
+            return True
+        return False
+
+    def with_targets(inputs: Mapping[str, Any]) -> Example:
+        with _reading(fake):
+            targets = training_targets(model, _like(inputs, model.dtype, valued=True), run=_run_without_values)
+        return Example(MappingProxyType(dict(inputs)), MappingProxyType(targets), is_read=True)
+
+    if example is None:
+        example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
+    if _runs_without_values(model, fake, size, replace(example, is_read=False)):
+        return replace(example, is_read=False)
+    if not runs(example.inputs):
+        return None
+    return example if example.targets else with_targets(example.inputs)
+
+
+@contextlib.contextmanager
+def _reading(fake: FakeTensorMode) -> Iterator[None]:
+    with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), FakeReads():
+        yield
+
+
+def _runs_without_values(model: PreTrainedModel, fake: FakeTensorMode, size: Training, example: Example) -> bool:
     try:
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices():
             run_backward(*losses_of(model(**step_arguments(model, size, example))))

@@ -21,11 +21,19 @@ from memopt.torch_compat import (
     tree_map,
     unset_fake_temporarily,
 )
+from memopt.walk.aten.picks import picked_evenly, picks
 
 #: Function -> what it says of every finite number.
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 #: Operations that take a list of indices.
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+#: Operations that return values, or places and counts of them.
+_READING = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.repeat_interleave,
+    torch.ops.aten._unique2,
+)
 #: Function of such a test -> whether it negates it.
 _OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
 
@@ -87,36 +95,56 @@ def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
 class FakeReads(TorchDispatchMode):
     """Lets a forward read values under a `FakeTensorMode` that is entered before.
 
-    Results of real tensors alone (token ids, sizes of images) stay real, and so do integers that are created from no
-    tensor (positions); a real mask picks as many elements as it has set. Reading a value that a fake tensor lacks ("as
-    many features as placeholders?") gives True or 1.
+    Results of real tensors alone (token ids, sizes of images) stay real, and so do integers and single numbers that
+    are created from no tensor (positions); a real mask picks as many elements as it has set. Reading a value that a
+    fake tensor lacks ("as many features as placeholders?") gives True or 1: every element is found, and every row is
+    repeated once. What is picked by its size (experts) is real, and each is picked as often as the others.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        if func is torch.ops.aten._local_scalar_dense.default and fakes and fakes[0].constant is None:
-            return True if fakes[0].dtype == torch.bool else 1
-        if fakes and func.overloadpacket in _INDEXED:
+        if fakes and packet in _INDEXED:
             args = (args[0], [each for index in args[1] for each in _places(index)], *args[2:])
-        real = not fakes if tensors else _counts(func, args, kwargs or {})
+        if fakes and packet in _READING:
+            args, kwargs = tree_map(_plausible, (args, kwargs))
+            fakes = []
+        real = not fakes if tensors else _counts(func, args, kwargs)
         with unset_fake_temporarily() if real else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **kwargs)
+        if fakes and picks(func, args, kwargs):
+            with unset_fake_temporarily():
+                return picked_evenly(func, args, kwargs, output)
+        return output
+
+
+def _plausible(leaf: Any) -> Any:
+    """The values of a tensor, known ones if it is fake and has some, else True or 1."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    with unset_fake_temporarily():
+        known = leaf.constant if leaf.constant is not None else known_values(leaf)
+        return torch.ones(leaf.shape, dtype=leaf.dtype) if known is None else known
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
-    """What picks the same elements as `index`: of a mask with values, where it is set."""
-    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+    """What picks the same elements as `index`: of a mask, where it is set."""
+    if index is None or index.dtype != torch.bool:
         return (index,)
     with unset_fake_temporarily():
-        return index.nonzero(as_tuple=True)
+        positions: Sequence[Tensor] = _plausible(index).nonzero(as_tuple=True)
+        return positions
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of no tensors creates integers."""
+    """Whether a function of no tensors creates integers, or one number."""
+    if func.overloadpacket is torch.ops.aten.scalar_tensor or (args and args[0] == []):
+        return True
     dtype = kwargs.get("dtype")
     if dtype is None:
         return func.overloadpacket is torch.ops.aten.arange and all(isinstance(leaf, int) for leaf in args)

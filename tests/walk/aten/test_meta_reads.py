@@ -29,3 +29,24 @@ def test_every_element_counts_as_not_zero() -> None:
     with MetaReads():
         rows, columns = (torch.empty(3, 4, device="meta") == 1).nonzero(as_tuple=True)
     assert (rows.shape, columns.shape, rows.dtype) == ((12,), (12,), torch.int64)
+
+
+def test_places_of_elements_have_values() -> None:
+    """... which tell the experts of a mixture by their names."""
+    with MetaReads():
+        (rows,) = (torch.empty(3, device="meta") == 1).nonzero(as_tuple=True)
+        assert [f"expert_{row}" for row in rows] == ["expert_0", "expert_1", "expert_2"]
+        assert torch.empty(3, 4, device="meta")[rows].shape == (3, 4)
+
+
+def test_a_mask_picks_every_element() -> None:
+    with MetaReads():
+        tokens = torch.empty(3, 4, device="meta")
+        assert tokens[tokens > 0].shape == (12,)
+        tokens[tokens > 0] = 0.0
+
+
+def test_a_number_reads_as_what_was_computed_with_it() -> None:
+    with MetaReads():
+        longest = torch.empty(3, 4, dtype=torch.int64, device="meta").sum(1).max()
+        assert (int(longest), int(5 - longest)) == (1, 4)

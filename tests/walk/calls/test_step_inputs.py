@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Wav2Vec2Config
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -18,6 +19,10 @@ from memopt.walk.models.shrink.depth import with_depth
 from tests.walk.configs import FAMILIES, make_config
 
 ROWS, TOKENS = 3, 24
+_DIA = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 90,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,6 +81,15 @@ def test_sounds_and_images_of_any_size_are_as_large_as_in_training(
 ) -> None:
     inputs = step_inputs(build_meta(config), Size(ROWS))
     assert {name: inputs[name].shape for name in sizes} == sizes
+
+
+def test_the_mask_of_several_codebooks_has_an_element_for_each_token() -> None:
+    audio = {**_DIA, "cross_hidden_size": 32, "num_channels": 3}
+    dia = transformers.DiaConfig(encoder_config=_DIA, decoder_config=audio, delay_pattern=[0, 1, 2])
+    dia.architectures = ["DiaForConditionalGeneration"]
+    inputs = step_inputs(build_meta(dia), Size(ROWS, TOKENS))
+    assert inputs["decoder_input_ids"].shape == (ROWS, TOKENS, 3)
+    assert inputs["decoder_attention_mask"].shape == (ROWS, TOKENS)
 
 
 def test_without_inputs_that_run_the_likeliest_are_returned_for_their_error() -> None:

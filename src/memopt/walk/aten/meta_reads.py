@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from memopt.torch_compat import TorchDispatchMode, tree_leaves, tree_map
 from memopt.walk.aten.meta_shapes import MetaShapes
+from memopt.walk.aten.picks import picked_evenly, picks
+
+#: Operations that take a list of indices.
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
 
 
 class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
     A boolean ("is the whole mask set?") reads as True, a number as 1, and every element is one of those that are not
-    zero, so that each expert of a mixture has tokens. An operation on both devices runs on meta.
+    zero. Such places and numbers, and which elements are the largest (each as often as the others, so that each expert
+    of a mixture has tokens), are on the CPU, so that what is computed from them has values, too. An operation on both
+    devices runs on meta.
     """
 
     def __init__(self) -> None:
@@ -25,15 +32,33 @@ class MetaReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            return torch.ones(args[0].shape).nonzero()
+        if func.overloadpacket in _INDEXED:
+            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
         try:
-            return self._shapes.call(func, args, kwargs or {})
+            output = self._shapes.call(func, args, kwargs or {})
+            if picks(func, args, kwargs or {}) and args[0].is_meta:
+                return picked_evenly(func, args, kwargs or {}, output)
+            return torch.ones_like(output, device="cpu") if _is_count(output) else output
         except RuntimeError:
             devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
             if devices != {"cpu", "meta"}:
                 raise
             args, kwargs = tree_map(_to_meta, (args, kwargs))
             return func(*args, **(kwargs or {}))
+
+
+def _is_count(output: Any) -> bool:
+    if not isinstance(output, torch.Tensor) or not output.is_meta or output.dim():
+        return False
+    return not (output.is_floating_point() or output.is_complex() or output.dtype == torch.bool)
+
+
+def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """What picks the same elements as `index`: of a mask on meta, all."""
+    if index is None or not index.is_meta or index.dtype != torch.bool:
+        return (index,)
+    return torch.ones(index.shape).nonzero(as_tuple=True)
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -93,27 +93,37 @@ def dummy_inputs(
     raise _no_inputs(model)
 
 
-def step_inputs(model: nn.Module, size: Size, *, run: Runner | None = None) -> dict[str, Any]:
+def step_inputs(
+    model: nn.Module,
+    size: Size,
+    *,
+    run: Runner | None = None,
+    runs: Callable[[dict[str, Any]], bool] | None = None,
+) -> dict[str, Any]:
     """Keyword arguments of a training forward of `size`: the first of all candidates that run, else the likeliest.
 
     Integers are on the CPU and have values, floating tensors are on meta. Token ids come with a mask of ones, where the
     forward takes one and runs with it.
 
     Args:
-        model: on the meta device, in the mode of the step.
+        model: in the mode of the step; on the meta device without `runs`.
         run: executes a call, by default `unobserved`.
+        runs: whether a forward with these arguments does, by default a call on the meta device.
 
     Raises:
         ModelError: the model has no transformers config, or no arguments of its forward are recognised.
     """
-    first: dict[str, Any] | None = None
     device, dtype = _place(model)
+
+    def on_meta(given: dict[str, Any]) -> bool:
+        forms = _forms(given, device, dtype)
+        return any(_error_of(model, Call("", form), run, model.training) is None for form in forms)
+
+    first: dict[str, Any] | None = None
     for _, kwargs in candidates(model, "plain", 0, size=size):
         for given in (masked(model, kwargs), kwargs):
             first = first or given
-            if any(
-                _error_of(model, Call("", form), run, model.training) is None for form in _forms(given, device, dtype)
-            ):
+            if (runs or on_meta)(given):
                 return given
     if first is None:
         raise _no_inputs(model)
@@ -126,7 +136,9 @@ def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     Without a mask transformers reads the positions to look for packed sequences.
     """
     names = forward_parameters(model)
-    masks = {mask: torch.ones_like(inputs[ids]) for mask, ids in MASKS.items() if ids in inputs and mask in names}
+    given = {mask: inputs[ids] for mask, ids in MASKS.items() if ids in inputs and mask in names}
+    # A token has ids of several codebooks in one dimension more.
+    masks = {mask: torch.ones_like(ids[..., 0] if ids.dim() > 2 else ids) for mask, ids in given.items()}
     return {**masks, **inputs}
 
 
