@@ -20,6 +20,7 @@ def picks(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 def picked_evenly(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """`output` of an operation that `picks`, with indices on the CPU: a row goes on where the row before it ended."""
     dim, size = _dim(function, args, kwargs), args[0].shape
+    assert dim is not None, "picks() is false then"
     like = output if isinstance(output, Tensor) else output[1]
     shape = list(like.shape if like.dim() == len(size) else like.unsqueeze(dim).shape)
     shape.append(shape.pop(dim))
