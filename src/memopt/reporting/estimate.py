@@ -143,7 +143,7 @@ def traced(
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
             arguments = step_arguments(model, training, source)
             if "labels" not in arguments:
-                notes.append("Loss: none, because the model takes no labels; its outputs count as they are.")
+                notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")
             if inputs is None:
                 notes.extend(_sizes(arguments))
             yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
