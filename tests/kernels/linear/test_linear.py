@@ -208,3 +208,23 @@ def test_under_autocast_the_weight_itself_is_saved_and_not_a_copy_for_each_use(f
     y.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+def test_a_cast_of_autocast_is_no_node_of_its_own_and_changes_no_gradient():
+    """Each reader has one node between itself and the norm, and gives the norm's output a gradient in its dtype."""
+    weights, inputs = [draw(4, 6, dtype=torch.float32, seed=seed) for seed in (1, 2)], draw(5, 6, dtype=torch.float32)
+    found: list[list[Tensor]] = []
+    for run in (functools.partial(linear, fuses=True), F.linear):
+        seen: list[Tensor] = []
+        h = offered(inputs, [])
+        h.register_hook(seen.append)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [run(h, weight, None) for weight in weights]
+        names = [y.grad_fn.next_functions[0][0].name() for y in outputs]
+        gradients = torch.autograd.grad(sum(y.square().sum() for y in outputs), [inputs, *weights])
+        found.append([*outputs, *seen, *gradients])
+        if run is not F.linear:
+            assert names == [h.grad_fn.name()] * 2
+    for ours, stock in zip(*found, strict=True):
+        assert ours.dtype == stock.dtype
+        assert torch.equal(ours, stock)

@@ -83,14 +83,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
 def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, *, fuses: bool) -> Tensor:
     """:func:`linear` of an `x` with this spec."""
     dtype = autocast_dtype(x)
-    is_cast = dtype is not None and x.dtype not in (dtype, torch.float64)  # autocast leaves fp64 as it is
-    if is_cast:
-        x = x.to(dtype)
-    if fuses and spec.differentiate is not None and not is_cast and _may_be_detached(x):
+    if x.dtype is dtype or x.dtype is torch.float64:  # autocast leaves fp64 as it is
+        dtype = None
+    if fuses and spec.differentiate is not None and dtype is None and _may_be_detached(x):
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
-    y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec)
+    y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec, dtype)
     return y
 
 
@@ -189,16 +188,19 @@ class RecomputedInputFunction(DirectFunction):
     """Saves the weight and what its input is recomputed from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, dtype: torch.dtype | None
+    ) -> Tensor:
+        """`dtype` is autocast's where x has another. The cast is no node of its own; autograd casts the gradient."""
         ctx.spec, ctx.shape = (spec.function, spec.recomputed), x.shape
         ctx.save_for_backward(weight, *spec.take())
-        return _linear(x, weight, bias)
+        return _linear(x if dtype is None else x.to(dtype), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, *saved = ctx.saved_tensors
-        of_x, _, of_bias, _ = ctx.needs_input_grad
+        of_x, _, of_bias, _, _ = ctx.needs_input_grad
         recompute, recomputed = ctx.spec
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
@@ -206,7 +208,7 @@ class RecomputedInputFunction(DirectFunction):
             dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
             dx = input_gradient(rows, weight, ctx.shape) if of_x else None
             dbias = rows.sum(0) if of_bias else None
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
 class CastWeightFunction(DirectFunction):
