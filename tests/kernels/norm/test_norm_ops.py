@@ -12,8 +12,10 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base import parts
+from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
+from memopt.recompute_specs import Region
 from memopt.saved import RecomputeScope
 from tests.kernels.norm.test_norm import FAMILIES, leaves, make, terms
 
@@ -238,6 +240,39 @@ def test_tensors_that_hooks_bring_back_serve_as_well(family):
         ours = gradients(layer, layer, x)
     for one, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("observes", "bias_dtype", "sizes"),
+    [
+        (False, torch.float32, [(2, 16)] * 2),
+        (False, torch.float64, [(16,)] * 4),
+        (True, torch.float32, [(16,)] * 4),
+    ],
+    ids=["foreign hooks", "two dtypes", "an observer"],
+)
+def test_foreign_hooks_get_weight_and_bias_in_one_tensor(observes, bias_dtype, sizes):
+    """From the norm and from the linear that recomputes its output; each tensor costs such hooks the same time."""
+    x, weight, matrix = (torch.randn(*shape, requires_grad=True) for shape in ((6, 16), (16,), (4, 16)))
+    bias = torch.randn(16, dtype=bias_dtype, requires_grad=True)
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    def gradients_of_both() -> tuple[Tensor, ...]:
+        y = linear(ms_norm(x, weight, bias, NormSpec("layer", 1e-5), torch.float32), matrix, None)
+        return torch.autograd.grad(y.square().sum(), (x, weight, bias, matrix))
+
+    expected = gradients_of_both()
+    pack.memopt_observer = observes
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Region():
+        ours = gradients_of_both()
+    assert [size for size in saved if size in ((16,), (2, 16))] == sizes
+    for one, other in zip(ours, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)

@@ -30,7 +30,7 @@ from memopt.kernels.norm.reference import (
     normalize,
 )
 from memopt.recompute_rules import NORMALISED, Node, recomputable
-from memopt.recompute_specs import Recompute, Recomputed, attach_spec
+from memopt.recompute_specs import Recompute, Recomputed, attach_spec, is_under_foreign_hooks
 
 __all__ = [
     "NormArguments",
@@ -122,7 +122,27 @@ def _plan(
 ) -> tuple[NormArguments, Recompute]:
     """What a norm is called with beside its tensors, and how its output is recomputed."""
     arguments = NormArguments(spec, x_dtype, dtype, kept_dtype)
-    return arguments, lambda x_hat, weight, bias: norm_ops.recompute_output(x_hat, weight, bias, arguments)
+    return arguments, lambda x_hat, scale, shift: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
+
+
+def _copied(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Copies of the affine to save; under foreign hooks one tensor (2, hidden) for both, where they have one dtype.
+
+    Copies, because a sharding tool may have freed the parameter's own storage when a reader of the output, in another
+    shard unit, runs its backward first. One, because such hooks (activation checkpointing's) take longer for a tensor
+    than it takes to tell the rows apart; without them it is the other way round.
+    """
+    if weight is not None and bias is not None and weight.dtype is bias.dtype and is_under_foreign_hooks():
+        return torch.stack((weight, bias)), None
+    return None if weight is None else weight.clone(), None if bias is None else bias.clone()
+
+
+def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of what :func:`_copied` gave."""
+    if scale is None or scale.dim() == 1:
+        return scale, shift
+    weight, bias = scale.unbind()
+    return weight, bias
 
 
 class NormalizeFunction(DirectFunction):
@@ -157,13 +177,10 @@ class NormFunction(DirectFunction):
         saved: list[Any],
         residual: Tensor | None,
     ) -> Tensor | None:
-        """`saved` is given x_hat, the copies of the affine and the node's `Recomputed`."""
+        """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual)
         ctx.arguments, ctx.recomputes_output, ctx.recomputed = arguments, True, Recomputed()
-        # Copies, one row each: a sharding tool may have freed the parameter's own storage when a reader of the
-        # output, in another shard unit, runs its backward first.
-        scale = None if weight is None else weight.clone()
-        shift = None if bias is None else bias.clone()
+        scale, shift = _copied(weight, bias)
         ctx.save_for_backward(x_hat, rstd, scale, shift)
         saved += (x_hat, scale, shift, ctx.recomputed)
         return y
@@ -172,18 +189,19 @@ class NormFunction(DirectFunction):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        x_hat, rstd, weight, bias = ctx.saved_tensors
+        x_hat, rstd, *copies = ctx.saved_tensors
+        weight, bias = _rows(*copies)
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
         dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs)
-        if dweight is not None and dweight.dtype is not weight.dtype:
+        if dweight is not None and weight is not None and dweight.dtype is not weight.dtype:
             dweight = dweight.to(weight.dtype)
-        if dbias is not None and dbias.dtype is not bias.dtype:
+        if dbias is not None and bias is not None and dbias.dtype is not bias.dtype:
             dbias = dbias.to(bias.dtype)
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (dweight, dbias, None, None))
 
 
 @recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
-    x_hat, _, weight, bias = node.saved_tensors
-    return norm_ops.recompute_output(x_hat, weight, bias, node.arguments)
+    x_hat, _, *copies = node.saved_tensors
+    return norm_ops.recompute_output(x_hat, *_rows(*copies), node.arguments)
