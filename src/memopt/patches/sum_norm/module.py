@@ -50,8 +50,8 @@ def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Modu
 
 def _run(stock: Callable[..., Any], site: SumNormSite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = _bound(site, args, kwargs)
-    # The sum has the shape of the residual.
-    if given is None or not (runs_triton(*given) or parts_of(given[1])):
+    # The sum has the shape and the place of the residual.
+    if given is None or not (runs_triton(given[1]) or parts_of(given[1])):
         return stock(module, *args, **kwargs)
     hidden, residual = given
     children = module._modules
