@@ -50,3 +50,11 @@ def test_a_number_reads_as_what_was_computed_with_it() -> None:
     with MetaReads():
         longest = torch.empty(3, 4, dtype=torch.int64, device="meta").sum(1).max()
         assert (int(longest), int(5 - longest)) == (1, 4)
+
+
+def test_each_expert_has_as_many_tokens_as_the_others() -> None:
+    with MetaReads():
+        scores = torch.empty(6, 4, device="meta")
+        weights, experts = scores.topk(2)
+        assert (weights.device.type, experts.flatten().bincount().tolist()) == ("meta", [3, 3, 3, 3])
+        assert int(scores.argmax()) == 1

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Operations that return which elements are the largest -> position of the dimension in their arguments.
-_PICKING = {torch.ops.aten.topk.default: 2, torch.ops.aten.argmax.default: 1, torch.ops.aten.max.dim: 1}
+#: Operations that return which elements are the largest -> position of the dimension in their arguments, and default.
+_PICKING = {
+    torch.ops.aten.topk.default: (2, -1),
+    torch.ops.aten.argmax.default: (1, None),
+    torch.ops.aten.max.dim: (1, None),
+}
 
 
 def picks(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -29,8 +33,6 @@ def picked_evenly(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return indices if like is output else (output[0], indices)
 
 
-def _dim(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    place = _PICKING[function]
-    absent = None if function is torch.ops.aten.argmax.default else -1
-    dim: int | None = args[place] if len(args) > place else kwargs.get("dim", absent)
-    return dim
+def _dim(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    place, default = _PICKING[function]
+    return args[place] if len(args) > place else kwargs.get("dim", default)
