@@ -21,7 +21,6 @@ from memopt.torch_compat import (
     tree_map,
     unset_fake_temporarily,
 )
-from memopt.walk.aten.picks import picked_evenly, picks
 
 #: Function -> what it says of every finite number.
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
@@ -34,6 +33,12 @@ _READING = (
     torch.ops.aten.repeat_interleave,
     torch.ops.aten._unique2,
 )
+#: Operations that return which elements are the largest -> position of the dimension in their arguments, and default.
+_PICKING = {
+    torch.ops.aten.topk.default: (2, -1),
+    torch.ops.aten.argmax.default: (1, None),
+    torch.ops.aten.max.dim: (1, None),
+}
 #: Function of such a test -> whether it negates it.
 _OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
 
@@ -117,10 +122,7 @@ class FakeReads(TorchDispatchMode):
         real = not fakes if tensors else _counts(func, args, kwargs)
         with unset_fake_temporarily() if real else contextlib.nullcontext():
             output = func(*args, **kwargs)
-        if fakes and picks(func, args, kwargs):
-            with unset_fake_temporarily():
-                return picked_evenly(func, args, kwargs, output)
-        return output
+        return _picked(func, args, kwargs, output) if fakes and func in _PICKING else output
 
 
 def _plausible(leaf: Any) -> Any:
@@ -139,6 +141,21 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
     with unset_fake_temporarily():
         positions: Sequence[Tensor] = _plausible(index).nonzero(as_tuple=True)
         return positions
+
+
+def _picked(func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """`output` with real indices: a row goes on where the row before it ended."""
+    place, default = _PICKING[func]
+    dim, size = args[place] if len(args) > place else kwargs.get("dim", default), args[0].shape
+    fake = output if isinstance(output, Tensor) else output[1]
+    if dim is None or not size:
+        return output
+    with unset_fake_temporarily():
+        shape = list(fake.shape if fake.dim() == len(size) else fake.unsqueeze(dim).shape)
+        shape.append(shape.pop(dim))
+        places = torch.arange(fake.numel()) % size[dim]
+        indices = places.reshape(shape).movedim(-1, dim).reshape(fake.shape).contiguous()
+    return indices if fake is output else (output[0], indices)
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:

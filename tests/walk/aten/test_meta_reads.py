@@ -31,12 +31,10 @@ def test_every_element_counts_as_not_zero() -> None:
     assert (rows.shape, columns.shape, rows.dtype) == ((12,), (12,), torch.int64)
 
 
-def test_places_of_elements_have_values() -> None:
-    """... which tell the experts of a mixture by their names."""
+def test_an_expert_is_found_by_its_name() -> None:
     with MetaReads():
-        (rows,) = (torch.empty(3, device="meta") == 1).nonzero(as_tuple=True)
-        assert [f"expert_{row}" for row in rows] == ["expert_0", "expert_1", "expert_2"]
-        assert torch.empty(3, 4, device="meta")[rows].shape == (3, 4)
+        hit = (torch.empty(3, device="meta") == 1).nonzero()
+        assert [f"expert_{expert[0]}" for expert in hit] == 3 * ["expert_1"]
 
 
 def test_a_mask_picks_every_element() -> None:
@@ -50,11 +48,3 @@ def test_a_number_reads_as_what_was_computed_with_it() -> None:
     with MetaReads():
         longest = torch.empty(3, 4, dtype=torch.int64, device="meta").sum(1).max()
         assert (int(longest), int(5 - longest)) == (1, 4)
-
-
-def test_each_expert_has_as_many_tokens_as_the_others() -> None:
-    with MetaReads():
-        scores = torch.empty(6, 4, device="meta")
-        weights, experts = scores.topk(2)
-        assert (weights.device.type, experts.flatten().bincount().tolist()) == ("meta", [3, 3, 3, 3])
-        assert int(scores.argmax()) == 1

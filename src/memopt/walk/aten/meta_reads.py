@@ -9,7 +9,6 @@ import torch
 
 from memopt.torch_compat import TorchDispatchMode, tree_leaves, tree_map
 from memopt.walk.aten.meta_shapes import MetaShapes
-from memopt.walk.aten.picks import picked_evenly, picks
 
 #: Operations that take a list of indices.
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
@@ -19,9 +18,8 @@ class MetaReads(TorchDispatchMode):
     """Lets a forward read values of meta tensors and mix meta tensors with tensors on the CPU.
 
     A boolean ("is the whole mask set?") reads as True, a number as 1, and every element is one of those that are not
-    zero. Such places and numbers, and which elements are the largest (each as often as the others, so that each expert
-    of a mixture has tokens), are on the CPU, so that what is computed from them has values, too. An operation on both
-    devices runs on meta.
+    zero, so that each expert of a mixture has tokens. A whole number on its own is on the CPU, so that what is computed
+    from it has a value, too. An operation on both devices runs on meta.
     """
 
     def __init__(self) -> None:
@@ -32,13 +30,11 @@ class MetaReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
-            return torch.ones(args[0].shape).nonzero()
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func.overloadpacket in _INDEXED:
             args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
         try:
             output = self._shapes.call(func, args, kwargs or {})
-            if picks(func, args, kwargs or {}) and args[0].is_meta:
-                return picked_evenly(func, args, kwargs or {}, output)
             return torch.ones_like(output, device="cpu") if _is_count(output) else output
         except RuntimeError:
             devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -58,7 +54,7 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     """What picks the same elements as `index`: of a mask on meta, all."""
     if index is None or not index.is_meta or index.dtype != torch.bool:
         return (index,)
-    return torch.ones(index.shape).nonzero(as_tuple=True)
+    return [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
 
 
 def _to_meta(leaf: Any) -> Any:
