@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
@@ -20,6 +21,7 @@ from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
 from memopt.reporting.account import account
+from memopt.torch_compat import TorchDispatchMode
 from memopt.walk.aten.precision import precise
 from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
 from tests.support.largest import Largest
@@ -348,6 +350,38 @@ def test_no_tensor_is_as_large_as_the_logits(patched: bool) -> None:
         model(**given, labels=given["input_ids"]).loss.backward()
     largest = 1000 * 64  # the gradient of the head's weight
     assert (watch.elements <= largest) is patched
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the products that are tensors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_the_weight_is_written_where_it_lies(transposed: bool, way: str) -> None:
+    if way == "at once":
+        return  # its gradients are made in the forward, as sums over chunks of rows
+    stock, ours = Model(), Model()
+    for model in (stock, ours):
+        torch.manual_seed(2)
+        model.head = Conv1D(CLASSES, WIDTH).double() if transposed else model.head
+    patch_head(ours.head, WIDTH, CLASSES)
+    loss = F.cross_entropy(flat(ours()), labels(0))
+    with Products() as watch:
+        found = gradients(ours, loss)
+    assert_close(found, gradients(stock, F.cross_entropy(flat(stock()), labels(0))))
+    of_columns = [shape for shape in watch.shapes if WIDTH in shape and max(shape) > ROWS]
+    assert watch.shapes
+    assert not of_columns
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])

@@ -56,6 +56,28 @@ def test_shapes_and_dtypes_read_no_value() -> None:
     assert logits.value is None
 
 
+LIKE = {
+    "ones_like": torch.ones_like,
+    "ones_like in another dtype": lambda y: torch.ones_like(y, dtype=torch.float64, requires_grad=True),
+    "zeros_like by name": lambda y: torch.zeros_like(input=y),
+    "full_like": lambda y: torch.full_like(y, 3.0),
+    "empty_like": lambda y: torch.empty_like(y).fill_(0.0),
+    "new_zeros": lambda y: y.new_zeros(2, 3),
+    "new_full": lambda y: y.new_full((2,), 1.5),
+    "new_ones in another dtype": lambda y: y.new_ones(3, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_tensor_of_the_same_shape_reads_no_value(name: str) -> None:
+    _, logits, stock = pair()
+    made, wanted = LIKE[name](logits), LIKE[name](stock)
+    assert logits.value is None
+    assert type(made) is Tensor
+    assert (made.dtype, made.stride(), made.requires_grad) == (wanted.dtype, wanted.stride(), wanted.requires_grad)
+    assert torch.equal(made.detach(), wanted.detach())
+
+
 USES = {
     "numpy": lambda y: torch.from_numpy(y.detach().numpy()),
     "a cast and numpy": lambda y: torch.from_numpy(y.detach().float().double().cpu().numpy()),

@@ -55,6 +55,20 @@ def traced(name: str, sites: Sites | None = None, **training: Any) -> Account:
     return trace_account(config, Training(**{"batch": 2, "seq": 24, **training}), sites=sites or sites_of(config))
 
 
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (transformers.LlamaConfig(), 2048),
+        (transformers.WhisperConfig(), 448),
+        (transformers.LEDConfig(), 1024),
+        (transformers.GPT2Config(), 1024),
+        (transformers.MambaConfig(), None),
+    ],
+)
+def test_positions_of_tokens(config: transformers.PretrainedConfig, limit: int | None) -> None:
+    assert estimate.max_positions(config) == limit
+
+
 @pytest.fixture
 def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace takes the CPU's own kernels, so that it can be compared with a real run."""

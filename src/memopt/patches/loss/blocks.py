@@ -26,7 +26,7 @@ from memopt.kernels.base.autograd import (
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import block_gradient_, block_statistics_, fresh_statistics, row_factors, row_losses
 from memopt.kernels.loss.reference import losses_of
-from memopt.patches.loss.plain import Plain, product, sums_of
+from memopt.patches.loss.plain import Plain, product, product_into, sums_of
 from memopt.patches.loss.rows import itself
 
 
@@ -101,7 +101,7 @@ class _BlocksFunction(DirectFunction):
                 if dx is not None:
                     dx += product(dy, matrix, dx.dtype)
                 if dweight is not None:
-                    plain.into(dweight, columns).copy_(product(dy.t(), rows, dweight.dtype))
+                    product_into(plain.into(dweight, columns), dy.t(), rows)
                 if dbias is not None:
                     dbias[columns] = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
         if dx is not None:

@@ -41,6 +41,11 @@ _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(
     getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
 }
 
+_LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
+_NEW = "new_empty new_full new_ones new_zeros"
+#: What reads no value, either, and makes a tensor of the same shape, or dtype and device.
+_FACTORIES = {getattr(torch, name) for name in _LIKE.split()} | {getattr(Tensor, name) for name in _NEW.split()}
+
 
 class LazyLogits(Tensor):
     """Logits that are computed when somebody reads them whole."""
@@ -80,6 +85,8 @@ class LazyLogits(Tensor):
         if pending:
             if func in _METADATA:
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            if func in _FACTORIES:
+                return func(*tree_map(_shaped, args), **tree_map(_shaped, kwargs))
             handler = HANDLERS.get(func)
             foreign = any(each.is_foreign for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
@@ -230,6 +237,13 @@ class _RevealFunction(DirectFunction):
 
 def _value(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _shaped(leaf: Any) -> Any:
+    """A tensor of the same shape, dtype and device in the place of logits that were not computed."""
+    if isinstance(leaf, LazyLogits) and leaf.value is None:
+        return leaf.source.x.detach().new_empty((), dtype=leaf.dtype).expand(leaf.shape)
+    return _value(leaf)
 
 
 _WANT_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad)

@@ -123,6 +123,14 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype).mm(b.to(dtype))
 
 
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write :func:`product` in the dtype of `out` to it, without a temporary of its size where `a` has that dtype."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(product(a, b, out.dtype))
+
+
 def sums_of(tensors: Any, needed: Any) -> list[Tensor | None]:
     """A sum for the gradient of each tensor that needs one."""
     return [
