@@ -48,3 +48,24 @@ def test_a_number_reads_as_what_was_computed_with_it() -> None:
     with MetaReads():
         longest = torch.empty(3, 4, dtype=torch.int64, device="meta").sum(1).max()
         assert (int(longest), int(5 - longest)) == (1, 4)
+
+
+def test_what_has_no_value_stays_on_meta() -> None:
+    with MetaReads():
+        wave = torch.empty(2, 5, device="meta").clamp(-1, 1).cpu()
+        with pytest.raises(NotImplementedError):
+            torch.empty(3, dtype=torch.int64, device="meta").tolist()
+    assert (wave.device.type, wave.shape) == ("meta", (2, 5))
+
+
+def test_whole_numbers_keep_their_values_where_they_are_asked_for_on_meta() -> None:
+    """... so a forward that splits packed images by their sizes runs."""
+    sizes = torch.tensor([[2, 3], [4, 5]])
+    rows = torch.empty(26, 7, device="meta")
+    for keeps in (True, False):
+        with MetaReads(keeps_values=keeps):
+            lengths = sizes.to("meta").prod(-1)
+            assert lengths.is_meta is not keeps
+            if keeps:
+                assert [part.shape for part in rows.split(lengths.tolist())] == [(6, 7), (20, 7)]
+                assert torch.ones(3).to("meta").is_meta

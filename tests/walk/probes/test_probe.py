@@ -325,6 +325,50 @@ def test_an_activation_with_a_number_for_each_channel_is_seen() -> None:
     assert probe.operations > 1
 
 
+class SnakeBeta(nn.Module):
+    """The activation of vocoders (BigVGAN): a frequency and a size for each channel, in vectors."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha, beta = self.alpha.exp()[None, :, None], self.beta.exp()[None, :, None]
+        return x + (1 / (beta + 1e-9)) * (x * alpha).sin().pow(2)
+
+
+@pytest.mark.parametrize("channels", [3, 40])
+def test_an_activation_with_vectors_of_channels_is_seen(channels: int) -> None:
+    probe = probe_activation(SnakeBeta(channels))
+    assert probe is not None
+    assert (probe.kind, probe.parameters, probe.replays) == ("other", True, True)
+    assert probe.operations > 1
+
+
+class LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * self.gamma
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        LayerScale(),
+        nn.LayerNorm(40),
+        nn.RMSNorm(40),
+        nn.GroupNorm(20, 40),
+        nn.BatchNorm1d(40, track_running_stats=False),
+        nn.InstanceNorm1d(40, affine=True),
+    ],
+)
+def test_norms_and_scales_of_the_last_dimension_are_no_activations(module: nn.Module) -> None:
+    assert probe_activation(module) is None
+
+
 @pytest.mark.parametrize("module", [ScaledChannels(), MixedChannels(), nn.BatchNorm1d(3).eval()])
 def test_scales_and_mixes_of_channels_are_no_activations(module: nn.Module) -> None:
     assert probe_activation(module) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,25 @@ class MetaReads(TorchDispatchMode):
 
     A boolean ("is the whole mask set?") reads as True, a number as 1, and every element is one of those that are not
     zero, so that each expert of a mixture has tokens. A whole number on its own is on the CPU, so that what is computed
-    from it has a value, too. An operation on both devices runs on meta.
+    from it has a value, too. An operation on both devices runs on meta, and what has no value stays there.
+
+    Args:
+        keeps_values: what is computed from whole numbers with values (the sizes of images, say) has values, too, on
+            whatever device it is asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = MetaShapes()
+        self._keeps_values = keeps_values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is torch.ops.aten._to_copy.default:
+            kwargs = self._where_it_is(args[0], kwargs or {})
         if func.overloadpacket in _INDEXED:
             args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
         try:
@@ -42,6 +49,15 @@ class MetaReads(TorchDispatchMode):
                 raise
             args, kwargs = tree_map(_to_meta, (args, kwargs))
             return func(*args, **(kwargs or {}))
+
+    def _where_it_is(self, source: torch.Tensor, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Options of a copy that would need values of a tensor on meta, or lose those of whole numbers, without it."""
+        device = options.get("device")
+        if device is None or device.type == source.device.type:
+            return options
+        needs_values = source.is_meta and (source.is_floating_point() or source.is_complex())
+        loses_values = self._keeps_values and device.type == "meta" and not source.is_floating_point()
+        return {**options, "device": source.device} if needs_values or loses_values else options
 
 
 def _is_count(output: Any) -> bool:

@@ -285,7 +285,8 @@ def run_once(model: nn.Module, call: Call, run: Runner | None = None, training: 
     `run` executes the call, by default `unobserved`.
     """
     own = call.copied()
-    with preserved(model), torch.no_grad(), MetaReads():
+    has_values = any(_is_integral(value) for value in own.kwargs.values())
+    with preserved(model), torch.no_grad(), MetaReads(keeps_values=has_values):
         if training is not None and training != model.training:
             model.train(training)
         return (run or unobserved)(model, own)

@@ -56,15 +56,14 @@ def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> 
 
 
 def _channels(module: nn.Module) -> int | None:
-    """1 for a module with scalar parameters or none, C where they have the shape (1, C, 1, ...); else None."""
+    """1 for a module with scalar parameters or none, C where they have the shape (C,) or (1, C, 1, ...); else None."""
     shapes = {tuple(parameter.shape) for parameter in module.parameters() if parameter.numel() > 1}
     if not shapes:
         return 1
     shape = next(iter(shapes))
-    a_number_a_channel = (
-        len(shape) > 2 and shape == (1, shape[1], *[1] * (len(shape) - 2)) and shape[1] <= _MAX_CHANNELS
-    )
-    return shape[1] if len(shapes) == 1 and a_number_a_channel else None
+    channels = shape[0] if len(shape) == 1 else shape[1]
+    a_number_a_channel = shape in ((channels,), (1, channels, *[1] * max(1, len(shape) - 2)))
+    return channels if len(shapes) == 1 and a_number_a_channel and channels <= _MAX_CHANNELS else None
 
 
 def _only_linear(module: nn.Module) -> str | None:
