@@ -60,7 +60,7 @@ def traced(name: str, sites: Sites | None = None, **training: Any) -> Account:
     [
         (transformers.LlamaConfig(), 2048),
         (transformers.WhisperConfig(), 448),
-        (transformers.LEDConfig(), 1024),
+        (transformers.LEDConfig(), 16384),
         (transformers.GPT2Config(), 1024),
         (transformers.MambaConfig(), None),
     ],

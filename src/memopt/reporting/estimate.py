@@ -216,15 +216,15 @@ def build_trained(
     return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]
 
 
-#: Fields of configs that say it of tokens; those of sounds and images are other ones.
+#: Fields of configs that say it of tokens; those of sounds and images are other ones. A decoder beside an encoder of
+#: tokens is given as many as it has positions for.
 _POSITIONS = (
-    "max_position_embeddings", "max_target_positions", "max_encoder_position_embeddings",
-    "max_decoder_position_embeddings", "max_text_positions",
+    "max_position_embeddings", "max_target_positions", "max_encoder_position_embeddings", "max_text_positions",
 )  # fmt: skip
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens in a row that every part of the model has positions for; None if its config does not say."""
+    """Tokens in a row that a model has positions for; None if its config does not say."""
     limits = (getattr(node, name, None) for node in config_nodes(config) for name in _POSITIONS)
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 

@@ -35,6 +35,20 @@ def test_every_family_gets_inputs_of_the_size_of_the_step(family: str) -> None:
     assert {value.shape[0] for value in inputs.values() if isinstance(value, Tensor)} == {ROWS}
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LEDConfig(encoder_layers=1, decoder_layers=1, max_decoder_position_embeddings=16),
+        transformers.WhisperConfig(encoder_layers=1, decoder_layers=1, max_target_positions=16),
+    ],
+)
+def test_a_decoder_gets_as_many_tokens_as_it_has_positions_for(config: PreTrainedConfig) -> None:
+    config.architectures = [type(config).__name__.replace("Config", "ForConditionalGeneration")]
+    inputs = step_inputs(build_meta(config), Size(ROWS, TOKENS))
+    assert inputs["decoder_input_ids"].shape == inputs["decoder_attention_mask"].shape == (ROWS, 16)
+    assert "input_ids" not in inputs or inputs["input_ids"].shape == (ROWS, TOKENS)
+
+
 def to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 

@@ -109,6 +109,12 @@ class Request:
         return ODD_LENGTH if self.variant == "odd" else LENGTH
 
     @property
+    def decoder_length(self) -> int:
+        """Tokens of a decoder, which may have positions for fewer than its encoder."""
+        limit = self.whole("max_decoder_position_embeddings", "max_target_positions", default=0)
+        return min(self.length, limit) if limit > 0 else self.length
+
+    @property
     def documentation(self) -> str:
         """Docstring of the forward or method."""
         return inspect.getdoc(getattr(self.model, self.method)) or ""

@@ -22,7 +22,7 @@ def features(request: Request) -> torch.Tensor:
 
 _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "input_ids": lambda request: request.ids(),
-    "decoder_input_ids": lambda request: request.ids(),
+    "decoder_input_ids": lambda request: request.ids(request.decoder_length),
     "attention_mask": lambda request: request.mask(),
     "token_type_ids": lambda request: torch.zeros(request.batch, request.length, dtype=torch.long),
     "position_ids": lambda request: torch.arange(request.length).expand(request.batch, -1).clone(),
@@ -78,9 +78,9 @@ def complete(request: Request, given: Kwargs) -> Kwargs:
         ids = kwargs["input_ids"]
         kwargs.setdefault("attention_mask", like_rows(request.mask(ids.shape[-1]), ids))
     if "decoder_input_ids" in names and (request.config.is_encoder_decoder or "decoder_input_ids" in request.required):
-        kwargs.setdefault("decoder_input_ids", request.ids())
+        kwargs.setdefault("decoder_input_ids", request.ids(request.decoder_length))
         if request.variant == "padded" and "decoder_attention_mask" in names:
-            kwargs.setdefault("decoder_attention_mask", request.mask())
+            kwargs.setdefault("decoder_attention_mask", request.mask(kwargs["decoder_input_ids"].shape[-1]))
     for name in request.required:
         if name not in kwargs and (value := value_of(request, name)) is not None:
             kwargs[name] = value
