@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import loss
 
@@ -18,7 +19,7 @@ def test_it_runs_through_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFix
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     for frozen in (False, True):
         timed = {row["provider"] for row in rows if row["frozen"] == frozen and "median" in row}
-        assert timed >= {"products", "stock", "torch"}
+        assert timed >= {"products", "stock"} | ({"torch"} if hasattr(F, "linear_cross_entropy") else set())
     if not torch.cuda.is_available():
         assert loss.main([]) == 2
 
