@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
 )
 
 import memopt
+from memopt.patches.apply import apply
 from memopt.reporting.account import account
 from memopt.walk.aten.precision import precise
 
@@ -88,3 +90,37 @@ def test_statistics_that_a_later_forward_updates_are_those_of_the_forward_in_eva
     scale = max(float(each.abs().max()) for each in expected)
     for mine, each in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, each, rtol=1e-9, atol=1e-12 * scale)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(*pair) for pair in pairwise(widths)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self, inside: int, out: int) -> None:
+        super().__init__()
+        self.linear, self.norm, self.activation = nn.Linear(inside, out), nn.BatchNorm1d(out), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.activation(self.norm(self.linear(x)))
+        return y
+
+
+def test_an_activation_between_a_batch_norm_and_a_linear_is_patched_once() -> None:
+    torch.manual_seed(0)
+    stock = Perceptron(6, 8, 8, 4).double()
+    patched, x = copy.deepcopy(stock), torch.randn(5, 6, dtype=torch.float64)
+    plan = memopt.plan_for(patched, memopt.load_recipe("exact-unfolded"), inputs={"x": x})
+    applied = apply(patched, plan)
+    assert not applied.refused
+    assert len(applied.done["activation"]) == 3
+    for model in (stock, patched):
+        model(x).square().sum().backward()
+    for mine, each in zip(patched.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, each.grad, rtol=1e-9, atol=1e-10)

@@ -62,7 +62,7 @@ class LinearPatch(Patch):
             known = site.is_module and site.replays and site.kind in ACTIVATIONS and site.gated_mlp is None
             if not known or linear not in live.modules or not trains_as_linear(live.modules[linear]):
                 continue
-            if not gains_alone(site):
+            if not gains_alone(site) and site.name not in live.done("activation"):
                 live.attempt("activation", site.name, patch_activation, site)
             live.attempt(self.name, linear, patch_linear)
 
