@@ -167,6 +167,25 @@ def test_a_model_of_doubles_runs_in_doubles_where_its_code_insists_on_less() -> 
     assert runnable_calls(_InsistsOnFloat32().double(), {"x": torch.ones(3, 2, dtype=torch.float64)})
 
 
+class _ReadsSizes(nn.Module):
+    """Splits packed images by their sizes, which it moves to its own device first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device="meta")
+
+    def forward(self, pixel_values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        lengths = sizes.to(self.linear.weight.device).prod(-1)
+        return torch.stack([self.linear(part).mean(0) for part in pixel_values.split(lengths.tolist())])
+
+
+def test_a_forward_that_reads_sizes_runs_on_meta() -> None:
+    given = {"pixel_values": torch.empty(26, 4), "sizes": torch.tensor([[2, 3], [4, 5]])}
+    (call,) = runnable_calls(_ReadsSizes(), given)
+    assert call.kwargs["pixel_values"].is_meta
+    assert call.kwargs["sizes"].tolist() == [[2, 3], [4, 5]]
+
+
 class _NeedsTypesToTrain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
