@@ -168,6 +168,16 @@ def test_dropouts_keep_seeds_where_the_recipe_says_so(recipe: str, action: str) 
     assert set(actions.values()) == {action}
 
 
+@pytest.mark.parametrize(("recipe", "action"), [("exact", "recompute"), ("int8", "keep")])
+def test_softmaxes_of_blocks_are_recomputed_where_the_recipe_says_so(recipe: str, action: str) -> None:
+    names = ("", "layers", BLOCK, f"{BLOCK}.attention", "beside")
+    plan = make_plan(Sites("M", "m", softmaxes=names, blocks=(BLOCK,)), load_recipe(recipe))
+    actions = {entry.site: entry.action for entry in plan.entries}
+    # What surrounds the blocks would look at every function of the model.
+    assert {name: actions.pop(name) for name in ("", "layers")} == {"": "keep", "layers": "keep"}
+    assert set(actions.values()) == {action}
+
+
 def test_patterns_that_match_no_linear_are_told() -> None:
     sites = Sites("M", "m", linears=(FC2,), blocks=(BLOCK,), hidden_size=8)
     notes = make_plan(sites, load_recipe("wta-crs", ["linears.targets=fc3"])).notes
@@ -206,7 +216,9 @@ def test_an_older_spelling_of_off_is_an_error_that_names_todays(setting: str, ke
 def test_whatever_has_a_method_can_be_switched_off_by_the_same_word() -> None:
     recipe = load_recipe("sampled")
     keys = [key for key, rules in recipe.model_dump().items() if isinstance(rules, dict) and "method" in rules]
-    assert keys == ["norms", "gated_mlps", "activations", "linears", "dropouts", "loss", "kept", "checkpointing"]
+    assert set(keys) == {
+        *("norms", "gated_mlps", "activations", "linears", "dropouts", "softmaxes", "loss", "kept", "checkpointing")
+    }
     off = load_recipe(recipe, [f"{key}.method=none" for key in keys])
     plan = make_plan(Sites("M", "m", norms=(LAST,), linears=(FC2,), activations=(GELU,), blocks=(BLOCK,)), off)
     assert plan.does_nothing

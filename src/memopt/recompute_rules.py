@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 #: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, a linear's, or a weight
 #: that was computed from others.
 NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT = "normalised", "elementwise", "product", "linear output", "weight"
-FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT})
+#: Of attention: saved by nobody where queries and keys are.
+PROBABILITIES = "probabilities"
+FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT, PROBABILITIES})
 #: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
 Node = Any
 

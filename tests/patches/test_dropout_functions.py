@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.patches.dropout import functions
 from memopt.patches.dropout.attention import seeded_attention
+from memopt.patches.functions import patch_functions
 from memopt.reporting.account import account
 from tests.factories import tiny_inputs, tiny_model
 
@@ -244,7 +245,7 @@ def test_a_region_checkpointed_inside_the_forward_runs_again_with_its_mask(
     use_reentrant: bool, around: bool | None
 ) -> None:
     made = CheckpointsItself(use_reentrant)
-    functions.patch_functions(made)
+    patch_functions(made, functions.seeded_in_training)
     x = draw(4, 8).requires_grad_()
     y = made(x) if around is None else checkpoint(made, x, use_reentrant=around)
     factors = (y.detach() != 0).double() * 2

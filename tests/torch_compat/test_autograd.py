@@ -217,6 +217,7 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
         "ClampBackward1": (lambda z: z.clamp(0.25, 0.5), {"min": 0.25, "max": 0.5}),
         "GluBackward0": (lambda z: F.glu(z, -1), {"dim": 2**64 - 1}),
         "PowBackward0": (lambda z: z**3, {"exponent": 3}),
+        "BmmBackward0": (lambda z: torch.bmm(z, z.mT), {}),
         "BaddbmmBackward0": (
             lambda z: torch.baddbmm(torch.ones(2, 4, 4), z, z.mT, beta=3, alpha=0.5),
             {"beta": 3, "alpha": 0.5},
@@ -279,7 +280,7 @@ def test_a_node_shows_what_it_saved(name: str) -> None:
             assert torch.allclose(shown, mean if field == "result1" else (variance + 0.5).rsqrt())
         elif field in ("result", "output"):
             assert torch.equal(shown, output)
-        elif field in ("batch1", "batch2"):
+        elif field in ("batch1", "batch2", "mat2"):
             assert torch.equal(shown if field == "batch1" else shown.mT, z)
         else:
             assert (tuple(shown) if isinstance(shown, (list, tuple)) else shown) == expected[field]

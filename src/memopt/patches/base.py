@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from memopt.checks import Check
+    from memopt.patches.functions import Mode
     from memopt.patches.scope import ScopeRewrite
     from memopt.saved.compressible import Compression
     from memopt.walk.sites import Sites
@@ -304,8 +305,8 @@ class Patch:
         """What is called for the module `scope`, whose scope may stay closed, when the linears inside are new."""
         return None
 
-    def mode(self, plan: PlanView, scope: str) -> Callable[[], AbstractContextManager[object]] | None:
-        """The context in which the module `scope` runs in train mode, with and without gradients; None: it has none."""
+    def mode(self, plan: PlanView, scope: str) -> Mode | None:
+        """The context around each call of the module `scope`, with and without gradients; None: it has none."""
         return None
 
     # --- on a live model ---------------------------------------------------------------------------------------------

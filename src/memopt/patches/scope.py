@@ -7,6 +7,7 @@ has replaced nothing is not opened for the next calls of the same form, and look
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
+from memopt.patches.functions import Mode, run_inside
 from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute_specs import Region, is_under_foreign_hooks
 from memopt.saved.compressible import Compression
@@ -103,8 +105,8 @@ class ScopeRewrite:
     prepare: Callable[[nn.Module], None] | None = None
     """Called for the module when the linears inside are new: lets them read recompute specs. None where tensors are
     kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
-    mode: Callable[[], AbstractContextManager[object]] | None = None
-    """The context around the forward in train mode, with and without gradients; None: there is none."""
+    modes: tuple[Mode, ...] = ()
+    """The contexts around the forward, with and without gradients."""
     history: ScopeHistory = field(default_factory=ScopeHistory, compare=False, repr=False)
 
     def around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
@@ -154,16 +156,11 @@ def run_scoped(
     stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a module that is `scope`, or no scope."""
-    if scope is None or scope.mode is None or not module.training:
-        return _run_scoped(stock, scope, module, *args, **kwargs)
-    with scope.mode():
-        return _run_scoped(stock, scope, module, *args, **kwargs)
-
-
-def _run_scoped(
-    stock: Callable[..., Any], scope: ScopeRewrite | None, module: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    if scope is None or steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
+    if scope is None:
+        return stock(module, *args, **kwargs)
+    if scope.modes:
+        stock = functools.partial(run_inside, scope.modes, stock)
+    if steps_aside(off="" if scope.compression is None else _NOT_QUANTISED):
         return stock(module, *args, **kwargs)
     return run_in_scope(scope, stock, module, *args, **kwargs)
 

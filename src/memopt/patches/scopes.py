@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from memopt.patches.base import PlanView
+from memopt.patches.functions import Mode
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite
 
@@ -25,8 +26,11 @@ def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
         for name in dict.fromkeys(patch.compressed(plan)) if compression is not None else ():
             if name and plan.recipe.selects(name):
                 scopes[name] = ScopeRewrite(families.get(name, default), compression)
-    modes = {name: mode for patch in patches() for name in scopes if (mode := patch.mode(plan, name)) is not None}
-    return {name: replace(scope, mode=modes.get(name)) for name, scope in scopes.items()}
+    return {name: replace(scope, modes=_modes(plan, name)) for name, scope in scopes.items()}
+
+
+def _modes(plan: PlanView, scope: str) -> tuple[Mode, ...]:
+    return tuple(mode for patch in patches() if (mode := patch.mode(plan, scope)) is not None)
 
 
 def _prepare(plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:

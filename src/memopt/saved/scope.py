@@ -12,9 +12,11 @@ saved. A tensor that was changed in place since (version > 0) is never replaced 
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ from memopt.torch_compat import (
     FakeTensor,
     current_graph_task_id,
     next_sequence_number,
+    no_torch_function,
     saved_tensors_hooks_disabled,
     sequence_number,
     top_saved_tensors_hooks,
@@ -175,6 +178,11 @@ class _Pack:
         return self._replaces or (self._pinned is not None and self._pinned.has_copied)
 
     @property
+    def is_free(self) -> bool:
+        """Whether it may exchange what is saved: under no foreign hook, and outside of backward."""
+        return self._pinned is not None
+
+    @property
     def compressor(self) -> Compressor | None:
         """Its own, or that of the scope around it."""
         return self._compressor or self._borrowed
@@ -254,6 +262,45 @@ class _Pack:
 def in_a_scope() -> bool:
     """Whether a scope is the innermost hook, so that it sees what is saved here."""
     return _innermost() is not None
+
+
+class _UnseenPack(_Pack):
+    """The same while a function mode is active that need not see how a tensor is packed: it would take longer."""
+
+    __slots__ = ()
+
+    def __call__(self, tensor: Tensor) -> Saved:
+        with no_torch_function():
+            return super().__call__(tensor)
+
+
+def applies(family: str) -> bool:
+    """Whether readers in the innermost scope save handles of outputs of this family, wherever these are produced, and
+    nothing is stored in fewer bits. Not under a foreign hook, which runs the code again or keeps tensors elsewhere."""
+    pack = _innermost()
+    return pack is not None and family in pack.families and pack.compressor is None and pack.is_free
+
+
+class _Unseen(threading.local):
+    depth = 0
+
+
+#: Whether :func:`packing_unseen` is active in this thread: its `depth` is not 0.
+unseen = _Unseen()
+
+
+@contextlib.contextmanager
+def packing_unseen() -> Iterator[None]:
+    """Inside, where :func:`applies` is true, function modes do not see what the innermost scope does."""
+    pack = _innermost()
+    assert pack is not None
+    before, pack.__class__ = pack.__class__, _UnseenPack
+    unseen.depth += 1
+    try:
+        yield
+    finally:
+        unseen.depth -= 1
+        pack.__class__ = before
 
 
 def recomputes(tensor: Tensor) -> bool:

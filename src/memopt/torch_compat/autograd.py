@@ -123,6 +123,7 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "ClampBackward1": ("self", "min", "max"),
     "PowBackward0": ("self", "exponent"),
     **{node: (*_BATCH_NORM, epsilon) for node, epsilon in BATCH_NORMS.items()},
+    "BmmBackward0": ("self", "mat2"),
     "BaddbmmBackward0": ("batch1", "batch2", "beta", "alpha"),
     "IndexBackward0": ("indices",),
     "SelectBackward0": ("dim", "index"),

@@ -182,6 +182,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         activations=labels.activation_sites(),
         linears=linears,
         dropouts=labels.dropout_sites(),
+        softmaxes=labels.softmax_sites(),
         loss_heads=tuple(heads),
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),

@@ -262,6 +262,8 @@ class Sites:
     activations: tuple[ActivationSite, ...] = ()
     linears: tuple[LinearSite, ...] = ()
     dropouts: tuple[DropoutSite, ...] = ()
+    softmaxes: tuple[str, ...] = ()
+    """Names of the modules in whose forward a softmax over more than rows of classes ran; fused attention has none."""
     loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""

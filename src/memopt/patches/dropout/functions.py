@@ -21,25 +21,12 @@ from memopt.patches.compiled import is_being_compiled
 from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
 from memopt.patches.repeated import RepeatedMode
-from memopt.patches.swap import swap_forward, wraps_any_forward
 from memopt.torch_compat import calls_of_checkpointing, checkpointing_hook
 
 
-def patch_functions(module: nn.Module) -> None:
-    """Let the dropouts that the forward of `module` calls keep seeds.
-
-    Raises:
-        ValueError: the module cannot be swapped.
-    """
-    swap_forward(module, _forward, None)
-
-
-@wraps_any_forward
-def _forward(stock: Callable[..., Any], _: None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not module.training:
-        return stock(module, *args, **kwargs)
-    with seeded_functions():
-        return stock(module, *args, **kwargs)
+def seeded_in_training(module: nn.Module) -> AbstractContextManager[object]:
+    """The context of one call of `module`, whose forward calls dropouts."""
+    return seeded_functions() if module.training else nullcontext()
 
 
 def seeded_functions() -> AbstractContextManager[object]:

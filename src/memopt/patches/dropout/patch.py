@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
@@ -11,6 +10,8 @@ from memopt.walk.sites import DropoutSite, Sites
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from memopt.patches.functions import Mode
 
 
 class DropoutRules(Rules):
@@ -58,22 +59,23 @@ class DropoutPatch(Patch):
                 "recipe setting dropouts.method=seed saves seeds: the same distribution, other random numbers"
             )
 
-    def mode(self, plan: PlanView, scope: str) -> Callable[[], AbstractContextManager[object]] | None:
+    def mode(self, plan: PlanView, scope: str) -> Mode | None:
         if not any(site.name == scope and not site.is_module for site in plan.chosen("dropout")):
             return None
-        from memopt.patches.dropout.functions import seeded_functions
+        from memopt.patches.dropout.functions import seeded_in_training
 
-        return seeded_functions
+        return seeded_in_training
 
     def apply(self, live: Live) -> None:
-        from memopt.patches.dropout.functions import patch_functions
+        from memopt.patches.dropout.functions import seeded_in_training
         from memopt.patches.dropout.module import patch_dropout
+        from memopt.patches.functions import patch_functions
 
         for site in live.plan.chosen("dropout"):
             if site.is_module:
                 live.attempt(self.name, site.name, patch_dropout)
             elif site.name not in live.scopes:  # a scope has them in its mode
-                live.attempt(self.name, site.name, patch_functions)
+                live.attempt(self.name, site.name, patch_functions, seeded_in_training)
 
 
 PATCH = DropoutPatch()

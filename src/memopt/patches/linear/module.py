@@ -19,7 +19,8 @@ from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_spec
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.recompute_specs import carries_spec
-from memopt.torch_compat import any_autocast_enabled
+from memopt.saved.scope import unseen
+from memopt.torch_compat import any_autocast_enabled, no_torch_function
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5
@@ -136,6 +137,15 @@ def _forward(
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
     if not carries_spec(x) and (torch.compiler.is_compiling() or not any_autocast_enabled()):
         return stock(module, *args, **kwargs)
+    if unseen.depth:
+        with no_torch_function():
+            return _reading(stock, rewrite, module, x, args, kwargs)
+    return _reading(stock, rewrite, module, x, args, kwargs)
+
+
+def _reading(
+    stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, x: Any, args: Any, kwargs: dict[str, Any]
+) -> Tensor:
     parameters = module._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")

@@ -22,6 +22,7 @@ from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearS
 
 _ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
 #: Ops whose output has the origin of their input.
+_SOFTMAXES = frozenset({"softmax", "_softmax"})
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
 
@@ -67,6 +68,7 @@ class Labels:
         self._shared: dict[str, dict[str, None]] = {}
         self._alive: list[Tensor] = []
         self._dropouts: dict[str, DropoutSite] = {}
+        self._softmaxes: dict[str, None] = {}
         self._heads: dict[str, tuple[int, bool, int, tuple[str, ...]]] = {}
         """Weight -> of its logits: dimensions, whether the model itself returns them, number, what was done to them."""
 
@@ -107,6 +109,8 @@ class Labels:
         name = call.name.rstrip("_") if call.name not in MOVEMENT else call.name
         if name in NORM_FUNCTIONS:
             self.function_norms.setdefault(here, name)
+        if name in _SOFTMAXES and len(call.tensors[0].shape) > 2:
+            self._softmaxes.setdefault(here)
         if self.training:
             self._see_dropout(call, here)
         elif here not in self.activations_by_module and call.outputs and call.tensors:
@@ -271,6 +275,10 @@ class Labels:
             if is_dropout(module):
                 sites.setdefault(name, DropoutSite(name, float(module.p)))
         return tuple(sites.values())
+
+    def softmax_sites(self) -> tuple[str, ...]:
+        """Modules whose forward calls a softmax."""
+        return tuple(self._softmaxes)
 
     def loss_heads(self, parameters: ParameterTable) -> Iterator[LossHead]:
         """The main one first: logits of every token, of the model itself, over the most classes."""

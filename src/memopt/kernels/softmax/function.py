@@ -1,0 +1,100 @@
+"""A softmax whose output is recomputed in backward instead of being saved.
+
+    forward     y = softmax(x)
+    backward    dx = y (dy - sum(dy y))             x and y recomputed, once for all that read y
+
+For attention scores x = q k^T scale + mask, whose factors the product saves anyway: what FlashAttention (Dao et al.
+2022, arXiv:2205.14135) does inside of one kernel, for whatever stands between product and softmax in a model's code.
+The (..., L, S) probabilities are not saved, for one product and one softmax more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.parts import elementwise
+from memopt.recompute_rules import PROBABILITIES, Node, recomputable
+from memopt.recompute_specs import Recomputed
+
+#: compute(read) -> the softmax's input
+Compute = Callable[[Sequence[Tensor]], Tensor]
+
+
+def recomputed_softmax(x: Tensor, dim: int, dtype: torch.dtype, compute: Compute, read: Sequence[Tensor]) -> Tensor:
+    """``torch.softmax(x, dim, dtype=dtype)``, of which only `read` is saved.
+
+    Args:
+        x: floating point, of any shape.
+        dtype: of the output, as wide as `x` or wider.
+        compute: gives `x` from `read` and from what nodes before `x` have saved.
+        read: tensors of any shape, without a graph.
+
+    Returns:
+        y: like `x`, in `dtype`. In a `memopt.saved.RecomputeScope` its readers save a handle. It can be differentiated
+        once.
+    """
+    y: Tensor = RecomputedSoftmaxFunction.apply(x, dim, dtype, compute, *read)
+    return y
+
+
+class RecomputedSoftmaxFunction(DirectFunction):
+    """Saves what its input is recomputed from, where nobody else does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, compute: Compute, *read: Tensor) -> Tensor:
+        ctx.compute, ctx.dim, ctx.dtypes = compute, -1 if dim == x.dim() - 1 else dim, (x.dtype, dtype)
+        ctx.recomputed, ctx.kept = Recomputed(), None
+        ctx.save_for_backward(*read)
+        return _softmax(ctx, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        ctx.recomputed.finish()
+        with autocast_as(None, dy):
+            kept, ctx.kept = _kept(ctx), None
+            dx = _by_rows(ctx, functools.partial(_gradient, ctx), dy, kept)
+        return dx, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
+
+
+@recomputable("RecomputedSoftmaxFunctionBackward", PROBABILITIES)
+def _output(node: Node) -> Tensor:
+    node.kept = _kept(node)  # the node's own backward comes next
+    return _softmax(node, node.kept) if _widens(node) else node.kept
+
+
+def _kept(node: Node) -> Tensor:
+    """The recomputed output, or where that is wider the input, which is half as large."""
+    kept: Tensor | None = node.kept
+    if kept is None:
+        kept = node.compute(node.saved_tensors)
+        if not _widens(node):
+            kept = _softmax(node, kept)
+    return kept
+
+
+def _widens(node: Node) -> bool:
+    narrow, wide = node.dtypes
+    return narrow is not wide
+
+
+def _softmax(node: Node, x: Tensor) -> Tensor:
+    with autocast_as(None, x):
+        return _by_rows(node, lambda part: torch.softmax(part, node.dim, dtype=node.dtypes[1]), x)
+
+
+def _gradient(node: Node, dy: Tensor, kept: Tensor) -> Tensor:
+    y = torch.softmax(kept, node.dim, dtype=dy.dtype) if _widens(node) else kept
+    dx: Tensor = torch.ops.aten._softmax_backward_data(dy, y, node.dim, y.dtype)
+    return dx.to(node.dtypes[0])
+
+
+def _by_rows(node: Node, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`function` of tensors of one shape, without an intermediate of their size."""
+    return elementwise(function, *tensors) if node.dim == -1 and _widens(node) else function(*tensors)

@@ -1,0 +1,49 @@
+"""Modules in whose forward function modes look at the functions that are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from memopt.patches.swap import is_swapped, restore_forward, swap_forward, swap_state, wraps_any_forward
+
+#: The context around one call of a module.
+Mode = Callable[[nn.Module], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class FunctionsRewrite:
+    """What such a module knows."""
+
+    modes: tuple[Mode, ...]
+    """Outermost first."""
+
+
+def patch_functions(module: nn.Module, mode: Mode) -> None:
+    """Let `module` run inside `mode`, and inside those that it was given before.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    modes: tuple[Mode, ...] = ()
+    if is_swapped(module) and isinstance(state := swap_state(module), FunctionsRewrite):
+        modes = state.modes
+        restore_forward(module)
+    swap_forward(module, _forward, FunctionsRewrite((*modes, mode)))
+
+
+@wraps_any_forward
+def _forward(stock: Callable[..., Any], rewrite: FunctionsRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return run_inside(rewrite.modes, stock, module, *args, **kwargs)
+
+
+def run_inside(modes: tuple[Mode, ...], run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``run(module, *args, **kwargs)`` inside `modes`."""
+    if not modes:
+        return run(module, *args, **kwargs)
+    with modes[0](module):  # a stack of contexts would break a graph that is being compiled
+        return run_inside(modes[1:], run, module, *args, **kwargs)

@@ -1,0 +1,127 @@
+"""Attention's softmax, called as a function in a module's forward: its output is recomputed in backward.
+
+While such a module runs, a function mode follows products through what is done to them (`scores`). Where a softmax
+reads what can be recomputed from what is saved anyway, its output is saved by nobody. Nothing is done where fused
+attention runs, under activation checkpointing, and where the block's saved tensors are quantised.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memopt.kernels.base.autograd import autocast_dtype
+from memopt.kernels.softmax.function import recomputed_softmax
+from memopt.patches.softmax.scores import PRODUCTS, STEPS, Followed
+from memopt.patches.swap import steps_aside
+from memopt.recompute_rules import PROBABILITIES
+from memopt.saved.scope import applies, packing_unseen
+from memopt.torch_compat import FakeTensor
+
+#: Calls after which a forward in which no softmax was found is looked at again.
+LOOK_AGAIN = 64
+_SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
+_PLAIN_TYPES = frozenset({Tensor, FakeTensor})
+
+
+class RecomputedSoftmaxes:
+    """The context around calls of one module. A copy of the module looks anew."""
+
+    __slots__ = ("_calls_without",)
+
+    def __init__(self) -> None:
+        self._calls_without = 0
+        """Calls since the last one that found no softmax to recompute; 0 where it found one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecomputedSoftmaxes, ()
+
+    def __call__(self, module: nn.Module) -> AbstractContextManager[object]:
+        if steps_aside() or not applies(PROBABILITIES):
+            return nullcontext()
+        if 0 < self._calls_without < LOOK_AGAIN:
+            self._calls_without += 1
+            return nullcontext()
+        return _Following(self)
+
+    def note(self, found: bool) -> None:
+        """A call has ended in which a softmax was found to recompute, or none."""
+        self._calls_without = 0 if found else 1
+
+
+class _Following(TorchFunctionMode):
+    def __init__(self, calls: RecomputedSoftmaxes) -> None:
+        super().__init__()
+        self._calls, self._found, self._followed = calls, False, Followed()
+        self._is_behind = False  # the next product is that of probabilities and values
+        self._packing = packing_unseen()
+
+    def __enter__(self) -> Any:
+        self._packing.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._packing.__exit__(*error)
+        if error[0] is None:
+            self._calls.note(self._found)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SOFTMAXES:
+            return self._softmax(func, args, kwargs)
+        if func in PRODUCTS:
+            output = func(*args, **kwargs)
+            if not self._is_behind:
+                self._followed.product(output)
+            self._is_behind = False
+            return output
+        if func not in STEPS or self._followed.is_empty:
+            return func(*args, **kwargs)
+        known = self._followed.among(args)
+        output = func(*args, **kwargs)
+        if known is not None:
+            self._followed.step(func, args, kwargs, *known, output)
+        return output
+
+    def _softmax(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        recomputed = self._recomputed(*args, **kwargs) if applies(PROBABILITIES) else None
+        if recomputed is not None:
+            self._found = self._is_behind = True
+            return recomputed
+        output: Tensor = func(*args, **kwargs)
+        return output
+
+    def _recomputed(
+        self, input: Any, dim: Any = None, *more: Any, dtype: torch.dtype | None = None, **others: Any
+    ) -> Tensor | None:
+        """The softmax; None where it has to be saved."""
+        if type(input) not in _PLAIN_TYPES or not input.requires_grad or not isinstance(dim, int):
+            return None
+        if more or others.keys() - {"_stacklevel"}:  # `out`, for one
+            return None
+        if dtype is None:
+            autocast = autocast_dtype(input)
+            dtype = input.dtype if autocast is None else _autocast_to(input.device, input.dtype, autocast)
+        if dtype.itemsize < input.itemsize:
+            return None
+        nbytes = input.numel() * dtype.itemsize
+        scores = self._followed.scores_of(input)
+        if scores is not None and scores.costs_less_than(nbytes):
+            return recomputed_softmax(input, dim, dtype, scores.compute, scores.read)
+        if 2 * input.nbytes <= nbytes:
+            return recomputed_softmax(input, dim, dtype, itemgetter(0), [input.detach()])
+        return None
+
+
+@functools.cache
+def _autocast_to(device: torch.device, dtype: torch.dtype, _: torch.dtype) -> torch.dtype:
+    """The dtype of a softmax under the autocast that is on: that of some devices takes it to fp32."""
+    return torch.softmax(torch.zeros(1, dtype=dtype, device=device), 0).dtype

@@ -1,0 +1,283 @@
+"""Attention that a model computes itself saves no probabilities, and computes the same bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.patches.functions import patch_functions
+from memopt.patches.softmax import module as softmaxes
+from memopt.reporting.account import account
+from memopt.saved import RecomputeScope
+from tests.factories import tiny_inputs, tiny_model
+
+HEADS, LENGTH, WIDTH = 4, 12, 3
+SHAPE = (2, HEADS, LENGTH, LENGTH)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64)
+
+
+MASK = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.7
+MASK[..., 0] = True
+ADDED = torch.zeros(MASK.shape, dtype=torch.float64).masked_fill(~MASK, -1e9)
+BIAS = draw(1, HEADS, LENGTH, LENGTH)
+
+
+class Attention(nn.Module):
+    """Probabilities of queries, keys and values; `form` is what stands between the product and the softmax."""
+
+    def __init__(self, form: Callable[[Attention, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.form = form
+        self.project = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.float64)
+        self.bias = nn.Parameter(draw(HEADS, 1, LENGTH))
+        self.sinks = nn.Parameter(draw(HEADS))
+        self.scale = nn.Parameter(draw(HEADS, 1, 1))
+        with torch.no_grad():
+            self.project.weight.copy_(draw(3 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, values = self.project(x).chunk(3, -1)
+        return self.form(self, query, key) @ values
+
+
+def masked(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    return F.softmax(torch.matmul(query, key.transpose(-1, -2)) / 1.5 + ADDED, dim=-1)
+
+
+def in_place(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = query @ key.mT
+    scores *= 0.5
+    scores += BIAS
+    return scores.masked_fill_(~MASK, -1e9).softmax(-1)
+
+
+def capped(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = torch.tanh(torch.matmul(query, key.mT) / 5.0) * 5.0
+    return torch.softmax(torch.where(MASK, scores, torch.tensor(-1e9, dtype=torch.float64)), -1)
+
+
+def of_views(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT).view(SHAPE).transpose(1, 2).contiguous()
+    return nn.Softmax(dim=1)(scores.permute(0, 2, 3, 1).squeeze(0) * self.scale.mT).permute(0, 3, 1, 2)[:, :HEADS]
+
+
+def with_parameters(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = torch.einsum("bhld,bhsd->bhls", query, key)
+    return F.softmax(scores * self.scale.exp() + self.bias, -1)
+
+
+def with_sinks(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = torch.matmul(query, key.mT)
+    sinks = self.sinks.reshape(1, -1, 1, 1).expand(2, -1, LENGTH, -1)
+    scores = torch.cat([scores, sinks], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    return F.softmax(scores, dim=-1)[..., :-1]
+
+
+def in_fp32(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    scores = torch.matmul(query.bfloat16(), key.mT.bfloat16()).float() + ADDED.float()
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+
+
+FORMS = {form.__name__: form for form in (masked, in_place, capped, with_parameters, with_sinks, in_fp32, of_views)}
+
+
+def changed_mask(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """What was added is another one when the softmax comes."""
+    mask = ADDED.clone()
+    scores = torch.matmul(query, key.mT) + mask
+    mask.zero_()
+    return F.softmax(scores, -1)
+
+
+def changed_scores(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """The scores are changed by a function that is not followed."""
+    scores = torch.matmul(query, key.mT) + ADDED
+    scores.exp_()
+    return F.softmax(scores, -1)
+
+
+def random(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return F.softmax(F.dropout(torch.matmul(query, key.mT), 0.5), -1)
+
+
+def with_a_large_bias(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """It would have to be kept in the place of the probabilities."""
+    return F.softmax(torch.matmul(query, key.mT) + (query * key).sum(-1, keepdim=True).expand(SHAPE).exp(), -1)
+
+
+OTHERS = {form.__name__: form for form in (changed_mask, changed_scores, random, with_a_large_bias)}
+
+
+def run(attention: Attention, *, patched: bool) -> tuple[list[Tensor], int]:
+    """Output and gradients; the bytes of saved tensors of the size of the probabilities."""
+    attention = copy.deepcopy(attention)
+    if patched:
+        patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    x = draw(2, HEADS, LENGTH, WIDTH).requires_grad_()
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes if tensor.numel() >= torch.Size(SHAPE).numel() else 0)
+        return tensor
+
+    note.memopt_observer = True  # type: ignore[attr-defined]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), RecomputeScope():
+        y = attention(x)
+    gradients = torch.autograd.grad(y.square().sum(), [x, *attention.parameters()], allow_unused=True)
+    return [y, *(each for each in gradients if each is not None)], sum(sizes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_are_the_same_and_no_probabilities_are_saved(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    stock = softmaxes.recomputed_softmax
+    monkeypatch.setattr(softmaxes, "recomputed_softmax", lambda *args: calls.append(0) or stock(*args))
+    attention = Attention(FORMS[form])
+    (expected, before), (found, after) = (run(attention, patched=patched) for patched in (False, True))
+    assert calls == [0]
+    assert len(expected) == len(found) >= 4
+    assert all(map(torch.equal, expected, found))
+    assert after < before
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_what_cannot_be_recomputed_or_costs_as_much_is_saved_as_before(form: str) -> None:
+    attention = Attention(OTHERS[form])
+    (expected, before), (found, after) = (run(attention, patched=patched) for patched in (False, True))
+    assert all(map(torch.equal, expected, found))
+    assert after == before
+
+
+def test_a_mask_that_is_changed_later_is_an_error_and_no_wrong_gradient() -> None:
+    mask = ADDED.clone()
+    attention = Attention(lambda _, query, key: F.softmax(torch.matmul(query, key.mT) + mask, -1))
+    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    with RecomputeScope():
+        y = attention(draw(2, HEADS, LENGTH, WIDTH))
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_followed_lives_no_longer_than_the_forward() -> None:
+    attention = Attention(masked)
+    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    with RecomputeScope():
+        y = attention(draw(2, HEADS, LENGTH, WIDTH).requires_grad_())
+    pickle.loads(pickle.dumps(y.detach()))
+    assert not [name for name in vars(y) if "memopt" in name]
+
+
+def test_a_module_without_a_softmax_is_looked_at_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = Attention(lambda _, query, key: torch.matmul(query, key.mT))
+    opened: list[int] = []
+    stock = softmaxes._Following
+    monkeypatch.setattr(softmaxes, "_Following", lambda calls: opened.append(0) or stock(calls))
+    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    for _ in range(softmaxes.LOOK_AGAIN + 1):
+        with RecomputeScope():
+            attention(draw(2, HEADS, LENGTH, WIDTH))
+    assert len(opened) == 2
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+ON = memopt.load_recipe("exact-unfolded")
+OFF = memopt.load_recipe("exact-unfolded", ["softmaxes.method=none"])
+
+
+def eager(family: str, recipe: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+    model = tiny_model(family, **settings).to(dtype)
+    model.set_attn_implementation("eager")
+    return memopt.patch(model, recipe)
+
+
+def step(model: nn.Module, family: str, autocast: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**tiny_inputs(family, seq=32)).loss
+    loss.backward()
+    return [loss, *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bert", "vit", "t5", "opt", "gpt2"])
+def test_models_compute_the_same_bits_from_fewer_bytes(family: str, autocast: bool) -> None:
+    models = [eager(family, recipe) for recipe in (OFF, ON)]
+    sites = [entry for entry in memopt.plan_for(models[1], ON).rewrites if entry.kind == "softmax"]
+    assert sites
+    expected, found = (step(model, family, autocast) for model in models)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    inputs = tiny_inputs(family, seq=32)
+    before, after = (account(model, lambda model=model: model(**inputs)).total for model in models)
+    assert after < before
+
+
+def test_models_with_fused_attention_have_nothing_to_recompute() -> None:
+    assert not [entry for entry in memopt.plan_for(tiny_model("llama")).entries if entry.kind == "softmax"]
+
+
+def test_dropouts_that_keep_seeds_are_called_in_the_same_module() -> None:
+    """Of a dropped-out copy of the probabilities nothing is saved either."""
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    seeds = [memopt.load_recipe(recipe, ["dropouts.method=seed"]) for recipe in (OFF, ON)]
+    models = [eager("bert", recipe, **dropout) for recipe in seeds]
+    expected, found = (step(model, "bert") for model in models)
+    assert all(map(torch.equal, expected, found))
+    totals = []
+    for model in models:
+        torch.manual_seed(0)
+        totals.append(account(model, lambda model=model: model(**tiny_inputs("bert", seq=32))).total)
+    assert totals[1] < totals[0]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_blocks_save_what_they_did(use_reentrant: bool) -> None:
+    models = [eager("llama", recipe) for recipe in (OFF, ON)]
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    expected, found = (step(model, "llama") for model in models)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_region_checkpointed_by_hand_inside_the_module_is_exact() -> None:
+    attention = Attention(lambda self, query, key: checkpoint(masked, self, query, key, use_reentrant=False))
+    assert all(map(torch.equal, *(run(attention, patched=patched)[0] for patched in (False, True))))
+
+
+def test_a_copy_and_a_pickle_of_the_model_do_the_same() -> None:
+    model = eager("bert", ON)
+    expected = step(copy.deepcopy(model), "bert")
+    assert all(map(torch.equal, expected, step(pickle.loads(pickle.dumps(model)), "bert")))
+    assert memopt.unpatch(model) is not None
+
+
+def test_compiled_it_is_one_graph_and_the_same_gradient() -> None:
+    model = eager("bert", ON)
+    hidden = draw(2, 8, model.config.hidden_size).float()
+    layer = model.bert.encoder.layer[0]
+
+    def gradients(run: Callable[[Tensor], Any]) -> list[Tensor]:
+        outputs = run(hidden)
+        loss = (outputs if isinstance(outputs, Tensor) else outputs[0]).square().sum()
+        return list(torch.autograd.grad(loss, list(layer.parameters())))
+
+    expected = gradients(layer)
+    found = gradients(torch.compile(layer, backend="aot_eager", fullgraph=True))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
