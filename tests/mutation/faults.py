@@ -23,6 +23,7 @@ _GATED = ("tests/kernels/gated_mlp/test_gated.py",)
 _CODES = ("tests/kernels/derivative_codes/test_codes.py",)
 _INT8 = ("tests/kernels/quantize/test_quantize.py",)
 _SAMPLING = ("tests/kernels/sampled_linear/test_sampling.py", "-k", "not compiles")
+_SOFTMAX = ("tests/patches/test_softmax.py",)
 _DROPOUT = ("tests/kernels/dropout/test_dropout.py",)
 _COPIES = ("tests/saved/test_padded.py", "tests/saved/test_copies.py")
 _PINNED = ("tests/saved/test_pinned.py",)
@@ -151,6 +152,37 @@ FAULTS: tuple[Fault, ...] = (
         "inside = inside.narrow(dim, max(before, 0), length)",
         "inside = inside.narrow(dim, 0, length)",
         _COPIES,
+    ),
+    # Attention probabilities.
+    Fault(
+        "softmax: what was done last to the scores is forgotten",
+        "    for function, args, kwargs in steps:\n",
+        "    for function, args, kwargs in steps[:-1]:\n",
+        _SOFTMAX,
+    ),
+    Fault(
+        "softmax: functions of torch take the arguments of methods",
+        "return {getattr(owner, name): getattr(owner, meant[name]) for owner, name in owners}",
+        "return {getattr(owner, name): getattr(Tensor, meant[name], Tensor.reshape) for owner, name in owners}",
+        _SOFTMAX,
+    ),
+    Fault(
+        "softmax: a mask that has changed since is read",
+        "unchanged = all(each.tensor._version == each.version for each in self.reads)",
+        "unchanged = True",
+        _SOFTMAX,
+    ),
+    Fault(
+        "softmax: scores that have changed since are recomputed",
+        "return scores if reference() is x and version == x._version else None",
+        "return scores if reference() is x else None",
+        _SOFTMAX,
+    ),
+    Fault(
+        "softmax: the gradient of the cast to fp32 is lost",
+        "    return dx.to(node.dtypes[0])\n",
+        "    return dx.to(torch.bfloat16).to(node.dtypes[0])\n",
+        ("tests/kernels/softmax",),
     ),
     # Codes and quantised tensors.
     Fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ from torch import nn
 
 from memopt.patches.swap import is_swapped, restore_forward, swap_forward, swap_state, wraps_any_forward
 
-#: The context around one call of a module.
-Mode = Callable[[nn.Module], AbstractContextManager[object]]
+#: (module, arguments of one call) -> the context around that call.
+Mode = Callable[[nn.Module, Sequence[Any]], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,5 @@ def run_inside(modes: tuple[Mode, ...], run: Callable[..., Any], module: nn.Modu
     """``run(module, *args, **kwargs)`` inside `modes`."""
     if not modes:
         return run(module, *args, **kwargs)
-    with modes[0](module):  # a stack of contexts would break a graph that is being compiled
+    with modes[0](module, (*args, *kwargs.values())):  # a stack of contexts would break a graph that is being compiled
         return run_inside(modes[1:], run, module, *args, **kwargs)

@@ -71,3 +71,15 @@ def test_backward_inside_an_autocast_region_is_the_same() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         (found,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+def test_gradients_for_many_outputs_at_once_are_those_of_one_after_another(wide: torch.dtype) -> None:
+    x, dy = draw(300, 1000, dtype=torch.bfloat16).requires_grad_(), draw(2, 300, 1000, dtype=wide, seed=1)
+    y = recomputed(x, -1, wide)
+    (found,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+    inside = torch.func.vmap(lambda each: torch.autograd.grad(y, x, each, retain_graph=True)[0])(dy)
+    for place, each in enumerate(dy):
+        (expected,) = torch.autograd.grad(y, x, each, retain_graph=True)
+        assert torch.equal(found[place], expected)
+        assert torch.equal(inside[place], expected)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, autocast_as, is_batched, refuse_double_backward
 from memopt.kernels.base.parts import elementwise
 from memopt.recompute_rules import PROBABILITIES, Node, recomputable
 from memopt.recompute_specs import Recomputed
@@ -97,4 +97,5 @@ def _gradient(node: Node, dy: Tensor, kept: Tensor) -> Tensor:
 
 def _by_rows(node: Node, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`function` of tensors of one shape, without an intermediate of their size."""
-    return elementwise(function, *tensors) if node.dim == -1 and _widens(node) else function(*tensors)
+    in_parts = node.dim == -1 and _widens(node) and not is_batched(tensors)
+    return elementwise(function, *tensors) if in_parts else function(*tensors)

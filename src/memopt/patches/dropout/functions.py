@@ -6,7 +6,7 @@ by a function mode; everything else passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from memopt.patches.repeated import RepeatedMode
 from memopt.torch_compat import calls_of_checkpointing, checkpointing_hook
 
 
-def seeded_in_training(module: nn.Module) -> AbstractContextManager[object]:
+def seeded_in_training(module: nn.Module, _: Sequence[Any]) -> AbstractContextManager[object]:
     """The context of one call of `module`, whose forward calls dropouts."""
     return seeded_functions() if module.training else nullcontext()
 

@@ -8,6 +8,7 @@ attention runs, under activation checkpointing, and where the block's saved tens
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any
@@ -43,13 +44,13 @@ class RecomputedSoftmaxes:
     def __reduce__(self) -> tuple[Any, ...]:
         return RecomputedSoftmaxes, ()
 
-    def __call__(self, module: nn.Module) -> AbstractContextManager[object]:
+    def __call__(self, module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
         if steps_aside() or not applies(PROBABILITIES):
             return nullcontext()
         if 0 < self._calls_without < LOOK_AGAIN:
             self._calls_without += 1
             return nullcontext()
-        return _Following(self)
+        return _Following(self, given)
 
     def note(self, found: bool) -> None:
         """A call has ended in which a softmax was found to recompute, or none."""
@@ -57,9 +58,9 @@ class RecomputedSoftmaxes:
 
 
 class _Following(TorchFunctionMode):
-    def __init__(self, calls: RecomputedSoftmaxes) -> None:
+    def __init__(self, calls: RecomputedSoftmaxes, given: Sequence[Any]) -> None:
         super().__init__()
-        self._calls, self._found, self._followed = calls, False, Followed()
+        self._calls, self._found, self._followed = calls, False, Followed(given)
         self._is_behind = False  # the next product is that of probabilities and values
         self._packing = packing_unseen()
 

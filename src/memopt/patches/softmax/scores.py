@@ -6,6 +6,7 @@ bias) has to be kept to recompute them. PyTorch's functions are all that is know
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ class _Read(NamedTuple):
     """Without a graph."""
     version: int
     made_here: bool
-    """In the forward that is followed; what was made before is shared with other layers, or is data."""
+    """In the forward that is followed, for all that is known; what was made before is shared with other layers."""
 
 
 class Scores(NamedTuple):
@@ -90,36 +91,41 @@ class Scores(NamedTuple):
         """What the steps read beside the scores."""
         return [each.tensor for each in self.reads]
 
-    def compute(self, read: Sequence[Tensor]) -> Tensor:
-        """The tensor, while backward has not been through the product."""
-        value = torch.bmm(saved(self.product, "self"), saved(self.product, "mat2")).view(self.shape)
-
-        def filled(each: Any) -> Any:
-            if type(each) is not _Slot:
-                return each
-            return value if each is _SCORES else read[each.index]
-
-        for function, args, kwargs in self.steps:
-            value = function(*_mapped(filled, args), **dict(zip(kwargs, _mapped(filled, kwargs.values()), strict=True)))
-        return value
+    @property
+    def compute(self) -> Callable[[Sequence[Tensor]], Tensor]:
+        """compute(read) -> the tensor, while backward has not been through the product. It holds no tensor."""
+        return functools.partial(_compute, self.product, self.shape, self.steps)
 
     def costs_less_than(self, nbytes: int) -> bool:
         """Whether keeping what is read beside the scores is worth leaving out so many bytes, and nothing has changed.
 
         What other layers read as well is kept once for all; if none does, no more is kept than before.
         """
-        if any(each.tensor._version != each.version for each in self.reads):
-            return False
-        here = _storages(each.tensor for each in self.reads if each.made_here)
-        before = _storages(each.tensor for each in self.reads if not each.made_here)
-        return 2 * sum(here.values()) <= nbytes and sum((here | before).values()) <= nbytes
+        unchanged = all(each.tensor._version == each.version for each in self.reads)
+        return unchanged and _bytes(each.tensor for each in self.reads) <= nbytes
+
+
+def _compute(product: Node, shape: torch.Size, steps: Sequence[_Step], read: Sequence[Tensor]) -> Tensor:
+    value = torch.bmm(saved(product, "self"), saved(product, "mat2")).view(shape)
+
+    def filled(each: Any) -> Any:
+        if type(each) is not _Slot:
+            return each
+        return value if each is _SCORES else read[each.index]
+
+    for function, args, kwargs in steps:
+        named = dict(zip(kwargs, _mapped(filled, kwargs.values()), strict=True))
+        value = function(*_mapped(filled, args), **named)
+    return value
 
 
 class Followed:
     """The tensors of one forward of which it is known how they are recomputed."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Any]) -> None:
+        """`given` are the arguments of the forward."""
         self._first = next_sequence_number()
+        self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in _PLAIN_TYPES}
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Scores]] = {}
 
     @property
@@ -181,7 +187,9 @@ class Followed:
             )
         elif output is x:
             return
-        if all(type(each.tensor) in _PLAIN_TYPES for each in reads):
+        # What is made here and as large would live longer, to be kept in the scores' place.
+        here = 2 * _bytes(each.tensor for each in reads if each.made_here)
+        if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
             self._note(output, Scores(scores.product, scores.shape, (*scores.steps, step), tuple(reads)))
 
     def _read(self, other: Tensor) -> _Read:
@@ -190,7 +198,8 @@ class Followed:
         # Sharding may have freed a parameter by the time of backward.
         is_parameter = node is None and base.requires_grad
         tensor = other.detach().clone() if is_parameter else other.detach()
-        made_here = is_parameter or (node is not None and sequence_number(node) >= self._first)
+        was_there = storage_id(tensor.untyped_storage()) in self._given
+        made_here = not was_there and (node is None or sequence_number(node) >= self._first)
         return _Read(tensor, tensor._version, made_here)
 
     def _note(self, output: Tensor, scores: Scores) -> None:
@@ -201,9 +210,9 @@ class Followed:
             self._known[key] = reference, output._version, scores
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Identity of a storage -> its bytes."""
-    return {storage_id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _mapped(function: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
