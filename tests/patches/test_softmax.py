@@ -92,7 +92,17 @@ def in_fp32(self: Attention, query: Tensor, key: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
 
 
-FORMS = {form.__name__: form for form in (masked, in_place, capped, with_parameters, with_sinks, in_fp32, of_views)}
+def rounded_in_place(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """What is added is fp32, the sum stays bf16."""
+    scores = torch.matmul(query.bfloat16(), key.mT.bfloat16())
+    scores += draw(2, 1, LENGTH, LENGTH).float()
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+
+
+FORMS = {
+    form.__name__: form
+    for form in (masked, in_place, capped, with_parameters, with_sinks, in_fp32, rounded_in_place, of_views)
+}
 
 
 def changed_mask(self: Attention, query: Tensor, key: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class Followed:
         if type(output) is not type(x) or output.device != x.device:
             return
         reads = list(scores.reads)
-        step: _Step = (_CAST, (_SCORES, output.dtype), {})
+        cast: _Step = (_CAST, (_SCORES, output.dtype), {})
+        steps = [*scores.steps, cast]
         if STEPS[function] is not _CAST:
             slots = {id(x): _SCORES}
 
@@ -180,17 +181,16 @@ class Followed:
                     reads.append(self._read(each))
                 return slots.get(id(each), each)
 
-            step = (
-                STEPS[function],
-                _mapped(slot, args),
-                dict(zip(kwargs, _mapped(slot, kwargs.values()), strict=True)),
-            )
+            named = dict(zip(kwargs, _mapped(slot, kwargs.values()), strict=True))
+            steps[-1:] = [(STEPS[function], _mapped(slot, args), named)]
+            if output is x:  # written in place, in the dtype that it had
+                steps.append(cast)
         elif output is x:
             return
         # What is made here and as large would live longer, to be kept in the scores' place.
         here = 2 * _bytes(each.tensor for each in reads if each.made_here)
         if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
-            self._note(output, Scores(scores.product, scores.shape, (*scores.steps, step), tuple(reads)))
+            self._note(output, Scores(scores.product, scores.shape, tuple(steps), tuple(reads)))
 
     def _read(self, other: Tensor) -> _Read:
         base = other if other._base is None else other._base
