@@ -1,0 +1,28 @@
+"""Convolutions inside scopes, whose backward is in the order that lets go of a recomputed input earliest."""
+
+from __future__ import annotations
+
+import contextlib
+
+from memopt.patches.base import Live, Patch
+
+
+class ConvolutionPatch(Patch):
+    """They have no rows: what they read is recomputed or not, as the rows of its producers say."""
+
+    name = "convolution"
+    after = ("linear",)
+    requires = ("linear",)
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.convolution.module import is_convolution, patch_convolution
+        from memopt.patches.swap import is_swapped
+
+        for name, module in live.modules.items():
+            is_inside = any(f"{name}.".startswith(f"{scope}.") for scope in live.scopes)
+            if is_inside and is_convolution(module) and not is_swapped(module) and live.plan.recipe.selects(name):
+                with contextlib.suppress(ValueError):
+                    patch_convolution(module, live.scopes.get(name))
+
+
+PATCH = ConvolutionPatch()
