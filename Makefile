@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-train test-distributed quick mutation \
+.PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-device test-train test-distributed quick mutation \
   mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
 
 help: ## list the targets
@@ -109,7 +109,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytes
 DURATIONS = --durations=10 --durations-min=0.5
 
 # Triton decides while it is imported whether kernels are compiled or interpreted, so the latter is a run of its own.
-COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed)
+COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed device)
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
 
 test: $(STAMP) ## run the tests that need no GPU, without the slow ones
@@ -138,6 +138,14 @@ mutation-sources: $(STAMP) ## plant faults in a copy of the sources and show tha
 
 TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m "not slow and not gpu"
 
+# Once with kernels in Triton's interpreter, for values, and once without them, for what is counted. Needs g++ in CI; elsewhere
+# its absence is a skip that says so.
+ON_DEVICE = $(PYTEST) -p tests.device.emulator.plugin
+
+test-device: $(STAMP) ## run tests/gpu and whole steps of nine models on a CUDA device emulated on the CPU (needs g++)
+	@TRITON_INTERPRET=1 $(ON_DEVICE) -m "not slow" tests/gpu tests/device/numeric
+	@$(ON_DEVICE) -m "not slow" tests/device/counted
+
 test-train: $(TRAIN_STAMP) ## run memopt under TRL, Lightning, Liger, bitsandbytes and others, and the examples for a few steps
 	@$(TRAIN_PYTEST) -n 2 --dist worksteal tests/train
 
@@ -147,6 +155,8 @@ test-distributed: $(TRAIN_STAMP) ## run memopt in two processes under DDP, FSDP2
 test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"
 	@$(INTERPRETED)
+	@TRITON_INTERPRET=1 $(ON_DEVICE) tests/gpu tests/device/numeric
+	@$(ON_DEVICE) tests/device/counted
 
 test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
 	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred

@@ -15,9 +15,11 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -372,12 +374,8 @@ class Call {
     }
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
-      for (const std::optional<Tensor>& index : value.toOptionalTensorList()) {
-        if (index && index->defined() && index->is_cuda() && starts_with(name_, "aten::index") &&
-            (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
-          waited((name_ + " by a mask").c_str());
+      for (const std::optional<Tensor>& index : value.toOptionalTensorList())
         list.push_back(index ? std::optional<Tensor>(given(*index)) : std::nullopt);
-      }
       return list;
     }
     if (value.isDevice()) {
@@ -436,13 +434,21 @@ class Call {
   std::map<const void*, Storage> storages_;
 };
 
+// CUDA turns a mask into indices, for which it waits, unless a single number is written.
+bool writes_by_a_mask(const std::string& name, const IValue* arguments) {
+  if (name != "aten::_index_put_impl_" || arguments[2].toTensor().numel() == 1) return false;
+  for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorList())
+    if (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) return true;
+  return false;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   auto name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
   launched(name.c_str());
-  if (kWaiting.count(name)) waited(name.c_str());
-  Call call(name);
   const auto count = schema.arguments().size(), begin = stack->size() - count;
+  if (kWaiting.count(name) || writes_by_a_mask(name, stack->data() + begin)) waited(name.c_str());
+  Call call(name);
   for (size_t i = 0; i < count; i++) (*stack)[begin + i] = call.given((*stack)[begin + i], schema.arguments()[i].name());
   call.check_devices();
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
@@ -515,6 +521,23 @@ Tensor addmm_dtype(
   return on_device(at::addmm(on_cpu(self).to(dtype), on_cpu(a).to(dtype), on_cpu(b).to(dtype), beta, alpha), self.device());
 }
 
+// CUDA counts whole numbers, too.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  launched("aten::histc");
+  at::NoGradGuard no_graph;
+  return on_device(at::histc(on_cpu(self).to(at::kDouble), bins, min, max).to(self.scalar_type()), self.device());
+}
+
+// The CPU's reads the offsets, for which it would wait.
+Tensor grouped_mm(
+    const Tensor& a, const Tensor& b, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bias,
+    std::optional<at::ScalarType> dtype) {
+  launched("aten::_grouped_mm");
+  at::NoGradGuard no_graph;
+  auto given = [](const std::optional<Tensor>& t) { return t ? std::optional<Tensor>(on_cpu(*t)) : std::nullopt; };
+  return on_device(at::_grouped_mm(on_cpu(a), on_cpu(b), given(offsets), given(bias), dtype), a.device());
+}
+
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
@@ -551,6 +574,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_", &set_nothing);
+  library.impl("histc", &histc);
+  library.impl("_grouped_mm", &grouped_mm);
   library.impl("mm.dtype", &mm_dtype);
   library.impl("addmm.dtype", &addmm_dtype);
   library.impl("record_stream", [](Tensor&, Stream) {});

@@ -87,11 +87,7 @@ def _devices(library: ctypes.CDLL) -> None:
         _cuda_getDevice=current, _cuda_setDevice=set_current,
         _cuda_exchangeDevice=exchange, _cuda_maybeExchangeDevice=exchange,
     )  # fmt: skip
-    _answer(
-        torch.accelerator,
-        is_available=lambda: True, device_count=lambda: count, current_device_index=current,
-        synchronize=lambda d=None: None,
-    )  # fmt: skip
+    _answer(torch.accelerator, is_available=lambda: True, current_device_index=current)
 
 
 def _memory(library: ctypes.CDLL) -> None:
@@ -178,7 +174,6 @@ def _streams() -> None:
         Event=_Event, Stream=_Stream, stream=inside, current_stream=_Stream, default_stream=_Stream,
         set_stream=lambda stream: None,
     )  # fmt: skip
-    torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
 
 
 _clone_of_cpu = torch.storage.UntypedStorage.clone

@@ -45,6 +45,8 @@ def test_a_step_is_as_right_as_stock_and_waits_no_more_for_the_device(way: Way) 
 def truth_of(way: Way, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of the stock model in fp64."""
     exact = copy.deepcopy(model).double()
+    if way.model == "mixtral":  # grouped products have no fp64
+        getattr(exact, "base_model", exact).set_experts_implementation("eager")
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     with precise(torch.float64):
         exact(**wide).loss.backward()
