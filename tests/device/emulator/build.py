@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("emulator.cpp")
-FOLDER = Path(__file__).parents[3] / "build" / "device"
+FOLDER = Path(os.environ.get("MEMOPT_DEVICE_CACHE", Path(__file__).parents[3] / "build" / "device"))
 
 
 class CannotBuild(Exception):

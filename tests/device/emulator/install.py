@@ -6,8 +6,8 @@ from tests.device.emulator.build import load
 
 _LIBRARY = load()  # before torch, which the imports below need
 
-from tests.device.emulator import launches, surface
-from tests.device.emulator.counting import Count, Meter
+from tests.device.emulator import launches, surface  # noqa: E402
+from tests.device.emulator.counting import Count, Meter  # noqa: E402
 
 _METER = Meter(_LIBRARY)
 counting = _METER.counting

@@ -1,4 +1,4 @@
-"""A step of every model in every way to train it: loss and gradients as right as stock's, and no more synchronisations."""
+"""A step of every model in every way to train it: gradients as right as stock's, no more synchronisations."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def train(model: Any, data: list[dict[str, torch.Tensor]], device: str | None = 
 
 
 @pytest.mark.parametrize(
-    "way", [Way("llama"), Way("bert", checkpointing="levels"), Way("t5", checkpointing="offload"), Way("gpt2", "lora")], ids=str
+    "way",
+    [Way("llama"), Way("bert", checkpointing="levels"), Way("t5", checkpointing="offload"), Way("gpt2", "lora")],
+    ids=str,
 )
 def test_a_loop_follows_stocks(way: Way) -> None:
     data = [batch(way, "cpu", seed) for seed in range(3 * ACCUMULATED)]
