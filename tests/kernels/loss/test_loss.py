@@ -22,6 +22,7 @@ from memopt.kernels.loss.function import (
     lean_cross_entropy,
     row_factors,
     row_losses,
+    rows_gradient_,
 )
 from memopt.kernels.loss.reference import LossArguments
 from memopt.torch_compat import FakeTensorMode
@@ -75,6 +76,16 @@ def ours(
     return loss, gradient
 
 
+def together(
+    logits: Tensor, target: Tensor, dloss: Tensor, weight: Tensor | None, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient from one call."""
+    logits, arguments, statistics = logits.clone(), LossArguments(weight, smoothing), fresh_statistics(logits)
+    factors = row_factors(target, dloss, arguments, logits.size(1))
+    gradient = rows_gradient_(logits, statistics, target, factors, weight=weight, out=logits)
+    return row_losses(statistics, target, arguments, logits.size(1))[0], gradient
+
+
 def by_blocks(
     logits: Tensor, target: Tensor, dloss: Tensor, weight: Tensor | None, smoothing: float, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -83,9 +94,9 @@ def by_blocks(
     parts = [slice(start, start + size) for start in range(0, logits.size(1), size)]
     for part in parts:
         of_block = None if weight is None else weight[part]
-        block_statistics_(logits[:, part].clone(), statistics, weight=of_block, smoothed=bool(smoothing))
-    picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    loss, lse = row_losses(statistics, picked, target, arguments, logits.size(1))
+        local = target - part.start
+        block_statistics_(logits[:, part].clone(), statistics, local, weight=of_block, smoothed=bool(smoothing))
+    loss, lse = row_losses(statistics, target, arguments, logits.size(1))
     factors = row_factors(target, dloss, arguments, logits.size(1))
     gradients = [
         block_gradient_(
@@ -134,6 +145,15 @@ def test_blocks_of_columns_give_what_whole_rows_give(
     for result, other in zip(by_blocks(logits, target, dloss, weight, smoothing, size), expected, strict=True):
         rounding = torch.finfo(result.dtype).eps
         torch.testing.assert_close(result, other, rtol=bound + rounding, atol=bound)
+
+
+@every_option
+@every_dtype
+def test_loss_and_gradient_together_are_those_of_two_calls(
+    dtype: torch.dtype, smoothing: float, weighted: bool
+) -> None:
+    given = draw(9, 300, dtype, weighted=weighted)
+    assert all(map(torch.equal, together(*given, smoothing), ours(*given, smoothing)))
 
 
 def make_special(logits: Tensor, target: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 The logits may be there whole, or a block of columns at a time (`memopt.kernels.loss.reference` has the formulas):
 
-    whole      cross_entropy_rows, cross_entropy_backward_
+    whole      cross_entropy_rows, cross_entropy_backward_; rows_gradient_ for both at once
     blocks     fresh_statistics, block_statistics_ for each block, row_losses; row_factors, block_gradient_ for each
 
 These know nothing of autograd; :func:`lean_cross_entropy` does, for logits that are kept whole.
@@ -53,13 +53,17 @@ def cross_entropy_rows(
     Raises:
         IndexError: a target is neither a class nor `ignore_index`; on a GPU a device-side assertion fails.
     """
-    with autocast_as(None, logits):  # autocast gives nll_loss an fp32 copy of all logits
-        # The stock operator picks the target's logit, and refuses a target out of range as it always does.
-        picked = -F.nll_loss(logits, target, reduction="none", ignore_index=ignore_index)
-        statistics = fresh_statistics(logits)
-        block_statistics_(logits, statistics, weight=weight, smoothed=bool(label_smoothing))
-        arguments = LossArguments(weight, label_smoothing, ignore_index)
-        return row_losses(statistics, picked, target, arguments, logits.size(1))
+    with autocast_as(None, logits):
+        in_range(target, ignore_index, logits.size(1))
+        statistics, target = fresh_statistics(logits), target.long()
+        block_statistics_(logits, statistics, target, weight=weight, smoothed=bool(label_smoothing))
+        return row_losses(statistics, target, LossArguments(weight, label_smoothing, ignore_index), logits.size(1))
+
+
+def in_range(target: Tensor, ignore_index: int, classes: int) -> None:
+    """The stock operator's IndexError for a target that is no class; on a GPU a device-side assertion."""
+    nothing = torch.zeros((1, 1), device=target.device).expand(len(target), classes)
+    F.nll_loss(nothing, target, reduction="none", ignore_index=ignore_index)
 
 
 @torch.no_grad()
@@ -89,43 +93,59 @@ def cross_entropy_backward_(
 
 
 def fresh_statistics(rows: Tensor) -> Tensor:
-    """Those of no columns yet, (n, 3) for `rows` (n, ...): what :func:`block_statistics_` starts from."""
-    statistics = rows.new_zeros(len(rows), 3, dtype=accumulation_dtype(rows.dtype))
+    """Those of no columns yet, (n, 4) for `rows` (n, ...): what :func:`block_statistics_` starts from."""
+    statistics = rows.new_zeros(len(rows), 4, dtype=accumulation_dtype(rows.dtype))
     statistics[:, 0] = -torch.inf
     return statistics
 
 
 @torch.no_grad()
 def block_statistics_(
-    logits: Tensor, statistics: Tensor, *, weight: Tensor | None = None, smoothed: bool = False
+    logits: Tensor, statistics: Tensor, target: Tensor, *, weight: Tensor | None = None, smoothed: bool = False
 ) -> None:
     """Takes a block of columns into the statistics of their rows, in place.
 
     Args:
         logits: (n, B), any floating dtype and strides.
-        statistics: (n, 3) contiguous: maximum, sum of exp(x - maximum) and, where `smoothed`, sum of weight * x.
+        statistics: (n, 4) contiguous: maximum, sum of exp(x - maximum), where `smoothed` sum of weight * x, and the
+            logit of the target.
+        target: (n,) int64, counted from the block's first column; one outside of the block picks nothing.
         weight: (B,) of the block's classes; read where `smoothed`.
     """
     if runs_triton(logits, statistics, weight):
         import memopt.kernels.loss.function_triton as kernels
 
-        kernels.launch_statistics(logits, statistics, weight, smoothed)
+        kernels.launch_statistics(logits, statistics, weight, smoothed, target)
     else:
-        update_statistics(logits, statistics, weight, smoothed)
+        update_statistics(logits, statistics, weight, smoothed, target)
 
 
 @torch.no_grad()
-def row_losses(
-    statistics: Tensor, picked: Tensor, target: Tensor, arguments: LossArguments, classes: int
-) -> tuple[Tensor, Tensor]:
+def rows_gradient_(
+    logits: Tensor, statistics: Tensor, target: Tensor, factors: RowFactors, *, weight: Tensor | None, out: Tensor
+) -> Tensor:
+    """:func:`block_statistics_` and :func:`block_gradient_` of whole rows in one, into `out`, which may be `logits`."""
+    smoothed = factors.flat is not None
+    if runs_triton(logits, statistics, weight, out):
+        import memopt.kernels.loss.function_triton as kernels
+
+        kernels.launch_statistics(logits, statistics, weight, smoothed, target, factors, out)
+    else:
+        update_statistics(logits, statistics, weight, smoothed, target)
+        lse = torch.stack((statistics[:, 0], statistics[:, 1].log()), 1)
+        block_gradient(logits, target, lse, factors, weight, out)
+    return out
+
+
+@torch.no_grad()
+def row_losses(statistics: Tensor, target: Tensor, arguments: LossArguments, classes: int) -> tuple[Tensor, Tensor]:
     """The loss (n,) of each row, 0 where it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
 
     Args:
-        statistics: (n, 3), of all columns.
-        picked: (n,), the logit of each row's target.
+        statistics: (n, 4), of all columns.
         target: (n,), a class or `ignore_index`.
     """
-    top, total, of_all = statistics.unbind(1)
+    top, total, of_all, picked = statistics.unbind(1)
     log_sum = total.log()
     hit, weight_sum = _target_weights(target, arguments, classes, statistics.dtype)
     loss = hit * (log_sum + (top - picked))

@@ -23,7 +23,7 @@ from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
-from memopt.patches.loss.rows import by_rows
+from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
 from memopt.patches.loss.source import Source, versions_of
 from memopt.torch_compat import known_values, no_dispatch
 
@@ -75,15 +75,15 @@ def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: s
         losses = _by_rows(source, target, arguments)
         divisor: Tensor | float = float(len(target))
     else:
-        # Ignored rows never reach the head.
-        kept = _counted(target, arguments.ignore_index)
+        # Ignored rows never reach the head. How many they are a GPU would have to be waited for: there they count 0.
+        kept = None if is_on_gpu(source.x) else _counted(target, arguments.ignore_index)
         wide = accumulation_dtype(source.dtype)
         source = _before_the_loss(source)
-        divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
+        divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else source.x.new_ones((), dtype=wide)
         if is_plain(source):
             plain = Plain(source, arguments)
             if reduction != "none" and plain.is_at_once:
-                return loss_at_once(plain, target, kept, 1 / divisor.to(target.device))
+                return loss_at_once(plain, target, kept, 1 / divisor)
             losses = losses_by_blocks(plain, target, kept)
         else:
             losses = _by_rows(source, target, arguments, kept)
@@ -112,14 +112,19 @@ def _by_rows(source: Source, target: Tensor, arguments: LossArguments, kept: Ten
     """
 
     def finish(y: Tensor, t: Tensor) -> tuple[Tensor]:
-        return (losses_of(y, t, arguments),)
+        if t.is_floating_point():
+            return (losses_of(y, t, arguments),)
+        options: Any = {**vars(arguments), "reduction": "none"}
+        return (lean_cross_entropy(y, t, **options),)
 
+    # Of a class, a logit and its gradient are all that lives.
+    of_logit = LOGIT_BYTES if target.is_floating_point() else 2 * source.dtype.itemsize
     if kept is not None:
         chosen = source.x[kept]
         of_kept = dataclasses.replace(source, x=chosen, versions=versions_of((chosen,)))
-        (losses,) = by_rows(of_kept, finish, (target[kept],))
+        (losses,) = by_rows(of_kept, finish, (target[kept],), of_logit)
         return losses.new_zeros(len(target)).index_copy(0, kept, losses)
-    return by_rows(source, finish, (target,))[0]
+    return by_rows(source, finish, (target,), of_logit)[0]
 
 
 def _weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) -> Tensor:
