@@ -106,7 +106,10 @@ def _norm(
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     elif bare:
         arguments, _ = _plan(spec, x.dtype, dtype, dtype)
-        y = NormalizeFunction.apply(x, arguments, residual)
+        recomputed = Recomputed()
+        y = NormalizeFunction.apply(x, arguments, recomputed, residual)
+        if not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
+            attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
     else:
         arguments, recompute = _plan(spec, x.dtype, dtype, kept_dtype)
         saved: list[Any] = []
@@ -149,19 +152,22 @@ class NormalizeFunction(DirectFunction):
     """Norm without an affine: the output is the kept x_hat."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arguments: NormArguments, residual: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, arguments: NormArguments, recomputed: Recomputed, residual: Tensor | None
+    ) -> Tensor:
         _, x_hat, rstd = norm_ops.forward(x, None, None, arguments, residual)
-        ctx.arguments = arguments
+        ctx.arguments, ctx.recomputed = arguments, recomputed
         ctx.save_for_backward(x_hat, rstd)
         return x_hat
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         x_hat, rstd = ctx.saved_tensors
         dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.arguments, (True, False, False))
-        x_needs, _, residual_needs = ctx.needs_input_grad
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None,))
+        x_needs, *_, residual_needs = ctx.needs_input_grad
+        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None, None))
 
 
 class NormFunction(DirectFunction):
