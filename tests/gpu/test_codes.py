@@ -65,6 +65,7 @@ def test_ten_runs_give_the_same_bits(code: DerivativeCode) -> None:
         assert_same(run(z, dh, code), first)
 
 
+@pytest.mark.real_device("streams")
 @every_code
 def test_a_side_stream_is_used_where_it_is_current(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)
@@ -82,6 +83,7 @@ def test_a_side_stream_is_used_where_it_is_current(code: DerivativeCode) -> None
     assert_same(results, expected)
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_code
 def test_a_captured_graph_replays_on_new_values(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)
@@ -116,6 +118,7 @@ def test_another_device_than_the_current_one_is_used() -> None:
     assert_same([result.to(DEVICE) for result in results], expected)
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 @pytest.mark.parametrize("scheme", ["2bit", "3bit", "8bit"])
 def test_elements_beyond_two_to_the_31_are_as_any_others(scheme: str) -> None:
     code, count, part = CODES[scheme], 2**31 + 4096, 8192

@@ -54,6 +54,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(dtype: torch.dtype, monkeypa
     assert all(torch.equal(y, seeded_dropout(x, 0.1, seed)) for y, seed in zip(ours, (1, 2), strict=True))
 
 
+@pytest.mark.real_device("streams")
 def test_a_side_stream_is_used_where_it_is_current() -> None:
     value = draw()
     expected = seeded_dropout(value, 0.3, 1)
@@ -81,6 +82,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.real_device("CUDA graphs")
 def test_replays_of_a_captured_graph_draw_masks_of_their_own() -> None:
     module, x = nn.Dropout(0.5), torch.ones(COUNT, device=DEVICE)
     patch_dropout(module)
@@ -126,6 +128,7 @@ def test_a_forward_takes_the_memory_of_its_output_and_keeps_no_other() -> None:
     assert torch.cuda.max_memory_allocated() - before <= y.nbytes + 1024
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 def test_elements_beyond_two_to_the_32_have_numbers_of_their_own() -> None:
     count, ends = 2**32 + 4096, 4096
     free, _ = torch.cuda.mem_get_info()

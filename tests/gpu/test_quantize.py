@@ -59,6 +59,7 @@ def test_groups_that_are_not_finite_are_nan_on_the_device_and_no_others(bits: in
     assert torch.equal(dequantize(quantize(x, bits, 1)).isnan(), broken)
 
 
+@pytest.mark.real_device("streams")
 @every_width
 def test_a_side_stream_is_used_where_it_is_current(bits: int) -> None:
     value = draw()
@@ -78,6 +79,7 @@ def test_a_side_stream_is_used_where_it_is_current(bits: int) -> None:
     assert torch.equal(ours_decoded, decoded)
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_width
 def test_a_captured_graph_replays_on_new_values(bits: int) -> None:
     x = draw()
@@ -130,6 +132,7 @@ def test_codes_take_no_more_memory_than_they_hold_while_they_are_made(bits: int)
     assert torch.cuda.max_memory_allocated() - before <= made + 1024
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 @every_width
 def test_elements_beyond_two_to_the_32_are_coded_like_others_with_numbers_of_their_own(bits: int) -> None:
     count, ends = 2**32 + 3 * GROUP, 3 * GROUP

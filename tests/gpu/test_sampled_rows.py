@@ -114,6 +114,7 @@ def test_ten_runs_give_the_same_bits() -> None:
         assert all(map(torch.equal, first, run(x, dy)))
 
 
+@pytest.mark.real_device("streams")
 @every_method
 def test_a_side_stream_is_used_where_it_is_current(method: Method) -> None:
     x, dy = tensors()
@@ -133,6 +134,7 @@ def test_a_side_stream_is_used_where_it_is_current(method: Method) -> None:
     assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_method
 def test_a_captured_graph_draws_anew_from_new_values(method: Method) -> None:
     x, dy = tensors()
