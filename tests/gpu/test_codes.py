@@ -57,6 +57,7 @@ def test_codes_and_gradients_are_those_of_the_reference_on_the_cpu(code: Derivat
     assert torch.equal(dz.cpu(), _apply(dh.cpu(), packed.cpu(), code))
 
 
+@pytest.mark.real_device("programs that run at the same time")
 @every_code
 def test_ten_runs_give_the_same_bits(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)

@@ -81,6 +81,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(result, other)
 
 
+@pytest.mark.real_device("programs that run at the same time")
 @every_operator
 def test_ten_runs_give_the_same_bits(operator):
     inputs = operator.inputs(tokens=4099)

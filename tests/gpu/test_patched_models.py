@@ -23,6 +23,14 @@ DEVICE = "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def case(name, dtype):
+    # Gemma 2 computes the softmax of its scores in fp32: a device has a kernel for that where they are fp16, a CPU none.
+    marks = (
+        [pytest.mark.real_device("softmax of fp16 scores in fp32")] if (name, dtype) == ("gemma2", DTYPES[2]) else []
+    )
+    return pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
+
+
 def loss_and_gradients(model, inputs):
     model.zero_grad()
     loss = model(**inputs).loss
@@ -38,8 +46,7 @@ def _plain_fp32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), [case(name, dtype) for name in NAMES for dtype in DTYPES])
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype):
     model = tiny_model(name, dtype).to(DEVICE)
     inputs = placed(tiny_inputs(name, 2, 32), DEVICE, dtype)

@@ -105,6 +105,7 @@ def test_nothing_waits_for_the_device(method: Method) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.real_device("programs that run at the same time")
 def test_ten_runs_give_the_same_bits() -> None:
     x, dy = tensors()
     torch.manual_seed(0)
