@@ -11,12 +11,13 @@ from torch import Tensor
 
 from memopt.kernels.derivative_codes.codes import _apply, _encode, apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
+from tests.gpu.sizes import size
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-COUNT = 300 * 1000 + 7
+COUNT = size(300 * 1000, 3000) + 7
 SEED = 2**40 + 3
 CODES = {
     scheme: derivative_code("gelu_erf", scheme)

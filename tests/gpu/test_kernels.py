@@ -19,13 +19,14 @@ from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from tests.factories import tiny_inputs, tiny_model
+from tests.gpu.sizes import size
 from tests.support.launches import count_launches, operators
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 RMS, LAYER = NormSpec("rms", 1e-6, cast="before"), NormSpec("layer", 1e-6)
-TOKENS, HIDDEN = 300, 1000
+TOKENS, HIDDEN = size(300, 12), 1000
 
 
 @dataclass(frozen=True)

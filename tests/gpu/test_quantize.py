@@ -8,13 +8,14 @@ from torch import Tensor
 
 from memopt.kernels.quantize.layout import GROUP, Quantized
 from memopt.kernels.quantize.quantize import _dequantize, _quantize, dequantize, quantize
+from tests.gpu.sizes import size
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_width = pytest.mark.parametrize("bits", [4, 8])
-COUNT = 300 * 1000 + 7
+COUNT = size(300 * 1000, 3000) + 7
 
 
 def draw(dtype: torch.dtype = torch.bfloat16, count: int = COUNT, seed: int = 0) -> Tensor:
@@ -123,7 +124,7 @@ def test_another_device_than_the_current_one_is_used(bits: int) -> None:
 
 @every_width
 def test_codes_take_no_more_memory_than_they_hold_while_they_are_made(bits: int) -> None:
-    x = draw(count=2**24)
+    x = draw(count=size(2**24, 2**14))
     quantize(x, bits, 1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -17,13 +17,14 @@ from memopt.kernels.sampled_linear.rows import (
     sampled_weight_gradient,
 )
 from memopt.kernels.sampled_linear.sampling import METHODS, Method, sample_rows
+from tests.gpu.sizes import size
 from tests.triton.accuracy import assert_as_accurate
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS, KEPT, IN, OUT = 2000, 601, 1536, 4100
+ROWS, KEPT, IN, OUT = size(2000, 200), size(601, 61), size(1536, 96), size(4100, 132)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
