@@ -9,7 +9,7 @@ import pytest
 
 from tests.skipped import skipped_module
 
-MODULE = "tests.device.emulator.install"
+PLUGIN = "tests.device.emulator.plugin"
 #: Folder -> whether it needs Triton's interpreter.
 MODES = {"numeric": True, "counted": False}
 
@@ -20,8 +20,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def _reason_to_skip(path: Path) -> str | None:
-    if MODULE not in sys.modules:
+    plugin = sys.modules.get(PLUGIN)
+    if plugin is None:
         return "no emulated device in this process; run: make test-device"
+    if plugin.REASON:
+        return str(plugin.REASON)
     from tests.device.emulator.launches import INTERPRETED
 
     interpreted = MODES.get(path.parent.name)

@@ -83,8 +83,8 @@ def built(way: Way, device: str = "cuda") -> Any:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        # PEFT has no default for these two.
-        targets = ["q_proj", "v_proj"] if way.model in ("vit", "mixtral") else None
+        # PEFT has no default for these.
+        targets = ["q_proj", "v_proj"] if way.model in ("vit", "mixtral", "whisper") else None
         model = get_peft_model(model, LoraConfig(target_modules=targets))
         with torch.no_grad():
             for name, parameter in model.named_parameters():

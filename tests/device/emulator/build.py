@@ -61,7 +61,8 @@ def build() -> Path:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise CannotBuild(f"{compiler} could not compile {SOURCE.name}:\n{done.stderr[-2000:]}")
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise CannotBuild("\n".join([f"{compiler} could not compile {SOURCE.name}:", *errors[:20]]))
         unfinished.replace(out)
     return out
 

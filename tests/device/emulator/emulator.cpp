@@ -17,10 +17,11 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -506,19 +507,44 @@ const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<at::Me
 }
 
 // Products of 16 bits with a result in fp32: the CPU has no kernel for them.
+Tensor wide_product(const char* name, const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  launched(name);
+  TORCH_CHECK(
+      a.dim() == 2 && b.dim() == 2 && a.scalar_type() == b.scalar_type() && dtype == at::kFloat &&
+          (a.scalar_type() == at::kHalf || a.scalar_type() == at::kBFloat16),
+      name, " takes matrices of 16 bits and gives fp32");
+  return at::mm(on_cpu(a).to(dtype), on_cpu(b).to(dtype));
+}
+
 Tensor mm_dtype(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  launched("aten::mm.dtype");
-  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.scalar_type() == b.scalar_type(), "mm.dtype takes matrices of one dtype");
   at::NoGradGuard no_graph;
-  return on_device(at::mm(on_cpu(a).to(dtype), on_cpu(b).to(dtype)), a.device());
+  return on_device(wide_product("aten::mm.dtype", a, b, dtype), a.device());
+}
+
+Tensor& mm_dtype_out(const Tensor& a, const Tensor& b, at::ScalarType dtype, Tensor& out) {
+  TORCH_CHECK(out.scalar_type() == dtype, "mm.dtype_out: out has another dtype");
+  at::NoGradGuard no_graph;
+  on_cpu(out).copy_(wide_product("aten::mm.dtype_out", a, b, dtype));
+  return out;
+}
+
+Tensor sum_with(const Tensor& self, const Tensor& product, const at::Scalar& beta, const at::Scalar& alpha) {
+  return at::add(at::mul(on_cpu(self).to(product.scalar_type()), beta), product, alpha);
 }
 
 Tensor addmm_dtype(
     const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha) {
-  launched("aten::addmm.dtype");
-  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.scalar_type() == b.scalar_type(), "addmm.dtype takes matrices of one dtype");
   at::NoGradGuard no_graph;
-  return on_device(at::addmm(on_cpu(self).to(dtype), on_cpu(a).to(dtype), on_cpu(b).to(dtype), beta, alpha), self.device());
+  return on_device(sum_with(self, wide_product("aten::addmm.dtype", a, b, dtype), beta, alpha), self.device());
+}
+
+Tensor& addmm_dtype_out(
+    const Tensor& self, const Tensor& a, const Tensor& b, at::ScalarType dtype, const at::Scalar& beta, const at::Scalar& alpha,
+    Tensor& out) {
+  TORCH_CHECK(out.scalar_type() == dtype, "addmm.dtype_out: out has another dtype");
+  at::NoGradGuard no_graph;
+  on_cpu(out).copy_(sum_with(self, wide_product("aten::addmm.dtype_out", a, b, dtype), beta, alpha));
+  return out;
 }
 
 // CUDA counts whole numbers, too.
@@ -577,7 +603,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("histc", &histc);
   library.impl("_grouped_mm", &grouped_mm);
   library.impl("mm.dtype", &mm_dtype);
+  library.impl("mm.dtype_out", &mm_dtype_out);
   library.impl("addmm.dtype", &addmm_dtype);
+  library.impl("addmm.dtype_out", &addmm_dtype_out);
   library.impl("record_stream", [](Tensor&, Stream) {});
 }
 
