@@ -10,15 +10,20 @@ from torch import Tensor
 
 from memopt.kernels.base.launch import LaunchConfig, override
 from memopt.kernels.loss import function_triton
-from memopt.kernels.loss.function import (
-    cross_entropy_backward_,
-    cross_entropy_rows,
-    fresh_statistics,
-    row_factors,
-)
+from memopt.kernels.loss.function import fresh_statistics, row_factors
 from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
 from memopt.kernels.loss.reference import LossArguments, block_gradient, update_statistics
-from tests.kernels.loss.test_loss import by_blocks, draw, every_option, make_special, ours, stock, together
+from tests.kernels.loss.test_loss import (
+    by_blocks,
+    draw,
+    every_option,
+    gradient_over,
+    losses_and_lse,
+    make_special,
+    ours,
+    stock,
+    together,
+)
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
@@ -79,7 +84,7 @@ def test_lanes_that_see_nothing_but_minus_infinity_count_nothing() -> None:
     logits = torch.full((1, 9000), -math.inf, device=DEVICE)
     logits[0, 8990] = 3.0
     target = torch.tensor([8990], device=DEVICE)
-    loss, lse = cross_entropy_rows(logits, target)
+    loss, lse = losses_and_lse(logits, target)
     assert loss.tolist() == [0.0]
     assert lse.tolist() == [[3.0, 0.0]]
 
@@ -151,6 +156,6 @@ def test_offsets_beyond_2_to_the_31_elements_are_right() -> None:
     expected = ours(logits, target, dloss, None, 0.0)
     huge = lazily_huge((5, 64), (2**29 + 16, 1), torch.bfloat16, DEVICE)
     huge.copy_(logits)
-    loss, lse = cross_entropy_rows(huge, target)
+    loss, lse = losses_and_lse(huge, target)
     assert torch.equal(loss, expected[0])
-    assert torch.equal(cross_entropy_backward_(huge, target, lse, dloss), expected[1])
+    assert torch.equal(gradient_over(huge, target, lse, dloss), expected[1])

@@ -10,29 +10,22 @@ gradient is summed in fp32 at least, but for a sum of two chunks on a GPU (`SUMM
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, refuse_double_backward
-from memopt.kernels.loss.function import (
-    block_statistics_,
-    fresh_statistics,
-    in_range,
-    row_factors,
-    row_losses,
-    rows_gradient_,
-)
-from memopt.patches.loss.plain import Plain, add_product_, place_of, sums_of
+from memopt.kernels.loss.function import fresh_statistics, in_range, row_factors, row_losses, statistics_
+from memopt.patches.loss.plain import Plain, add_product_, sums_of
 
 
-def loss_at_once(plain: Plain, target: Tensor, kept: Tensor | None, factor: Tensor) -> Tensor:
+def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
     """`factor` times the sum of the losses of all rows, in fp32, or fp64 for fp64 logits.
 
     Args:
         target: (rows,) int64.
-        kept: indices of the rows that count; None for all.
         factor: of one element: 1 for a sum.
     """
     plain.source.check()
@@ -40,7 +33,7 @@ def loss_at_once(plain: Plain, target: Tensor, kept: Tensor | None, factor: Tens
     # A node each, that of W the last: its backward runs first, and lets go of what it saved before the others run.
     tensors = (x, *others, weight)
     with torch.no_grad(), autocast_as(None, plain.source.x):
-        loss, gradients = _computed(plain, target, kept, factor, tensors)
+        loss, gradients = _computed(plain, target, factor, tensors)
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if tensor is not None and gradient is not None:
             loss = _WithGradient.apply(loss, tensor, gradient.to(tensor.dtype))
@@ -63,44 +56,33 @@ class _WithGradient(DirectFunction):
 
 
 def _computed(
-    plain: Plain, target: Tensor, kept: Tensor | None, factor: Tensor, tensors: Sequence[Tensor | None]
+    plain: Plain, target: Tensor, factor: Tensor, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The loss, and the gradient of each of `tensors` that needs one."""
     x, bias, *others, weight = tensors
     assert x is not None
     assert weight is not None
-    arguments, width = plain.arguments, plain.source.width
+    arguments, every = plain.arguments, slice(0, plain.source.width)
     needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
     wanted = [other for other, need in zip(others, needed[2:-1], strict=True) if need and other is not None]
-    every, rows, t = slice(0, width), plain.rows(x, kept), target if kept is None else target[kept]
-    in_range(t, arguments.ignore_index, width)
-    matrix, statistics = plain.matrix(weight, every), fresh_statistics(rows)
-    factors = row_factors(t, factor.to(statistics.dtype).expand(len(rows)), arguments, width)
-    empty = torch.empty_like if kept is None and len(rows) else torch.zeros_like
+    in_range(target, arguments.ignore_index, every.stop)
+    rows, matrix = plain.rows(x), plain.matrix(weight, every)
+    statistics = fresh_statistics(rows)
+    factors = row_factors(target, factor.to(statistics.dtype).expand(len(rows)), arguments, every.stop)
+    options: Any = {"weight": arguments.weight, "smoothed": bool(arguments.label_smoothing)}
+    empty = torch.empty_like if len(rows) else torch.zeros_like
     dx = empty(x) if needed[0] else None
-    sums = sums_of(tensors[1:-1], needed[1:-1])
     dweight = empty(weight, dtype=plain.sum_dtype(weight)) if needed[-1] else None
-
-    def take(part: slice) -> None:  # a function: nothing of a chunk lives while the next is computed
-        y, z = plain.through_operations(plain.logits(rows[part], matrix, bias, every), every)
-        given = z.detach(), statistics[part], t[part]
-        if not any(needed):
-            block_statistics_(*given, weight=arguments.weight, smoothed=bool(arguments.label_smoothing))
-            return
-        dz = rows_gradient_(*given, factors[part], weight=arguments.weight, out=place_of(y, z))
-        dy = plain.before_operations(y, z, dz, wanted, sums[1:])
-        if dx is not None and kept is not None:
-            dx.index_copy_(0, kept[part], dy.mm(matrix).to(dx.dtype))
-        elif dx is not None and dx.dtype != dy.dtype:
+    sums = sums_of(tensors[1:-1], needed[1:-1])
+    for part in plain.chunks(rows):
+        write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
+        dy = plain.gradient(rows[part], matrix, bias, every, write, wanted, sums[1:])
+        if dx is not None:
             dx[part] = dy.mm(matrix)
-        elif dx is not None:
-            torch.mm(dy, matrix, out=dx[part])
         if dweight is not None:
             add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
         if sums[0] is not None:
             sums[0] += dy.sum(0, dtype=sums[0].dtype)
-
-    for part in plain.chunks(rows):
-        take(part)
-    losses, _ = row_losses(statistics, t, arguments, width)
+        del dy  # before the next is computed
+    losses, _ = row_losses(statistics, target, arguments, every.stop)
     return losses.sum() * factor, (dx, *sums, dweight)

@@ -8,7 +8,7 @@ are computed twice: one product more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +29,6 @@ ROWS = 256
 COLUMNS = 256
 #: Chunks whose products are summed up in the dtype of a 16-bit gradient: each but the first rounds it once more.
 SUMMED = 2
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """How the loss of a plain linear is computed; data, which can be printed."""
-
-    at_once: bool
-    rows: int
-    """Of a chunk."""
-    columns: int
-    products: int
-    """Of all rows, columns and inputs, forward and backward."""
-    nbytes: int
-    """The most that lives beside the gradients of x and of the weight; bytes of a few numbers a row left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +64,7 @@ class Plain:
         x, weight = self.source.x, self.source.head.module._parameters["weight"]
         assert weight is not None
         dtype = self.source.head.autocast or x.dtype
-        if dtype == torch.float16:
+        if dtype == torch.float16 or not any(each is not None and each.requires_grad for each in self.tensors):
             return False  # gradients made in the forward would be too small for it: the loss is not scaled yet
         fits = min(len(x), ROWS) * self.source.width * dtype.itemsize <= self.room
         if not weight.requires_grad:
@@ -87,42 +73,19 @@ class Plain:
         kept = weight.nbytes if is_on_gpu(x) else 0
         return fits and kept <= self.room and (not in_sum or 4 * weight.numel() <= self.room)
 
-    @property
-    def plan(self) -> LossPlan:
-        """What is taken for a loss that is one number."""
-        x, weight = self.source.x, self.source.head.module._parameters["weight"]
-        assert weight is not None
-        trained, dtype = weight.requires_grad, self.source.head.autocast or x.dtype
-        count, of_x, of_dx = len(x), x.nbytes, x.numel() * accumulation_dtype(dtype).itemsize
-        if not self.is_at_once:
-            columns = self.columns(count, dtype.itemsize)
-            block = count * columns * dtype.itemsize
-            return LossPlan(False, count, columns, 3 + trained, max(block + of_dx - of_x, of_dx))
-        rows = self.chunk_rows(count, dtype.itemsize)
-        chunk = rows * self.source.width * dtype.itemsize
-        chunk += weight.numel() * dtype.itemsize if dtype != weight.dtype else 0
-        chunk += (self.sum_dtype(weight).itemsize - weight.itemsize) * weight.numel() if trained else 0
-        return LossPlan(True, rows, self.source.width, 2 + trained, max(chunk, of_x, weight.nbytes if trained else 0))
-
     def sum_dtype(self, weight: Tensor) -> torch.dtype:
         """In which the chunks' parts of the weight's gradient are summed up."""
-        dtype, wide = self.source.head.autocast or self.source.x.dtype, accumulation_dtype(weight.dtype)
-        rows = len(self.source.x)
-        few = is_on_gpu(self.source.x) and rows <= SUMMED * self.chunk_rows(rows, dtype.itemsize)
-        return weight.dtype if few else wide
+        rows, itemsize = len(self.source.x), (self.source.head.autocast or self.source.x.dtype).itemsize
+        few = is_on_gpu(self.source.x) and rows <= SUMMED * self.chunk_rows(rows, itemsize)
+        return weight.dtype if few else accumulation_dtype(weight.dtype)
 
     def chunk_rows(self, count: int, itemsize: int) -> int:
         """Of `count` rows, how many are a chunk."""
         return max(1, min(count, max(ROWS, in_tiles(self.room // (self.source.width * itemsize)))))
 
-    def columns(self, count: int, itemsize: int) -> int:
-        """How many columns of `count` rows are a block."""
-        room = max(chunk_bytes(self.source.x), self.source.head.room - self.source.x.nbytes)  # a sum of dx beside it
-        return min(self.source.width, max(COLUMNS, in_tiles(room // (itemsize * max(1, count)))))
-
-    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
-        """The rows that count, in the dtype of the product."""
-        return (x if kept is None else x[kept]).to(self.source.head.autocast or x.dtype)
+    def rows(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the product."""
+        return x.to(self.source.head.autocast or x.dtype)
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the rows."""
@@ -130,7 +93,9 @@ class Plain:
 
     def blocks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the columns."""
-        return _slices(self.source.width, self.columns(len(rows), rows.element_size()), rows)
+        room = max(chunk_bytes(rows), self.source.head.room - rows.nbytes)  # the sum of dx lies beside a block
+        columns = room // (rows.element_size() * max(1, len(rows)))
+        return _slices(self.source.width, max(COLUMNS, in_tiles(columns)), rows)
 
     def matrix(self, weight: Tensor, columns: slice) -> Tensor:
         """(columns, in), in the dtype of the product."""
@@ -147,21 +112,23 @@ class Plain:
             y = operation.run(y, columns)
         return y
 
-    def through_operations(self, y: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """`y` as a leaf, and :meth:`operated` with a graph; `y` twice where there are no operations."""
+    def gradient(
+        self, rows: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice,
+        write: Callable[..., object], wanted: Sequence[Tensor], sums: Sequence[Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        """The gradient (rows, columns) of :meth:`logits`; to `sums` those of the tensors that are `wanted` are added.
+
+        Args:
+            write: ``write(z, out=...)`` writes the gradient of what the logits became there.
+        """
+        y = self.logits(rows, matrix, bias, columns)
         if not self.source.operations:
-            return y, y
+            write(y, out=y)
+            return y
         # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
         with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-            y = y.detach().requires_grad_()
-            return y, self.operated(y, columns)
-
-    def before_operations(
-        self, y: Tensor, z: Tensor, dz: Tensor, wanted: Sequence[Tensor], sums: Sequence[Tensor | None]
-    ) -> Tensor:
-        """The gradient of `y`, and what operations add to the `sums` of those of the tensors that are `wanted`."""
-        if y is z:
-            return dz
+            z = self.operated(y.requires_grad_(), columns)
+        write(z.detach(), out=(dz := torch.empty_like(z)))  # not over it: an operation may have saved its result
         dy, *found = torch.autograd.grad(z, (y, *wanted), dz, allow_unused=True)
         for total, gradient in zip((each for each in sums if each is not None), found, strict=True):
             total += 0 if gradient is None else gradient
@@ -175,11 +142,6 @@ class Plain:
 def is_plain(source: Source) -> bool:
     """Whether the head is a plain linear and nothing since has mixed columns."""
     return source.head.transposed is not None and all(operation.by_column for operation in source.operations)
-
-
-def place_of(y: Tensor, z: Tensor) -> Tensor:
-    """Where the gradient of `z` is written: over it, but where operations made it, which may have saved it."""
-    return z if y is z else torch.empty_like(z)
 
 
 def _slices(count: int, step: int, rows: Tensor) -> Iterator[slice]:

@@ -98,20 +98,6 @@ class _Plan:
             found.append(self.finish(self.source.values(rows), *given))
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
-    def gradients(
-        self, rows: Tensor, given: Sequence[Tensor], incoming: Sequence[Tensor], wanted: bool, tensors: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Of a chunk, whose logits end with this call: of `rows`, None where it is not `wanted`, and of `tensors`."""
-        # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
-        with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-            leaf = rows.detach().requires_grad_(wanted)
-            results = self.finish(self.source.values(leaf), *given)
-        pairs = [(y, dy) for y, dy in zip(results, incoming, strict=True) if y.requires_grad]
-        inputs = [leaf, *tensors] if wanted else tensors
-        outputs, arriving = zip(*pairs, strict=True) if pairs else ((), ())
-        found = torch.autograd.grad(outputs, inputs, arriving, allow_unused=True)
-        return found if wanted else (None, *found)
-
 
 class _RowsFunction(DirectFunction):
     @staticmethod
@@ -137,8 +123,16 @@ class _RowsFunction(DirectFunction):
         dx = torch.empty_like(x) if wanted else None
         sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
         for part, rows, given in plan.chunks(x, arguments):
-            first, *found = plan.gradients(rows, given, [dy[part] for dy in gradients], wanted, tensors)
+            # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
+            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+                leaf = rows.detach().requires_grad_(wanted)
+                results = plan.finish(plan.source.values(leaf), *given)
+                pairs = [(y, dy[part]) for y, dy in zip(results, gradients, strict=True) if y.requires_grad]
+                outputs, incoming = zip(*pairs, strict=True) if pairs else ((), ())
+            inputs = [leaf, *tensors] if wanted else tensors
+            found = list(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
             if dx is not None:
+                first = found.pop(0)
                 dx[part] = 0 if first is None else first
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
