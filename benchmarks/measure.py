@@ -69,12 +69,13 @@ class Stopwatch:
     """
 
     _WARM_UP, _PROBES, _LEAST, _MOST = 3, 5, 15, 200
+    _BUFFER = 256 << 20
 
     def __init__(self, device: str) -> None:
         self._device = device
         if device == "cuda":
             properties = torch.cuda.get_device_properties(0)
-            nbytes = max(256 << 20, 4 * getattr(properties, "L2_cache_size", 0))
+            nbytes = max(self._BUFFER, 4 * getattr(properties, "L2_cache_size", 0))
             self._buffer = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
 
     def samples(
