@@ -84,9 +84,7 @@ class RecomputeScope:
         self._entered.append(self._enter())
 
     def _enter(self) -> tuple[saved_tensors_hooks, _Pack] | None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        if saved_tensors_hooks_disabled() is not None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or saved_tensors_hooks_disabled() is not None:
             return None
         outer, inside = top_saved_tensors_hooks(False), None
         if outer is not None and isinstance(outer[0], _Pack):
@@ -125,23 +123,21 @@ class _Pack:
         inside: _Pack | None,
     ) -> None:
         self.families, self.outer, self.compression, self.inside = families, outer, compression, inside
-        self.memopt_outer_pack: Callable[..., Any] | None = None
-        self._outer_unpack: Callable[..., Any] | None = None
-        if outer is not None:
-            self.memopt_outer_pack, self._outer_unpack = outer
+        pair: tuple[Any, Any] = outer or (None, None)
+        self.memopt_outer_pack, self._outer_unpack = pair
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
         # starts from detached inputs. So under a foreign hook only nodes made inside this scope count: their tensors
         # are unpacked by a function that no other scope has. Sequence numbers do not tell: each thread counts its own.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
         self._made_inside: list[Callable[..., Any]] = []
-        if outer is not None and restricted:
-            self._outer_unpack = functools.partial(outer[1])
+        if restricted:
+            self._outer_unpack = functools.partial(self._outer_unpack)
             around: _Pack | None = self
             while around is not None:
                 around._made_inside.append(self._outer_unpack)
                 around = around.inside
-        # What a foreign hook keeps is its own affair, and what is run again inside backward is used up at once.
-        exchanges = not restricted and not _is_in_backward()
+        # What a foreign hook keeps is its own affair; what reentrant checkpointing runs again is used at once.
+        exchanges = not restricted and current_graph_task_id() == -1
         self._pinned = PinnedStorages() if exchanges else None
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
@@ -335,11 +331,6 @@ def new_slot(make: Callable[[Packing], S]) -> S | None:
 def saving_into(slot: SavedInSlot) -> saved_tensors_hooks:
     """Inside, what is saved goes through the slot's own `pack`."""
     return saved_tensors_hooks(slot.pack, _unpack)
-
-
-def _is_in_backward() -> bool:
-    """Whether this thread is running backward, as it does when reentrant checkpointing runs a forward again."""
-    return current_graph_task_id() != -1
 
 
 def _innermost() -> _Pack | None:
