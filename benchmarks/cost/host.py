@@ -6,8 +6,13 @@
 
 Setting: tiny shapes on the CPU, one thread, no GPU. The patched models run the code that they run on a GPU, except the
 kernels, so what is measured is Python, autograd and the dispatcher. A block's time is that of a model with 24 blocks
-less that of one with 4, forward and backward, as thread CPU time. The variants of a model take turns in one process
-and the minimum of their runs counts, so ratios hold on a shared machine; microseconds are those of the machine at hand.
+less that of one with 4, forward and backward, as thread CPU time.
+
+Ratios are of pairs: in each round every variant runs once beside its baseline, the order turns around from round to
+round, and a ratio is taken within the round. What is judged is the median of all pairs. Where objects lie in memory
+decides up to a tenth of a run's time and stays as it is while a process lives, so the pairs are those of several
+processes; the spread is the range of their medians. CPU, hash seed, allocator and threads are pinned, and no garbage
+is collected during a run. Microseconds are those of the machine at hand.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import contextlib
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +48,16 @@ import memopt
 from memopt.kernels.base import device
 
 LAYERS = (4, 24)
+_PINNED = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    # glibc: memory that was freed is used again, and never returned to the system.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
 Kind = Literal["llama", "bert", "llama-lora"]
+KINDS: tuple[Kind, ...] = ("llama", "bert", "llama-lora")
 
 
 @dataclass(frozen=True)
@@ -83,15 +98,27 @@ VARIANTS = (
 )
 
 
+Block = tuple[float, float]
+"""Seconds of forward and of backward of one more block."""
+Round = dict[str, Block]
+"""Variant -> what a block cost in one round."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """What one block costs in a variant, in microseconds of thread CPU time."""
+    """What one block costs in a variant: medians over the rounds of all processes."""
 
     kind: str
     name: str
     forward: float
     backward: float
+    """Microseconds of thread CPU time."""
     ratio: float
+    """To the baseline, the median of pairs."""
+    quartiles: tuple[float, float]
+    """Of the pairs' ratios."""
+    spread: tuple[float, float]
+    """The least and the largest median that a process has."""
     limit: float | None
 
     @property
@@ -102,19 +129,24 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="exit 1 where a ratio is above its limit")
-    parser.add_argument("--kinds", nargs="+", choices=("llama", "bert", "llama-lora"), help="models to measure")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="models to measure")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to measure, baselines included")
-    parser.add_argument("--repeats", type=int, default=25, help="runs of each variant and depth")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of a process; each runs all variants once")
+    parser.add_argument("--processes", type=int, default=5, help="processes for each model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers with versions to FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    if arguments.worker:
+        (kind,) = arguments.kinds
+        print(json.dumps(_worked(_chosen(kind, arguments.variants), arguments.rounds)))
+        return 0
     rows: list[Row] = []
-    for kind in arguments.kinds or ("llama", "bert", "llama-lora"):
-        chosen = _chosen(kind, arguments.variants)
-        with launches_stubbed():
-            rows += _rows(chosen, measure(chosen, arguments.repeats))
-    Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+    for kind in arguments.kinds or KINDS:
+        options = ["--kinds", kind, "--rounds", str(arguments.rounds)]
+        options += ["--variants", *arguments.variants] if arguments.variants else []
+        rows += rows_of(_chosen(kind, arguments.variants), [_process(options) for _ in range(arguments.processes)])
+    Console(width=None if sys.stdout.isatty() else 110).print(table(rows))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(_document(rows), indent=2) + "\n")
@@ -122,6 +154,21 @@ def main() -> int:
     for row in missed:
         print(f"above its limit: {row.kind}, {row.name}: {row.ratio:.2f}, limit {row.limit}", file=sys.stderr)
     return 1 if arguments.check and missed else 0
+
+
+def _process(options: Sequence[str]) -> list[Round]:
+    """The rounds of a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.host", "--worker", *options]
+    done = subprocess.run(command, env={**os.environ, **_PINNED}, stdout=subprocess.PIPE, text=True, check=True)
+    rounds: list[dict[str, list[float]]] = json.loads(done.stdout.splitlines()[-1])
+    return [{name: (forward, backward) for name, (forward, backward) in each.items()} for each in rounds]
+
+
+def _worked(variants: Sequence[Variant], rounds: int) -> list[Round]:
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with launches_stubbed():
+        return measure(variants, rounds)
 
 
 def _chosen(kind: str, names: Sequence[str] | None) -> tuple[Variant, ...]:
@@ -132,53 +179,59 @@ def _chosen(kind: str, names: Sequence[str] | None) -> tuple[Variant, ...]:
     return tuple(variant for variant in every if variant.name in wanted)
 
 
-Times = dict[tuple[str, int], tuple[float, float]]
-"""(variant, layers) -> least seconds of forward and of backward"""
+def measure(variants: Sequence[Variant], rounds: int, build: Callable[..., Any] | None = None) -> list[Round]:
+    """What a block of each variant costs, round by round, after two runs of every model to warm up."""
+    models = [(each, tuple((build or built)(each, layers) for layers in LAYERS)) for each in variants]
+    for variant, depths in models * 2:
+        for model, batch in depths:
+            _run(model, batch, variant.autocast)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        return [_round(models if number % 2 else models[::-1]) for number in range(rounds)]
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
-def measure(variants: Sequence[Variant], repeats: int, build: Callable[..., Any] | None = None) -> Times:
-    """The least time of each variant at each depth; the variants take turns."""
-    models = {(each.name, layers): (build or built)(each, layers) for each in variants for layers in LAYERS}
-    autocast = {each.name: each.autocast for each in variants}
-    best: Times = {}
-    for _ in range(repeats + 1):
-        for key, (model, batch) in models.items():
-            found = _run(model, batch, autocast[key[0]])
-            before = best.get(key, (float("inf"),) * 2)
-            best[key] = (min(before[0], found[0]), min(before[1], found[1]))
-    return best
+def _round(models: Sequence[tuple[Variant, Sequence[tuple[nn.Module, dict[str, Tensor]]]]]) -> Round:
+    more = LAYERS[1] - LAYERS[0]
+    found: Round = {}
+    for variant, depths in models:
+        few, many = (_run(model, batch, variant.autocast) for model, batch in depths)
+        found[variant.name] = (many[0] - few[0]) / more, (many[1] - few[1]) / more
+    gc.collect()
+    return found
 
 
 def _run(model: nn.Module, batch: dict[str, Tensor], autocast: bool) -> tuple[float, float]:
     for parameter in model.parameters():
         parameter.grad = None
     clock = time.thread_time
-    gc.disable()
-    try:
-        start = clock()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(**batch).loss
-        middle = clock()
-        loss.backward()
-        end = clock()
-    finally:
-        gc.enable()
-    return middle - start, end - middle
+    start = clock()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
+    middle = clock()
+    loss.backward()
+    return middle - start, clock() - middle
 
 
-def _rows(variants: Sequence[Variant], times: Times) -> list[Row]:
-    blocks = {each.name: per_block(times, each.name) for each in variants}
-    return [
-        Row(each.kind, each.name, *blocks[each.name], sum(blocks[each.name]) / sum(blocks[each.baseline]), each.limit)
-        for each in variants
-    ]
-
-
-def per_block(times: Times, name: str) -> tuple[float, float]:
-    """Microseconds of forward and backward of one more block."""
-    few, many = (times[name, layers] for layers in LAYERS)
-    more = LAYERS[1] - LAYERS[0]
-    return (many[0] - few[0]) / more * 1e6, (many[1] - few[1]) / more * 1e6
+def rows_of(variants: Sequence[Variant], processes: Sequence[Sequence[Round]]) -> list[Row]:
+    """The verdict on each variant, from the rounds of each process."""
+    rows = []
+    for each in variants:
+        ratios = [[sum(found[each.name]) / sum(found[each.baseline]) for found in rounds] for rounds in processes]
+        pairs = [ratio for of_process in ratios for ratio in of_process]
+        low, _, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+        medians = [statistics.median(of_process) for of_process in ratios]
+        forward, backward = (
+            statistics.median(found[each.name][way] for rounds in processes for found in rounds) * 1e6 for way in (0, 1)
+        )
+        ratio = statistics.median(pairs)
+        spread = min(medians), max(medians)
+        rows.append(Row(each.kind, each.name, forward, backward, ratio, (low, high), spread, each.limit))
+    return rows
 
 
 def built(variant: Variant, layers: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -243,7 +296,13 @@ def launches_stubbed() -> Iterator[None]:
         for module, stubs in (
             (norm, {"launch_forward": _norm, "launch_backward": _norm_backward, "launch_affine": _affine}),
             (gated, {"launch_forward": lambda gate, up, kind: torch.empty_like(gate), "launch_backward": _gated}),
-            (activation, {"launch_forward": lambda z, kind: torch.empty_like(z), "launch_backward": _activation}),
+            (
+                activation,
+                {
+                    "launch_forward": lambda z, kind, dtype: torch.empty_like(z, dtype=dtype),
+                    "launch_backward": _activation,
+                },
+            ),
             (loss, {"launch_statistics": lambda *_: None, "launch_gradient": lambda *_: None}),
         ):
             stack.enter_context(mock.patch.multiple(module, **stubs))
@@ -254,14 +313,16 @@ def _is_there() -> bool:
     return True  # a mock would cost more than what is measured
 
 
-def _norm(x: Tensor, weight: Any, bias: Any, arguments: Any, residual: Any = None) -> Any:
+def _norm(x: Tensor, weight: Any, bias: Any, arguments: Any, residual: Any = None, copies: Any = None) -> Any:
     y = None if weight is None and bias is None else torch.empty_like(x, dtype=arguments.dtype)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     return y, torch.empty_like(x, dtype=arguments.kept_dtype), rstd
 
 
-def _norm_backward(dy: Any, x_hat: Tensor, rstd: Tensor, weight: Any, arguments: Any, needs: Any) -> Any:
-    of_parameters = (rstd.new_empty(x_hat.size(-1)) if need else None for need in needs[1:])
+def _norm_backward(
+    dy: Any, x_hat: Tensor, rstd: Tensor, weight: Any, arguments: Any, needs: Any, dtype: Any = torch.float32
+) -> Any:
+    of_parameters = (rstd.new_empty(x_hat.size(-1), dtype=dtype) if need else None for need in needs[1:])
     return torch.empty_like(x_hat, dtype=arguments.x_dtype) if needs[0] else None, *of_parameters
 
 
@@ -283,12 +344,13 @@ def table(rows: Sequence[Row]) -> Table:
     result = Table(title="Host time of one block, launches stubbed", title_justify="left")
     result.add_column("model", no_wrap=True)
     result.add_column("variant", no_wrap=True)
-    for column in ("forward us", "backward us", "sum us", "ratio", "limit"):
+    for column in ("forward us", "backward us", "ratio", "quartiles", "processes", "limit"):
         result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         result.add_row(
-            row.kind, row.name, f"{row.forward:.0f}", f"{row.backward:.0f}", f"{row.forward + row.backward:.0f}",
-            f"{row.ratio:.2f}", "" if row.limit is None else f"<= {row.limit:.2f}",
+            row.kind, row.name, f"{row.forward:.0f}", f"{row.backward:.0f}", f"{row.ratio:.2f}",
+            *(f"{low:.2f} to {high:.2f}" for low, high in (row.quartiles, row.spread)),
+            "" if row.limit is None else f"<= {row.limit:.2f}",
             style=None if row.passed else "bold red",
         )  # fmt: skip
     return result
@@ -300,7 +362,7 @@ def _document(rows: Sequence[Row]) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
-        "unit": "microseconds of thread CPU time, one more block; ratios to the baseline",
+        "unit": "microseconds of thread CPU time, one more block; ratios to the baseline, medians of pairs",
         "rows": [asdict(row) for row in rows],
     }
 

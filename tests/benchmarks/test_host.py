@@ -1,5 +1,8 @@
 """The benchmark of host time: what it computes of its times, and that its stubs take the way of the kernels."""
 
+import gc
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -13,23 +16,46 @@ STOCK, OURS = (
 )
 
 
-def times(*, ours: float) -> host.Times:
-    few, many = host.LAYERS
-    return {
-        ("stock", few): (1.0, 2.0), ("stock", many): (1.0 + 20e-6, 2.0 + 60e-6),
-        ("memopt", few): (1.0, 2.0), ("memopt", many): (1.0 + 20e-6, 2.0 + ours),
-    }  # fmt: skip
+def rounds(*ratios: float, baseline: float = 4e-6) -> list[host.Round]:
+    """Rounds in which a patched block costs so many times the stock one, which differs from round to round."""
+    stock = [baseline * (1 + number) for number in range(len(ratios))]
+    return [
+        {"stock": (base / 4, base * 3 / 4), "memopt": (base * ratio / 2, base * ratio / 2)}
+        for base, ratio in zip(stock, ratios, strict=True)
+    ]
 
 
-def test_a_block_costs_what_more_layers_cost_more():
-    forward, backward = host.per_block(times(ours=0), "stock")
-    assert abs(forward - 1) < 1e-3
-    assert abs(backward - 3) < 1e-3
+def test_a_ratio_is_the_median_of_pairs_whatever_the_rounds_cost():
+    """A median of each side's own times would be 0.62 here: the patched block's slow rounds are not stock's."""
+    _, row = host.rows_of((STOCK, OURS), [rounds(1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0)])
+    assert row.ratio == 1.0
+    assert row.quartiles == (0.75, 1.0)
 
 
-def test_a_ratio_above_its_limit_is_missed():
-    assert [row.passed for row in host._rows((STOCK, OURS), times(ours=60e-6))] == [True, True]
-    assert [row.passed for row in host._rows((STOCK, OURS), times(ours=80e-6))] == [True, False]
+def test_the_spread_is_that_of_the_processes_medians():
+    processes = [rounds(1.0, 1.0, 1.0), rounds(1.2, 1.2, 3.0), rounds(1.1, 1.1, 1.1)]
+    stock, row = host.rows_of((STOCK, OURS), processes)
+    assert (stock.ratio, stock.spread) == (1.0, (1.0, 1.0))
+    torch.testing.assert_close(row.ratio, 1.1)
+    torch.testing.assert_close(row.spread, (1.0, 1.2))
+
+
+def test_forward_and_backward_are_told_apart():
+    stock, _ = host.rows_of((STOCK, OURS), [rounds(1.0, 1.0, 1.0)])
+    torch.testing.assert_close((stock.forward, stock.backward), (2.0, 6.0))
+
+
+def test_a_median_above_its_limit_is_missed_and_an_outlier_is_not():
+    assert [row.passed for row in host.rows_of((STOCK, OURS), [rounds(1.1, 1.1, 9.0)])] == [True, True]
+    assert [row.passed for row in host.rows_of((STOCK, OURS), [rounds(1.2, 1.2, 1.0)])] == [True, False]
+
+
+def test_a_check_fails_on_the_median(monkeypatch, capsys):
+    monkeypatch.setattr(host, "_process", lambda options: rounds(1.2, 1.2, 1.0))
+    chosen = ["host", "--check", "--kinds", "llama", "--variants", "memopt"]
+    monkeypatch.setattr("sys.argv", chosen)
+    assert host.main() == 1
+    assert "above its limit: llama, memopt: 1.20, limit 1.1" in capsys.readouterr().err
 
 
 def test_a_chosen_variant_brings_its_baseline():
@@ -46,9 +72,26 @@ def test_every_variant_runs_at_every_depth():
         def forward(self, x):
             return type("Output", (), {"loss": self.layers(x).sum()})
 
-    measured = host.measure((STOCK, OURS), 1, lambda variant, layers: (Linear(layers), {"x": torch.ones(1, 4)}))
-    assert measured.keys() == {(name, layers) for name in ("stock", "memopt") for layers in host.LAYERS}
-    assert all(seconds > 0 for pair in measured.values() for seconds in pair)
+    measured = host.measure((STOCK, OURS), 3, lambda variant, layers: (Linear(layers), {"x": torch.ones(1, 4)}))
+    assert [found.keys() for found in measured] == [{"stock", "memopt"}] * 3
+    assert gc.isenabled()
+
+
+def test_the_order_turns_around_and_a_block_costs_what_more_layers_cost_more(monkeypatch):
+    order = []
+
+    def run(model, batch, autocast):
+        order.append((model.name, model.layers))
+        return 1.0 + model.layers * 2e-6, 2.0 + model.layers * 3e-6
+
+    monkeypatch.setattr(host, "_run", run)
+    measured = host.measure(
+        (STOCK, OURS), 2, lambda variant, layers: (SimpleNamespace(**vars(variant), layers=layers), {})
+    )
+    few, many = host.LAYERS
+    one_way = [("stock", few), ("stock", many), ("memopt", few), ("memopt", many)]
+    assert order[8:] == one_way[2:] + one_way[:2] + one_way
+    torch.testing.assert_close(measured[0]["memopt"], (2e-6, 3e-6))
 
 
 def test_stubbed_launches_give_the_shapes_of_the_stock_model_and_are_taken_back():
