@@ -5,7 +5,8 @@
 
 Saved are the parameters themselves, h, and x or what x is recomputed from (`memopt.recompute_specs`); no copy of any in
 another dtype. Every step is computed and rounded as the three linears do it on their own, autocast's casts and
-PEFT's included, so value and gradients are theirs to the bit. Source: LoRA, arXiv 2106.09685.
+PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
+(`weight_gradient`). Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
