@@ -209,12 +209,12 @@ def norm_affine_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def copy_affine(weight_ptr, bias_ptr, copies_ptr, col, hidden):  # type: ignore[no-untyped-def]
     """The first program writes weight and bias, one after the other."""
-    inside = (col < hidden) & (tl.program_id(0) == 0)
-    if weight_ptr is not None:
-        tl.store(copies_ptr + col, tl.load(weight_ptr + col, mask=inside), mask=inside)
-        copies_ptr += hidden
-    if bias_ptr is not None:
-        tl.store(copies_ptr + col, tl.load(bias_ptr + col, mask=inside), mask=inside)
+    if tl.program_id(0) == 0:
+        if weight_ptr is not None:
+            tl.store(copies_ptr + col, tl.load(weight_ptr + col, mask=col < hidden), mask=col < hidden)
+            copies_ptr += hidden
+        if bias_ptr is not None:
+            tl.store(copies_ptr + col, tl.load(bias_ptr + col, mask=col < hidden), mask=col < hidden)
 
 
 @triton.jit
