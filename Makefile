@@ -13,8 +13,9 @@ export TOKENIZERS_PARALLELISM = false
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-train test-distributed quick mutation \
-  mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-check gpu-bench lint format clean distclean
+.PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-device test-train test-distributed quick \
+  mutation mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-plan gpu-check \
+  gpu-bench gpu-wheels lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -109,7 +110,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytes
 DURATIONS = --durations=10 --durations-min=0.5
 
 # Triton decides while it is imported whether kernels are compiled or interpreted, so the latter is a run of its own.
-COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed)
+COMPILED = $(PYTEST) $(addprefix --ignore=tests/,triton train distributed device)
 INTERPRETED = TRITON_INTERPRET=1 $(PYTEST) tests/triton
 
 test: $(STAMP) ## run the tests that need no GPU, without the slow ones
@@ -138,6 +139,14 @@ mutation-sources: $(STAMP) ## plant faults in a copy of the sources and show tha
 
 TRAIN_PYTEST = OMP_NUM_THREADS=1 $(TRAIN) -m pytest $(DURATIONS) -m "not slow and not gpu"
 
+# Once with kernels in Triton's interpreter, for values, and once without them, for what is counted. Needs g++ in CI; elsewhere
+# its absence is a skip that says so.
+ON_DEVICE = $(PYTEST) -p tests.device.emulator.plugin
+
+test-device: $(STAMP) ## run tests/gpu and whole steps of nine models on a CUDA device emulated on the CPU (needs g++)
+	@TRITON_INTERPRET=1 $(ON_DEVICE) -m "not slow" tests/gpu tests/device/numeric
+	@$(ON_DEVICE) -m "not slow" --ignore=tests/device/numeric tests/device
+
 test-train: $(TRAIN_STAMP) ## run memopt under TRL, Lightning, Liger, bitsandbytes and others, and the examples for a few steps
 	@$(TRAIN_PYTEST) -n 2 --dist worksteal tests/train
 
@@ -147,6 +156,8 @@ test-distributed: $(TRAIN_STAMP) ## run memopt in two processes under DDP, FSDP2
 test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"
 	@$(INTERPRETED)
+	@TRITON_INTERPRET=1 $(ON_DEVICE) tests/gpu tests/device/numeric
+	@$(ON_DEVICE) --ignore=tests/device/numeric tests/device
 
 test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
 	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred
@@ -183,12 +194,29 @@ zoo-in-%: $(STAMP)
 	@$(ZOO)/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	@$(ZOO)/bin/python -m benchmarks.coverage --no-memory --out $(ZOO).json --against docs/coverage.json
 
-# With MEMOPT_PYTHON nothing is installed: that interpreter must have torch, transformers and pytest.
+# With MEMOPT_PYTHON nothing is installed: that interpreter must have torch, transformers and pytest. benchmarks/gpu/gpu_plan.py
+# lists the parts, says what the interpreter lacks, and stops a part after nine minutes.
 GPU_PYTHON = $(or $(MEMOPT_PYTHON),$(BIN)/python)
-gpu-check: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## run the tests that need a GPU (MEMOPT_PYTHON=... uses that interpreter as it is)
-	@$(GPU_PYTHON) -c 'import torch; print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else \
-	  "none found by torch %s, so every test below is skipped" % torch.__version__)'
-	@PYTHONPATH=src $(GPU_PYTHON) -m pytest $(DURATIONS) tests/gpu tests/triton
+GPU_PLAN = $(GPU_PYTHON) -m benchmarks.gpu_plan $(if $(OUT),--out $(OUT))
+GPU_NEEDS = $(if $(MEMOPT_PYTHON),,$(STAMP))
+
+gpu-plan: ## list the runs on a GPU in parts of a few minutes, the most valuable first
+	@$(or $(MEMOPT_PYTHON),$(PYTHON)) -m benchmarks.gpu_plan $(if $(OUT),--out $(OUT))
+
+gpu-check: $(GPU_NEEDS) ## check memopt on a GPU (PART=2: one part; OUT=DIR; MEMOPT_PYTHON=... uses that interpreter as it is)
+	@$(GPU_PLAN) --run $(or $(PART),checks)
+
+gpu-bench: $(GPU_NEEDS) ## measure on a GPU into benchmarks/results (PART=4: one part; OUT=DIR)
+	@$(GPU_PLAN) --run $(or $(PART),benchmarks)
+
+# For a GPU machine that reaches no package index: what its interpreter lacks, unpacked, to be copied with the repository.
+GPU_WHEELS = pydantic
+GPU_PYTHON_VERSION = 3.12
+gpu-wheels: $(STAMP) ## fetch packages that a GPU machine lacks into build/gpu-wheels (GPU_WHEELS='pydantic', GPU_PYTHON_VERSION=3.12)
+	@rm -rf build/gpu-wheels
+	@$(PIP_INSTALL) --target build/gpu-wheels --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON_VERSION) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_WHEELS)
+	@echo "==> build/gpu-wheels holds, for Python $(GPU_PYTHON_VERSION) on x86-64: $$(ls build/gpu-wheels | grep dist-info | sed 's/.dist-info//' | tr '\n' ' ')"
 
 lint: $(STAMP) ## check style, formatting, types, the direction of imports and the rules of the house
 	@echo "==> ruff check" && $(BIN)/ruff check .
@@ -196,20 +224,6 @@ lint: $(STAMP) ## check style, formatting, types, the direction of imports and t
 	@echo "==> mypy" && $(BIN)/mypy
 	@echo "==> lint-imports" && PYTHONPATH=src $(BIN)/lint-imports --no-cache --no-logo
 	@echo "==> tools/house_rules.py" && $(BIN)/python tools/house_rules.py
-
-# Both run to the end, also where the first falls short; the results are files to be committed.
-gpu-bench: $(if $(MEMOPT_PYTHON),,$(STAMP)) ## measure kernels, blocks and the loss on a GPU into benchmarks/results (about 15 minutes)
-	@status=0; for name in kernels block; do \
-	  echo "==> python -m benchmarks.$$name --check"; \
-	  PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.$$name --check \
-	    --json benchmarks/results/$$name.json --plot benchmarks/results/$$name.svg || status=$$?; \
-	done; \
-	echo "==> python -m benchmarks.sampled_kernels"; \
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.sampled_kernels \
-	  --json benchmarks/results/sampled_kernels.json || status=$$?; \
-	echo "==> python -m benchmarks.loss --check"; \
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.loss --check \
-	  --json benchmarks/results/loss.json || status=$$?; exit $$status
 
 format: $(STAMP) ## format the code and sort its imports
 	@$(BIN)/ruff check --select I --fix .

@@ -38,7 +38,8 @@ _ANSWER_SECONDS = 420.0
 
 
 def device_of(dry_run: bool) -> str:
-    return "cpu" if dry_run else "cuda"
+    """The GPU; a dry run takes the CPU where there is none."""
+    return "cpu" if dry_run and not torch.cuda.is_available() else "cuda"
 
 
 # --- time ----------------------------------------------------------------------------------------------------------
@@ -68,12 +69,13 @@ class Stopwatch:
     """
 
     _WARM_UP, _PROBES, _LEAST, _MOST = 3, 5, 15, 200
+    _BUFFER = 256 << 20
 
     def __init__(self, device: str) -> None:
         self._device = device
         if device == "cuda":
             properties = torch.cuda.get_device_properties(0)
-            nbytes = max(256 << 20, 4 * getattr(properties, "L2_cache_size", 0))
+            nbytes = max(self._BUFFER, 4 * getattr(properties, "L2_cache_size", 0))
             self._buffer = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
 
     def samples(
@@ -286,7 +288,38 @@ def sentence(error: BaseException) -> str:
 def document(arguments: Sequence[str], module: str, *, dry_run: bool, **content: Any) -> dict[str, Any]:
     """A result with all that is needed to read it later: command, device, driver, versions."""
     command = shlex.join(["python", "-m", module, *arguments])
-    return {"command": command, "dry_run": dry_run, "device": _device(dry_run), "versions": _versions(), **content}
+    device = _device(device_of(dry_run))
+    return {"command": command, "dry_run": dry_run, "device": device, "versions": _versions(), **content}
+
+
+class Result:
+    """A result that is written with every row, so that a run which is cut short loses its current row alone.
+
+    Args:
+        path: its file; None for none.
+        content: what `document` returns.
+        rows: the key under which rows are.
+    """
+
+    def __init__(self, path: Path | None, content: dict[str, Any], rows: str = "rows") -> None:
+        self.content: dict[str, Any] = {**content, "complete": False, rows: []}
+        self._path, self._rows = path, rows
+        self._write()
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Write these rows too."""
+        self.content[self._rows] += rows
+        self._write()
+
+    def done(self, **more: Any) -> dict[str, Any]:
+        """The whole content, which says that it is complete."""
+        self.content |= {**more, "complete": True}
+        self._write()
+        return self.content
+
+    def _write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, self.content)
 
 
 def finish(arguments: argparse.Namespace, content: dict[str, Any], short: Callable[[], Sequence[str]]) -> int:
@@ -307,12 +340,15 @@ def finish(arguments: argparse.Namespace, content: dict[str, Any], short: Callab
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as a whole: who is stopped in the middle leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
-def _device(dry_run: bool) -> dict[str, Any]:
-    if dry_run:
+def _device(device: str) -> dict[str, Any]:
+    if device == "cpu":
         return {"name": "cpu"}
     properties = torch.cuda.get_device_properties(0)
     return {

@@ -18,8 +18,10 @@ HIDDEN_SIZE = 64
 IMAGE_SIZE = 32
 NUM_LABELS = 3
 
-#: Names accepted by `tiny_config`, `tiny_model` and `tiny_inputs`.
+#: Names that `tiny_config`, `tiny_model` and `tiny_inputs` accept.
 NAMES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", "bert", "roberta", "vit", "t5", "opt", "phi3")
+#: Further names that they accept, of models which few tests are about.
+MORE_NAMES = ("mixtral", "whisper")
 
 _TOKENS: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDTH: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -104,6 +106,30 @@ _SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_GROUPED, "intermediate_size": 160}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_GROUPED, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            **_TOKENS,
+            "decoder_start_token_id": 1,
+            "d_model": HIDDEN_SIZE,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "num_mel_bins": 16,
+            "max_source_positions": 12,
+            "max_target_positions": 32,
+            "dropout": 0.0,
+        },
+    ),
 }
 
 #: Norms that multiply by (1 + weight).
@@ -187,6 +213,11 @@ def _image_inputs(batch: int, seq: int, generator: torch.Generator) -> dict[str,
     return {"pixel_values": pixels, "labels": _class_labels(batch, generator)}
 
 
+def _speech_inputs(batch: int, seq: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    features = torch.randn(batch, 16, 24, generator=generator)  # the encoder's convolution halves the frames
+    return {"input_features": features, "labels": _token_ids(batch, seq, generator)}
+
+
 def _token_ids(batch: int, seq: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (batch, seq), generator=generator)
 
@@ -200,4 +231,5 @@ _INPUTS: dict[str, Callable[[int, int, torch.Generator], dict[str, torch.Tensor]
     "roberta": _classification_inputs,
     "t5": _sequence_to_sequence_inputs,
     "vit": _image_inputs,
+    "whisper": _speech_inputs,
 }

@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Exit codes of pytest.
 _PASSED, _FAILED = 0, 1
 _SECONDS = 600
+#: Folders of tests that need Triton's interpreter, and the emulated device.
+_INTERPRETED = ("tests/triton", "tests/device/numeric")
+_EMULATED = ("tests/device", "tests/gpu")
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,12 @@ def _run(fault: Fault, copy: Path) -> tuple[int, str]:
         "PYTHONDONTWRITEBYTECODE": "1",  # a fault of the same length in the same second would leave stale bytecode
         "OMP_NUM_THREADS": "1",
         "MEMOPT_AOT_CACHE": os.environ.get("MEMOPT_AOT_CACHE", str(ROOT / "build" / "aot")),
+        "MEMOPT_DEVICE_CACHE": os.environ.get("MEMOPT_DEVICE_CACHE", str(ROOT / "build" / "device")),
     }
-    if any(test.startswith("tests/triton") for test in fault.tests):
+    if any(test.startswith(_INTERPRETED) for test in fault.tests):
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *fault.tests]
+    plugin = ["-p", "tests.device.emulator.plugin"] if any(t.startswith(_EMULATED) for t in fault.tests) else []
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0", *plugin, *fault.tests]
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -31,6 +30,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+if __name__ == "__main__":
+    import tests.device.emulator.install  # noqa: F401 - before torch
 
 import torch
 import transformers
@@ -148,10 +150,11 @@ def _counted(case: Case, patched: bool, layers: int, count: Count) -> Counter[st
 
 def counted(step: Step) -> Counter[str]:
     """The launches of `step` by operator and Triton kernel, on the emulated device."""
-    device: Any = importlib.import_module("tests.device")
-    with device.launches_counted() as launches:
+    from tests.device.emulator.install import counting
+
+    with counting() as count:
         step()
-    return Counter(launches)
+    return count.launches
 
 
 def _per_block(few: Counter[str], many: Counter[str]) -> dict[str, Fraction]:

@@ -335,11 +335,11 @@ _CAUSAL, _MASKED = transformers.AutoModelForCausalLM, transformers.AutoModelForM
 _CLASSES = transformers.AutoModelForSequenceClassification
 _ALL = tuple(name for name in VARIANTS if name != "int8")
 CASES = (
-    Case("SmolLM2-135M, 4 x 512", _of(_SMOL), _CAUSAL, 4, 512, _SMOL, 780, 184, layers=30, variants=(*_ALL, "int8")),
+    Case("SmolLM2-135M, 4 x 512", _of(_SMOL), _CAUSAL, 4, 512, _SMOL, 780, 120, layers=30, variants=(*_ALL, "int8")),
     Case("MiniLM masked LM, 16 x 128", _of(_MINILM), _MASKED, 16, 128, _MINILM),
     Case("MiniLM classifier, 32 x 128", _of(_MINILM), _CLASSES, 32, 128, _MINILM),
     Case("BERT-large shape, masked LM, 8 x 512", _bert_large, _MASKED, 8, 512),
-    Case("Llama-1B shape, 1 x 4096", _llama_1b, _CAUSAL, 1, 4096, "", 3600, 826, variants=_ALL),
+    Case("Llama-1B shape, 1 x 4096", _llama_1b, _CAUSAL, 1, 4096, "", 3600, 602, variants=_ALL),
     Case("Llama-3-8B shape, 1 x 8192", _llama_8b, _CAUSAL, 1, 8192, most_loss=0.02),
 )
 

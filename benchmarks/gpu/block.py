@@ -2,7 +2,7 @@
 
     python -m benchmarks.block              print the tables (a GPU is needed)
     python -m benchmarks.block --check      and exit 1 where a patched model is slower than it may be, or keeps more
-    python -m benchmarks.block --dry-run    every step on tiny models on the CPU; the numbers mean nothing
+    python -m benchmarks.block --dry-run    every step on tiny models; the numbers mean nothing
 
 Each provider (eager, memopt, memopt on a folded checkpoint, Liger, torch.compile, torch.compile with a memory budget)
 has a process of its own. Their steps are timed in turn, round by round, so that all of them see the same clocks and
@@ -41,7 +41,9 @@ from benchmarks.block_models import (
 from benchmarks.measure import (
     EXIT_CANNOT_RUN,
     NO_GPU,
+    Result,
     Worker,
+    device_of,
     document,
     finish,
     serve,
@@ -67,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CANNOT_RUN
     console = Console(width=None if sys.stdout.isatty() else 130)
     deadline = time.monotonic() + 60 * arguments.minutes
-    cases, left_out = [], []
+    given = sys.argv[1:] if argv is None else argv
+    content = document(given, MODULE, dry_run=arguments.dry_run, confidence=CONFIDENCE, rounds=_ROUNDS)
+    written, left_out = Result(arguments.json, content, rows="cases"), []
     names = [name for name in PROVIDERS if not (arguments.no_compile and name in (COMPILE, BUDGET))]
     workers = {name: _worker(name, dry_run=arguments.dry_run) for name in names}
     try:
@@ -76,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 left_out.append(name)
                 continue
             result = run_case(CASES[name], workers, dry_run=arguments.dry_run)
-            cases.append(result)
+            written.add(result)
             console.print(table(result))
             for line in notes(result):
                 print(f"  {line}")
@@ -85,17 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             worker.close()
     if left_out:
         print(f"Left out, because --minutes {arguments.minutes:g} were over: {'; '.join(left_out)}.")
-    content = document(
-        sys.argv[1:] if argv is None else argv,
-        MODULE,
-        dry_run=arguments.dry_run,
-        confidence=CONFIDENCE,
-        rounds=_ROUNDS,
-        cases=cases,
-        cases_left_out=left_out,
-    )
+    cases = written.content["cases"]
     return finish(
-        arguments, content, lambda: [f"{case['name']}: {line}" for case in cases for line in shortfalls(case)]
+        arguments,
+        written.done(cases_left_out=left_out),
+        lambda: [f"{case['name']}: {line}" for case in cases for line in shortfalls(case)],
     )
 
 
@@ -107,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", choices=tuple(CASES), help="only this case (may be repeated)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: most of the time is its")
     parser.add_argument("--minutes", type=float, default=6.5, help="start no further case after so many minutes (6.5)")
-    parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU; the numbers mean nothing")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models; the numbers mean nothing")
     parser.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)
     return parser
 
@@ -145,7 +143,7 @@ def run_case(case: Case, workers: dict[str, Worker], *, dry_run: bool) -> dict[s
 
 def _worker(name: str, *, dry_run: bool) -> Worker:
     variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    if dry_run and name == LIGER and version("triton"):
+    if device_of(dry_run) == "cpu" and name == LIGER and version("triton"):
         variables["TRITON_INTERPRET"] = "1"  # it has no other way to run on a CPU
     return Worker(MODULE, name, dry_run=dry_run, variables=variables)
 

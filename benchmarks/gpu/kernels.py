@@ -3,7 +3,7 @@
     python -m benchmarks.kernels              print the tables (a GPU is needed; at most about seven minutes)
     python -m benchmarks.kernels --quick      one shape only
     python -m benchmarks.kernels --check      and exit 1 where a kernel is short of 85 % of a copy's bandwidth
-    python -m benchmarks.kernels --dry-run    every step on tiny shapes on the CPU; the numbers mean nothing
+    python -m benchmarks.kernels --dry-run    every step on tiny shapes; the numbers mean nothing
 
 `kernel` is a launcher called directly: one kernel. `memopt`, `eager` (what transformers runs today), `compile`
 (torch.compile of that) and `liger` are the operators as a model calls them, with autograd. `copy` moves the kernel's
@@ -31,6 +31,7 @@ from benchmarks.kernel_tables import CHECKED, COPY, KERNEL, PROVIDERS, REQUIRED_
 from benchmarks.measure import (
     EXIT_CANNOT_RUN,
     NO_GPU,
+    Result,
     Stopwatch,
     Timing,
     Worker,
@@ -188,7 +189,7 @@ def _work(provider: str, *, dry_run: bool) -> int:
         try:
             return {"rows": measure(Shape(**request), provider, dry_run=dry_run)}
         finally:
-            if not dry_run:
+            if device_of(dry_run) == "cuda":
                 torch.cuda.empty_cache()
 
     return serve(handle)
@@ -205,7 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return EXIT_CANNOT_RUN
     plan = list(shapes(quick=arguments.quick, dry_run=arguments.dry_run))
-    rows, left_out = _run(plan, dry_run=arguments.dry_run, minutes=arguments.minutes)
+    given = sys.argv[1:] if argv is None else argv
+    content = document(given, MODULE, dry_run=arguments.dry_run, required_share_of_copy=REQUIRED_SHARE)
+    result = Result(arguments.json, content)
+    left_out = _run(plan, result, dry_run=arguments.dry_run, minutes=arguments.minutes)
+    rows = result.content["rows"]
     console = Console(width=None if sys.stdout.isatty() else 150)
     checked = (4, 32, "float32") if arguments.dry_run else CHECKED
     console.print(comparison(rows, checked))
@@ -216,15 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{_name(row)}, {row['provider']}: {row['error']}")
     if left_out:
         print(f"{left_out} of {len(plan)} shapes were left out: --minutes {arguments.minutes:g} were over.")
-    content = document(
-        sys.argv[1:] if argv is None else argv,
-        MODULE,
-        dry_run=arguments.dry_run,
-        rows=rows,
-        shapes_left_out=left_out,
-        required_share_of_copy=REQUIRED_SHARE,
-    )
-    return finish(arguments, content, lambda: shortfalls(rows))
+    return finish(arguments, result.done(shapes_left_out=left_out), lambda: shortfalls(rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,16 +231,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (SVG)")
     parser.add_argument("--quick", action="store_true", help="only the shape that --check looks at")
     parser.add_argument("--minutes", type=float, default=7.0, help="stop the sweep after so many minutes (7)")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU; the numbers mean nothing")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes; the numbers mean nothing")
     parser.add_argument("--worker", choices=PROVIDERS, help=argparse.SUPPRESS)
     return parser
 
 
-def _run(plan: Sequence[Shape], *, dry_run: bool, minutes: float) -> tuple[list[dict[str, Any]], int]:
-    """All rows, and how many shapes there was no time for."""
-    interpreter = {"TRITON_INTERPRET": "1"} if dry_run and version("triton") else {}
+def _run(plan: Sequence[Shape], result: Result, *, dry_run: bool, minutes: float) -> int:
+    """Adds all rows to `result`; returns how many shapes there was no time for."""
+    interpreter = {"TRITON_INTERPRET": "1"} if device_of(dry_run) == "cpu" and version("triton") else {}
     workers = {name: Worker(MODULE, name, dry_run=dry_run, variables=interpreter) for name in PROVIDERS}
-    rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60 * minutes
     done = 0
     try:
@@ -254,13 +250,13 @@ def _run(plan: Sequence[Shape], *, dry_run: bool, minutes: float) -> tuple[list[
             print(f"{done}/{len(plan)} {shape.op} {shape.tokens} x {shape.hidden} {shape.dtype}", file=sys.stderr)
             for provider in _asked(shape):
                 answer = workers[provider].ask(asdict(shape))
-                rows += [_complete(row, shape) for row in answer.get("rows", [])]
+                result.add(*(_complete(row, shape) for row in answer.get("rows", [])))
                 if "error" in answer:
-                    rows.append(_complete({"provider": provider, "error": answer["error"]}, shape))
+                    result.add(_complete({"provider": provider, "error": answer["error"]}, shape))
     finally:
         for worker in workers.values():
             worker.close()
-    return rows, len(plan) - done
+    return len(plan) - done
 
 
 def _asked(shape: Shape) -> list[str]:

@@ -3,7 +3,7 @@
     python -m benchmarks.loss              print the table (a GPU is needed; about a minute)
     python -m benchmarks.loss --check      and exit 1 where the chunked loss takes over 1.05 times its products, or more
                                            memory than dX, dW and a chunk
-    python -m benchmarks.loss --dry-run    every step on a tiny shape on the CPU; the numbers mean nothing
+    python -m benchmarks.loss --dry-run    every step on a tiny shape; the numbers mean nothing
 
 8192 x 4096 x 128256 in bf16. `products` are X W^T, dZ W and dZ^T X over all rows, as the vendor's library computes
 them: what no exact loss can do without. Everything else takes X to the loss and back to dX and dW, or to dX alone where
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.measure import EXIT_CANNOT_RUN, NO_GPU, Stopwatch, Timing, device_of, document, finish, sentence
+from benchmarks.measure import EXIT_CANNOT_RUN, NO_GPU, Result, Stopwatch, Timing, device_of, document, finish, sentence
 
 MODULE = "benchmarks.loss"
 LIMIT = 1.05
@@ -55,7 +55,7 @@ class Case:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="exit 1 where the chunked loss falls short")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny shape")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to FILE")
     arguments = parser.parse_args(argv)
     arguments.plot = None
@@ -64,18 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CANNOT_RUN
     shape = (48, 32, 256) if arguments.dry_run else (8192, 4096, 128256)
     watch = Stopwatch(device_of(arguments.dry_run))
-    rows = [row for frozen in (False, True) for row in measure(Case(*shape, frozen), watch, arguments.dry_run)]
+    given = sys.argv[1:] if argv is None else argv
+    result = Result(arguments.json, document(given, MODULE, dry_run=arguments.dry_run, limit=LIMIT))
+    for frozen in (False, True):
+        for row in measure(Case(*shape, frozen), watch, arguments.dry_run):
+            result.add(row)
+    rows = result.content["rows"]
     Console(width=None if sys.stdout.isatty() else 110).print(table(rows))
     for row in rows:
         if "error" in row:
             print(f"{row['provider']}: {row['error']}")
-    given = sys.argv[1:] if argv is None else argv
-    content = document(given, MODULE, dry_run=arguments.dry_run, rows=rows, limit=LIMIT)
-    return finish(arguments, content, lambda: shortfalls(rows))
+    return finish(arguments, result.done(), lambda: shortfalls(rows))
 
 
-def measure(case: Case, watch: Stopwatch, dry_run: bool) -> list[dict[str, Any]]:
-    """A row for each provider; one that fails says why."""
+def measure(case: Case, watch: Stopwatch, dry_run: bool) -> Iterator[dict[str, Any]]:
+    """A row for each provider, the products first; one that fails says why."""
     torch.manual_seed(0)
     device, dtype = device_of(dry_run), torch.float32 if dry_run else torch.bfloat16
     x = torch.randn(case.tokens, case.hidden, device=device, dtype=dtype).requires_grad_()
@@ -90,18 +93,18 @@ def measure(case: Case, watch: Stopwatch, dry_run: bool) -> list[dict[str, Any]]
         "torch": lambda: _torch(x, weight, target),
         "liger": lambda: _liger(x, weight, target),
     }
-    rows = []
+    base = float("nan")
     for name, make in makers.items():
         row: dict[str, Any] = {"provider": name, **asdict(case), "chunk_bytes": case.chunk_bytes}
         try:
             step = make()
             row |= {"gradient_bytes": sum(t.numel() * t.element_size() for t in step())}
-            row |= {"peak_bytes": _peak(step, dry_run), **asdict(Timing.of(watch.samples(step)))}
+            row |= {"peak_bytes": _peak(step, device), **asdict(Timing.of(watch.samples(step)))}
+            base = row["median"] if name == PRODUCTS else base
+            row["of_products"] = row["median"] / base
         except Exception as failure:  # one provider that fails leaves the others
             row["error"] = sentence(failure)
-        rows.append(row)
-    base = rows[0].get("median", float("nan"))
-    return [row | ({"of_products": row["median"] / base} if "median" in row else {}) for row in rows]
+        yield row
 
 
 def _products(x: Tensor, weight: Tensor) -> Step:
@@ -165,8 +168,8 @@ def _liger(x: Tensor, weight: Tensor, target: Tensor) -> Step:
     return lambda: torch.autograd.grad(loss(weight, x, target), inputs)
 
 
-def _peak(step: Step, dry_run: bool) -> int | None:
-    if dry_run:
+def _peak(step: Step, device: str) -> int | None:
+    if device == "cpu":
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

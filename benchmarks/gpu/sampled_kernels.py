@@ -1,7 +1,7 @@
 """Time of the steps of a sampled linear's backward on a GPU, as ratios to the exact weight gradient.
 
     python -m benchmarks.sampled_kernels              print the table (a GPU is needed; about a minute)
-    python -m benchmarks.sampled_kernels --dry-run    every step on a tiny shape on the CPU; the numbers mean nothing
+    python -m benchmarks.sampled_kernels --dry-run    every step on a tiny shape; the numbers mean nothing
     python -m benchmarks.sampled_kernels --json FILE  also write the numbers with device and versions
 
 `exact` is dy^T x over all rows, as the vendor's library computes it; everything else is a ratio to it, bf16, 30 % of
@@ -28,11 +28,11 @@ from benchmarks.measure import (
     EXIT_CANNOT_RUN,
     EXIT_OK,
     NO_GPU,
+    Result,
     Stopwatch,
     Timing,
     device_of,
     document,
-    write_json,
 )
 from memopt.kernels.sampled_linear.rows import gather_rows, row_norms, sampled_weight_gradient
 from memopt.kernels.sampled_linear.sampling import rows_kept, sample_rows
@@ -58,19 +58,20 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to FILE")
     arguments = parser.parse_args(argv)
     if not arguments.dry_run and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return EXIT_CANNOT_RUN
     device = device_of(arguments.dry_run)
-    rows = [measure(*shape, device=device) for shape in (TINY if arguments.dry_run else SHAPES)]
+    given = sys.argv[1:] if argv is None else argv
+    result, rows = Result(arguments.json, document(given, MODULE, dry_run=arguments.dry_run)), []
+    for shape in TINY if arguments.dry_run else SHAPES:
+        rows.append(measure(*shape, device=device))
+        result.add(asdict(rows[-1]))
     Console(width=None if sys.stdout.isatty() else 110).print(table(rows))
-    if arguments.json:
-        given = sys.argv[1:] if argv is None else argv
-        content = document(given, MODULE, dry_run=arguments.dry_run, rows=[asdict(row) for row in rows])
-        write_json(arguments.json, content)
+    result.done()
     if arguments.dry_run:
         print(DRY_RUN)
     return EXIT_OK

@@ -189,8 +189,7 @@ def spec_of(x: object) -> RecomputeSpec | None:
     spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
     if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
-    top = top_saved_tensors_hooks(False)
-    if spec.hook is not (None if top is None else getattr(top[0], "memopt_outer_pack", top[0])):
+    if spec.hook is not _foreign_pack_hook():
         return None
     return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
 

@@ -16,7 +16,7 @@ from tests.aot.cases import BACKENDS
 def test_the_loop_has_no_barrier_and_little_more_than_one_exponential_an_element() -> None:
     logits = torch.empty(512, 128256, dtype=torch.bfloat16, device="meta")
     with capture("sm_90") as binaries:
-        launch_statistics(logits, torch.empty(512, 3, device="meta"), None, False)
+        launch_statistics(logits, torch.empty(512, 4, device="meta"), None, False)
     (loop,) = re.findall(r"Loop Header.*?@%p\d+ bra", binaries[0].asm["ptx"], re.DOTALL)
     vectors = len(re.findall(r"ld\.global\.v4", loop))
     assert vectors
@@ -31,7 +31,7 @@ def test_another_number_of_rows_or_columns_does_not_compile_again(target: str) -
             logits = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
             of_rows = torch.empty(rows, dtype=torch.int64, device="meta")
             numbers = torch.empty(rows, device="meta")
-            launch_statistics(logits, torch.empty(rows, 3, device="meta"), None, False)
+            launch_statistics(logits, torch.empty(rows, 4, device="meta"), None, False)
             launch_gradient(
                 logits, of_rows, numbers[:, None].expand(rows, 2), RowFactors(numbers, None, 0.0), None, logits
             )

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from memopt.kernels.derivative_codes.codes import _apply, _encode, apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
+from tests.gpu.sizes import size
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-COUNT = 300 * 1000 + 7
+COUNT = size(300 * 1000, 3000) + 7
 SEED = 2**40 + 3
 CODES = {
     scheme: derivative_code("gelu_erf", scheme)
@@ -57,6 +58,7 @@ def test_codes_and_gradients_are_those_of_the_reference_on_the_cpu(code: Derivat
     assert torch.equal(dz.cpu(), _apply(dh.cpu(), packed.cpu(), code))
 
 
+@pytest.mark.real_device("programs that run at the same time")
 @every_code
 def test_ten_runs_give_the_same_bits(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)
@@ -65,6 +67,7 @@ def test_ten_runs_give_the_same_bits(code: DerivativeCode) -> None:
         assert_same(run(z, dh, code), first)
 
 
+@pytest.mark.real_device("streams")
 @every_code
 def test_a_side_stream_is_used_where_it_is_current(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)
@@ -82,6 +85,7 @@ def test_a_side_stream_is_used_where_it_is_current(code: DerivativeCode) -> None
     assert_same(results, expected)
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_code
 def test_a_captured_graph_replays_on_new_values(code: DerivativeCode) -> None:
     z, dh = draw(), draw(seed=1)
@@ -116,6 +120,7 @@ def test_another_device_than_the_current_one_is_used() -> None:
     assert_same([result.to(DEVICE) for result in results], expected)
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 @pytest.mark.parametrize("scheme", ["2bit", "3bit", "8bit"])
 def test_elements_beyond_two_to_the_31_are_as_any_others(scheme: str) -> None:
     code, count, part = CODES[scheme], 2**31 + 4096, 8192

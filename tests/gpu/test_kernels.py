@@ -5,9 +5,6 @@ Values are held against the references in tests/triton, which runs on a GPU too.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +19,14 @@ from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm.function import NormSpec, ms_norm
 from tests.factories import tiny_inputs, tiny_model
+from tests.gpu.sizes import size
+from tests.support.launches import count_launches, operators
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 RMS, LAYER = NormSpec("rms", 1e-6, cast="before"), NormSpec("layer", 1e-6)
-TOKENS, HIDDEN = 300, 1000
+TOKENS, HIDDEN = size(300, 12), 1000
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(result, other)
 
 
+@pytest.mark.real_device("programs that run at the same time")
 @every_operator
 def test_ten_runs_give_the_same_bits(operator):
     inputs = operator.inputs(tokens=4099)
@@ -92,6 +92,7 @@ def test_ten_runs_give_the_same_bits(operator):
         assert_same(operator.run(inputs, dy), first)
 
 
+@pytest.mark.real_device("streams")
 @every_operator
 def test_a_side_stream_is_used_where_it_is_current(operator):
     inputs, dy = operator.inputs(), operator.gradient(operator.inputs())
@@ -111,6 +112,7 @@ def test_a_side_stream_is_used_where_it_is_current(operator):
     assert_same(results, expected)
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_operator
 def test_a_captured_graph_replays_forward_and_backward_on_new_values(operator):
     inputs = operator.inputs()
@@ -157,6 +159,7 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_leaves_its_inputs_a
     assert_same([tensor.detach() for tensor in (*inputs, dy)], values)
 
 
+@pytest.mark.real_device("torch.compile on the device")
 @every_operator
 def test_the_compiler_takes_it_in_one_graph_with_the_same_results(operator):
     torch._dynamo.reset()
@@ -195,6 +198,7 @@ def test_another_device_than_the_current_one_is_used(operator):
         torch.testing.assert_close(result.to(expected.device), expected)
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 @pytest.mark.parametrize("name", ROWWISE)
 def test_rows_beyond_two_to_the_31_elements_are_as_any_other_rows(name):
     operator, hidden, ends = OPERATORS[name], 4096, 8
@@ -220,35 +224,16 @@ def test_rows_beyond_two_to_the_31_elements_are_as_any_other_rows(name):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How often each operator's launchers are called; names of the modules of kernels are the keys."""
-    import memopt.kernels.activation.function_triton
-    import memopt.kernels.gated_mlp.function_triton
-    import memopt.kernels.norm.forward_triton  # noqa: F401
-
-    count: Counter[str] = Counter()
-
-    def counting(operator, launch):
-        @functools.wraps(launch)
-        def counted(*args, **kwargs):
-            count[operator] += 1
-            return launch(*args, **kwargs)
-
-        return counted
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("memopt.kernels.") and name.endswith("_triton"):
-            operator = name.rpartition(".")[2].split("_")[0]
-            for attribute in [key for key in vars(module) if key.startswith("launch_") and callable(vars(module)[key])]:
-                monkeypatch.setattr(module, attribute, counting(operator, getattr(module, attribute)))
-    return count
+    """How often each operator's launchers are called."""
+    return count_launches(monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llama", {"norm", "gated"}),
-        ("phi3", {"norm", "gated"}),
-        ("gemma2", {"norm", "gated"}),
+        ("llama", {"norm", "gated_mlp"}),
+        ("phi3", {"norm", "gated_mlp"}),
+        ("gemma2", {"norm", "gated_mlp"}),
         ("gpt2", {"norm", "activation"}),
         ("bert", {"norm"}),
         ("vit", {"norm"}),
@@ -261,7 +246,7 @@ def test_patched_models_run_the_kernels(launches, name, expected, dtype):
     memopt.patch(model)
     launches.clear()  # patching proves modules with the operators themselves
     model(**inputs).loss.backward()
-    assert expected <= set(launches)
+    assert expected <= operators(launches)
 
 
 def test_the_switch_in_the_environment_turns_the_kernels_off(launches, monkeypatch):

@@ -11,8 +11,8 @@ import transformers
 
 import memopt
 from memopt.verification.gradient import compare_gradients
-from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
+from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
 pytestmark = [
@@ -23,8 +23,11 @@ DEVICE = "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def on_device(inputs, dtype):
-    return {key: value.to(DEVICE) for key, value in cast_inputs(inputs, dtype).items()}
+def case(name, dtype):
+    # Gemma 2's scores: a device has a kernel for this, a CPU none.
+    why = "softmax of fp16 scores in fp32"
+    marks = [pytest.mark.real_device(why)] if (name, dtype) == ("gemma2", torch.float16) else []
+    return pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks)
 
 
 def loss_and_gradients(model, inputs):
@@ -42,13 +45,12 @@ def _plain_fp32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), [case(name, dtype) for name in NAMES for dtype in DTYPES])
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype):
     model = tiny_model(name, dtype).to(DEVICE)
-    inputs = on_device(tiny_inputs(name, 2, 32), dtype)
+    inputs = placed(tiny_inputs(name, 2, 32), DEVICE, dtype)
     with precise(torch.float64):
-        _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
+        _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))
     stock_loss, stock = loss_and_gradients(model, inputs)
     patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
     checks = list(compare_gradients([patched], [stock], truth, dtype, "fp64", stock_loss, patched_loss))
@@ -57,10 +59,10 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_gradients_are_no_worse(name):
-    inputs = on_device(tiny_inputs(name, 2, 32), torch.float32)
+    inputs = placed(tiny_inputs(name, 2, 32), DEVICE, torch.float32)
     model = tiny_model(name).to(DEVICE)
     with precise(torch.float64):
-        _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
+        _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))
     with torch.autocast(DEVICE, torch.bfloat16):
         stock_loss, stock = loss_and_gradients(model, inputs)
         patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
@@ -68,6 +70,7 @@ def test_autocast_gradients_are_no_worse(name):
     assert all(check.status == "pass" for check in checks), checks
 
 
+@pytest.mark.real_device("the device's attention kernel, which saves no probabilities")
 @pytest.mark.parametrize(("autocast", "most"), [(False, 11.6), (True, 11.6)])
 def test_the_allocator_sees_the_saving_on_a_llama_block(autocast, most):
     """Bytes allocated after forward: three blocks less two, in units of tokens x hidden x 2 bytes."""

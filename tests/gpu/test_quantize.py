@@ -8,13 +8,14 @@ from torch import Tensor
 
 from memopt.kernels.quantize.layout import GROUP, Quantized
 from memopt.kernels.quantize.quantize import _dequantize, _quantize, dequantize, quantize
+from tests.gpu.sizes import size
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 every_width = pytest.mark.parametrize("bits", [4, 8])
-COUNT = 300 * 1000 + 7
+COUNT = size(300 * 1000, 3000) + 7
 
 
 def draw(dtype: torch.dtype = torch.bfloat16, count: int = COUNT, seed: int = 0) -> Tensor:
@@ -59,6 +60,7 @@ def test_groups_that_are_not_finite_are_nan_on_the_device_and_no_others(bits: in
     assert torch.equal(dequantize(quantize(x, bits, 1)).isnan(), broken)
 
 
+@pytest.mark.real_device("streams")
 @every_width
 def test_a_side_stream_is_used_where_it_is_current(bits: int) -> None:
     value = draw()
@@ -78,6 +80,7 @@ def test_a_side_stream_is_used_where_it_is_current(bits: int) -> None:
     assert torch.equal(ours_decoded, decoded)
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_width
 def test_a_captured_graph_replays_on_new_values(bits: int) -> None:
     x = draw()
@@ -121,7 +124,7 @@ def test_another_device_than_the_current_one_is_used(bits: int) -> None:
 
 @every_width
 def test_codes_take_no_more_memory_than_they_hold_while_they_are_made(bits: int) -> None:
-    x = draw(count=2**24)
+    x = draw(count=size(2**24, 2**14))
     quantize(x, bits, 1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -130,6 +133,7 @@ def test_codes_take_no_more_memory_than_they_hold_while_they_are_made(bits: int)
     assert torch.cuda.max_memory_allocated() - before <= made + 1024
 
 
+@pytest.mark.real_device("tensors of more than 2^31 elements")
 @every_width
 def test_elements_beyond_two_to_the_32_are_coded_like_others_with_numbers_of_their_own(bits: int) -> None:
     count, ends = 2**32 + 3 * GROUP, 3 * GROUP

@@ -17,13 +17,14 @@ from memopt.kernels.sampled_linear.rows import (
     sampled_weight_gradient,
 )
 from memopt.kernels.sampled_linear.sampling import METHODS, Method, sample_rows
+from tests.gpu.sizes import size
 from tests.triton.accuracy import assert_as_accurate
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS, KEPT, IN, OUT = 2000, 601, 1536, 4100
+ROWS, KEPT, IN, OUT = size(2000, 200), size(601, 61), size(1536, 96), size(4100, 132)
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -105,6 +106,7 @@ def test_nothing_waits_for_the_device(method: Method) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.real_device("programs that run at the same time")
 def test_ten_runs_give_the_same_bits() -> None:
     x, dy = tensors()
     torch.manual_seed(0)
@@ -114,6 +116,7 @@ def test_ten_runs_give_the_same_bits() -> None:
         assert all(map(torch.equal, first, run(x, dy)))
 
 
+@pytest.mark.real_device("streams")
 @every_method
 def test_a_side_stream_is_used_where_it_is_current(method: Method) -> None:
     x, dy = tensors()
@@ -133,6 +136,7 @@ def test_a_side_stream_is_used_where_it_is_current(method: Method) -> None:
     assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.real_device("CUDA graphs")
 @every_method
 def test_a_captured_graph_draws_anew_from_new_values(method: Method) -> None:
     x, dy = tensors()

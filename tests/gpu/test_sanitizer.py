@@ -16,6 +16,7 @@ FOUND = 86
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.real_device("accesses and races of compiled kernels"),
     pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer (CUDA toolkit) is not on PATH"),
 ]
 

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import memopt
+from memopt.kernels.linear import adapted as kernel
 from memopt.kernels.linear.adapted import AdaptedLinearFunction
 from memopt.patches.linear import adapted
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
@@ -48,15 +49,18 @@ def patched(module: nn.Module) -> nn.Module:
     return module
 
 
-def results(module: nn.Module, dtype: torch.dtype, autocast: torch.dtype | None) -> dict[str, Tensor]:
-    """The output, and the gradient of every leaf; the input has another reader, whose gradient is added."""
+def results(
+    module: nn.Module, dtype: torch.dtype, autocast: torch.dtype | None, *, readers: int = 2
+) -> dict[str, Tensor]:
+    """The output, and the gradient of every leaf; with two readers of the input, the other one's gradient is added."""
     torch.manual_seed(1)
     given = torch.randn(2, 5, 24, dtype=dtype, requires_grad=True)
     module.zero_grad()
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         x = given * 3
         y = module(x)
-    (y.float().square().sum() + x.float().square().sum()).backward()
+    loss = y.float().square().sum()
+    (loss + x.float().square().sum() if readers == 2 else loss).backward()
     leaves = {"x": given, **dict(module.named_parameters())}
     return {"y": y.detach(), **{name: each.grad for name, each in leaves.items() if each.grad is not None}}
 
@@ -77,6 +81,22 @@ def test_value_and_gradients_are_those_of_the_stock_layer_to_the_bit(
     for name, each in expected.items():
         assert found[name].dtype == each.dtype
         assert torch.equal(found[name], each), name
+
+
+@pytest.mark.parametrize(("dtype", "autocast", "fp32"), DTYPES[:-1])
+def test_by_pieces_value_and_gradients_are_the_same(
+    dtype: torch.dtype, autocast: torch.dtype | None, fp32: bool, applied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sum is cut by a piece. Products of other sizes may add up in another order, which fp32 shows."""
+    monkeypatch.setattr(kernel, "PIECE", 0)
+    monkeypatch.setattr(kernel, "TILE", 4)
+    stock = layer(dtype=dtype, fp32=fp32)
+    expected, found = (results(each, dtype, autocast, readers=1) for each in (stock, patched(stock)))
+    assert len(applied) == 1
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype
+        error = (found[name] - each).abs().max()
+        assert error <= 24 * torch.finfo(FP32 if each.dtype is FP32 else each.dtype).eps * each.abs().max(), name
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged, torch.strided], ids=str)
@@ -178,13 +198,13 @@ def test_a_checkpointed_region_runs_twice_with_the_same_gradients(
     expected = gradients(model, autocast)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     sums: list[Tensor] = []
-    add = torch.add
-    monkeypatch.setattr(torch, "add", lambda *given, **where: sums.append(given[0]) or add(*given, **where))
+    add = kernel._sum
+    monkeypatch.setattr(kernel, "_sum", lambda *given: sums.append(given[0]) or add(*given))
     count = len(applied)
     found = gradients(model, autocast)
     assert len(applied) == (2 if reentrant else 3) * count  # reentrant: the first run has no gradients
     # The second run ends where the last tensor is saved, before the product of the last linear.
-    assert len(sums) == (0 if reentrant else count - len(model.base_model.model.model.layers))
+    assert len(sums) == (count if reentrant else 2 * count - len(model.base_model.model.model.layers))
     assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
 
 

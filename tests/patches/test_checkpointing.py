@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,6 +97,18 @@ def test_gradients_are_the_stock_models(name, limit, settings):
     stock, inputs = model_of(name), tiny_inputs(name)
     patched = memopt.patch(copy.deepcopy(stock), recipe(*settings))
     assert worst(gradients(patched, inputs), gradients(stock, inputs)) <= limit
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_blocks_may_run_again_in_another_thread_as_on_a_gpu(name):
+    """Its nodes have sequence numbers of their own, and no mode of the forward's thread is active there."""
+    stock, inputs = model_of(name), tiny_inputs(name)
+    patched = memopt.patch(copy.deepcopy(stock), recipe("method=every-n"))
+    loss = patched(**inputs).loss
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(loss.backward).result()
+    found = {name: p.grad for name, p in patched.named_parameters() if p.grad is not None}
+    assert worst(found, gradients(stock, inputs)) <= 1e-12
 
 
 def test_a_dropout_drops_the_same_when_its_block_runs_again():

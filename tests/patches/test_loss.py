@@ -215,7 +215,7 @@ def _ignored_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mean_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
+    monkeypatch.setattr(readers, "weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
 
 
 FAULTS = {

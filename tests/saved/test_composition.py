@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
+from memopt.recompute_rules import FAMILIES, LINEAR
 from memopt.saved import RecomputeScope
 from tests.factories import tiny_inputs, tiny_model
 from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp
@@ -70,6 +72,44 @@ def test_a_chain_of_checkpointed_scopes_recomputes_the_same_tensors():
     stock = gradients(blocks, forward(lambda block, y: block.inner(y)), x)
     wrapped = forward(lambda block, y: checkpoint(block, y, use_reentrant=False))
     assert all_equal(stock, gradients(blocks, wrapped, x))
+
+
+def test_a_region_may_run_again_in_a_thread_with_sequence_numbers_of_its_own():
+    """As in the thread of a GPU. The region reads a product that was made outside, with its graph."""
+    torch.manual_seed(0)
+    x, down = torch.randn(3, 8, requires_grad=True), nn.Linear(8, 8)
+    product = x.cos() * x.sin()
+
+    def region(one: Tensor) -> Tensor:
+        with RecomputeScope():
+            return down(product) * one
+
+    stock = gradients(down, down(product).square().sum(), x, retain_graph=True)
+    loss = checkpoint(region, torch.ones(8, requires_grad=True), use_reentrant=False).square().sum()
+    with ThreadPoolExecutor(1) as thread:
+        assert all_equal(stock, thread.submit(gradients, down, loss, x).result())
+
+
+@pytest.mark.parametrize("reader", ["the scope", "a scope inside"])
+@pytest.mark.parametrize("producer", ["before", "the scope", "a scope inside"])
+def test_under_a_foreign_hook_a_scope_recomputes_what_is_made_inside_it(producer: str, reader: str) -> None:
+    down, kept = nn.Linear(8, 8), []
+
+    def run(where: str, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        # Another set of families: two scopes alike are one.
+        with RecomputeScope(FAMILIES - {LINEAR}) if where == "a scope inside" else nullcontext():
+            return call(x)
+
+    def product(x: Tensor) -> Tensor:
+        return x * x.sin()
+
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        x = torch.randn(3, 8, requires_grad=True) * 1
+        y = product(x) if producer == "before" else x
+        with RecomputeScope():
+            y = y if producer == "before" else run(producer, product, y)
+            run(reader, down, y)
+    assert any(each is y for each in kept) is (producer == "before" or reader == "a scope inside")
 
 
 def test_it_hands_what_it_keeps_to_an_outer_offloading_hook():

@@ -89,6 +89,7 @@ def test_every_layout_is_read_right_and_keeps_its_dense_strides(
     h = launch_forward(z, SMOOTH)
     dh = draw(*z.shape, dtype=dtype, seed=1)
     assert h.stride() == ACTIVATIONS[SMOOTH].value(z).stride()
+    assert h._version == 0  # its readers would save it instead of z
     assert launch_backward(dh, z, SMOOTH)[0].stride() == h.stride()
     check_layout(z, dh)
 

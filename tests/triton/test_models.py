@@ -14,36 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.kernels.activation import function as activation
-from memopt.kernels.activation import function_triton as activation_triton
 from memopt.kernels.base import autograd
 from memopt.kernels.gated_mlp import function as gated
-from memopt.kernels.gated_mlp import function_triton as gated_triton
-from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.patches.sum_norm import module as sum_norm
 from memopt.verification.gradient import compare_gradients
-from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
+from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
+from tests.support.launches import count_launches
 from tests.triton.conftest import DEVICE
 
 
 @pytest.fixture
 def launches(monkeypatch) -> Counter[str]:
     """How often each launcher was called."""
-    counts: Counter[str] = Counter()
-    for module in (activation_triton, gated_triton, norm_triton):
-        for name in [name for name in vars(module) if name.startswith("launch_") and name != "launch_config"]:
-            label = f"{module.__name__.split('.')[-2]}.{name.removeprefix('launch_')}"
-            monkeypatch.setattr(module, name, counted(getattr(module, name), counts, label))
-    return counts
-
-
-def counted(launch, counts, label):
-    def launch_and_count(*args, **kwargs):
-        counts[label] += 1
-        return launch(*args, **kwargs)
-
-    return launch_and_count
+    return count_launches(monkeypatch)
 
 
 def loss_and_gradients(model, inputs):
@@ -51,10 +36,6 @@ def loss_and_gradients(model, inputs):
     loss = model(**inputs).loss
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def on_device(inputs, dtype):
-    return {key: value.to(DEVICE) for key, value in cast_inputs(inputs, dtype).items()}
 
 
 #: In bf16 too: pre-norm and post-norm blocks, an MLP with and without a gate, Conv1D.
@@ -72,9 +53,9 @@ BF16 = ("llama", "bert", "gpt2")
     ],
 )
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype, launches):
-    model, inputs = tiny_model(name, dtype).to(DEVICE), on_device(tiny_inputs(name, 2, 8), dtype)
+    model, inputs = tiny_model(name, dtype).to(DEVICE), placed(tiny_inputs(name, 2, 8), DEVICE, dtype)
     with precise(torch.float64):
-        _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
+        _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))
     stock_loss, stock = loss_and_gradients(model, inputs)
     patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
     checks = list(compare_gradients([patched], [stock], truth, dtype, "fp64", stock_loss, patched_loss))
@@ -85,7 +66,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "t5", "gemma2"])
 def test_a_gated_mlp_takes_one_kernel_forward_and_one_backward(name, launches):
-    model, inputs = memopt.patch(tiny_model(name).to(DEVICE)), on_device(tiny_inputs(name, 2, 8), torch.float32)
+    model, inputs = memopt.patch(tiny_model(name).to(DEVICE)), placed(tiny_inputs(name, 2, 8), DEVICE, torch.float32)
     loss_and_gradients(model, inputs)
     mlps = model.config.num_hidden_layers * (2 if name == "t5" else 1)
     # The first of its size in a backward has a pass of its own for its product, but where both halves are one tensor.
@@ -95,7 +76,7 @@ def test_a_gated_mlp_takes_one_kernel_forward_and_one_backward(name, launches):
 
 @pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])
 def test_an_activation_and_its_linear_take_one_kernel_forward_and_one_backward(name, launches):
-    model, inputs = memopt.patch(tiny_model(name).to(DEVICE)), on_device(tiny_inputs(name, 2, 8), torch.float32)
+    model, inputs = memopt.patch(tiny_model(name).to(DEVICE)), placed(tiny_inputs(name, 2, 8), DEVICE, torch.float32)
     loss_and_gradients(model, inputs)
     layers = model.config.num_hidden_layers
     # The first of a backward has a pass of its own for its output.
@@ -131,7 +112,7 @@ def test_a_post_norm_layer_runs_one_kernel_a_norm_and_never_makes_the_sums(name,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_sum_that_is_not_made_changes_no_bit(dtype, launches, monkeypatch):
-    model, inputs = memopt.patch(tiny_model("bert", dtype).to(DEVICE)), on_device(tiny_inputs("bert", 2, 8), dtype)
+    model, inputs = memopt.patch(tiny_model("bert", dtype).to(DEVICE)), placed(tiny_inputs("bert", 2, 8), DEVICE, dtype)
     loss, gradients = loss_and_gradients(model, inputs)
     assert launches["norm.forward"] == 1 + 2 * model.config.num_hidden_layers
     monkeypatch.setattr(sum_norm, "runs_triton", lambda *_: False)
@@ -143,9 +124,9 @@ def test_a_sum_that_is_not_made_changes_no_bit(dtype, launches, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_under_autocast_too(name, launches):
-    model, inputs = tiny_model(name).to(DEVICE), on_device(tiny_inputs(name, 2, 8), torch.float32)
+    model, inputs = tiny_model(name).to(DEVICE), placed(tiny_inputs(name, 2, 8), DEVICE, torch.float32)
     with precise(torch.float64):
-        _, truth = loss_and_gradients(copy.deepcopy(model).double(), cast_inputs(inputs, torch.float64))
+        _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))
     with torch.autocast(DEVICE, torch.bfloat16):
         stock_loss, stock = loss_and_gradients(model, inputs)
         patched_loss, patched = loss_and_gradients(memopt.patch(model), inputs)
@@ -167,7 +148,7 @@ def test_a_bias_that_a_tool_computes_is_not_lost(tool):
                 prune.l1_unstructured(dense, "bias", amount=4)
             else:
                 parametrize.register_parametrization(dense, "bias", nn.Softplus())
-        inputs = on_device(tiny_inputs("bert", 2, 8), torch.float32)
+        inputs = placed(tiny_inputs("bert", 2, 8), DEVICE, torch.float32)
         results.append(model(**inputs).loss)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
@@ -181,7 +162,7 @@ def test_a_captured_activation_is_in_the_graph():
         captured = []
         act = model.bert.encoder.layer[0].intermediate.intermediate_act_fn
         act.register_forward_hook(lambda module, args, output, captured=captured: captured.append(output))
-        loss = model(**on_device(tiny_inputs("bert", 2, 8), torch.float32)).loss
+        loss = model(**placed(tiny_inputs("bert", 2, 8), DEVICE, torch.float32)).loss
         results.append(torch.autograd.grad(loss, captured[0])[0])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-7)
 
@@ -205,7 +186,10 @@ def test_batched_gradients_take_the_references():
     ("name", "read"), [("llama", "mlp.gate_proj"), ("phi3", "mlp.gate_up_proj"), ("bert", "intermediate.dense")]
 )
 def test_a_checkpointed_block_writes_gradients_over_what_nobody_else_can_read(name, read, monkeypatch):
-    model, inputs = memopt.patch(tiny_model(name).to(DEVICE).train()), on_device(tiny_inputs(name, 2, 8), torch.float32)
+    model, inputs = (
+        memopt.patch(tiny_model(name).to(DEVICE).train()),
+        placed(tiny_inputs(name, 2, 8), DEVICE, torch.float32),
+    )
     model.config.use_cache = False
     model.gradient_checkpointing_enable({"use_reentrant": False})
     overwritten: list[bool] = []

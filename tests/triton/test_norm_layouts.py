@@ -11,6 +11,7 @@ from memopt.kernels.base.launch import LaunchConfig, override
 from memopt.kernels.norm import backward_triton as norm_backward_triton
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.kernels.norm.forward_triton import launch_affine, launch_backward, launch_forward
+from tests.kernels.norm import test_norm_layouts as operators
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import lazily_huge
 from tests.triton.norms import (
@@ -35,6 +36,8 @@ def test_strided_inputs_give_what_contiguous_ones_give(family, layout, red_zones
     for ours, theirs in zip(strided, packed, strict=True):
         assert torch.equal(ours, theirs)
     assert strided[0].stride() == strided[1].stride() == expected
+    # What counts as changed in place would be saved by its readers, beside x_hat.
+    assert all(result._version == 0 for result in strided)
     recomputed = launch_affine(strided[1], weight, bias, spec.in_dtype(x.dtype))
     assert torch.equal(recomputed, launch_affine(packed[1], weight, bias, spec.in_dtype(x.dtype)))
     assert recomputed.stride() == expected
@@ -45,6 +48,20 @@ def test_strided_inputs_give_what_contiguous_ones_give(family, layout, red_zones
     ):
         assert torch.equal(ours, theirs)
     assert gradients[0].stride() == expected
+
+
+@pytest.mark.parametrize("layout", operators.LAYOUTS)
+@pytest.mark.parametrize("kind", operators.KINDS)
+@pytest.mark.parametrize("dtype", operators.DTYPES, ids=str)
+def test_readers_of_a_norm_save_its_one_tensor_in_every_layout(layout, kind, dtype):
+    operators.check_readers_share_one_tensor(layout, kind, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("layout", operators.LAYOUTS)
+@pytest.mark.parametrize("kind", operators.KINDS)
+@pytest.mark.parametrize("summed", [False, True], ids=["", "of a sum"])
+def test_values_gradients_and_strides_are_stocks_in_every_layout(layout, kind, summed):
+    operators.check_as_stock(layout, kind, torch.float32, DEVICE, summed=summed, allowed=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -59,6 +59,7 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Op
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
+        args = args[:3] if name == "addmm" else args  # the formula takes a fourth, the result's dtype, for its shape
         return int(count(*_with_all_heads(name, args), **kwargs, out_val=result))
     if "grouped_mm" in name and isinstance(args[1], Tensor):
         # Each row of the first operand meets one matrix of the second; both may be the grouped one (dW).

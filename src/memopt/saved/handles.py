@@ -44,7 +44,10 @@ def recomputed_of(node: Node) -> Recomputed:
 class Handle:
     """Stands for a tensor that can be recomputed from `node`. It counts as a reader from `taken` on."""
 
-    __slots__ = ("_form", "_node", "_offset", "_reads_parts", "_recomputed", "_rule", "_size", "_stride")
+    __slots__ = (
+        "_form", "_node", "_offset", "_reads_parts", "_recomputed", "_rule", "_size", "_stride", "memopt_unpack",
+    )  # fmt: skip
+    memopt_unpack: object
 
     def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
         node = source.node

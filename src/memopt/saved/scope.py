@@ -13,6 +13,7 @@ saved. A tensor that was changed in place since (version > 0) is never replaced 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -35,10 +36,8 @@ from memopt.saved.versions import is_unchanged
 from memopt.torch_compat import (
     FakeTensor,
     current_graph_task_id,
-    next_sequence_number,
     no_torch_function,
     saved_tensors_hooks_disabled,
-    sequence_number,
     top_saved_tensors_hooks,
     unpack_hooks,
 )
@@ -85,9 +84,7 @@ class RecomputeScope:
         self._entered.append(self._enter())
 
     def _enter(self) -> tuple[saved_tensors_hooks, _Pack] | None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        if saved_tensors_hooks_disabled() is not None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or saved_tensors_hooks_disabled() is not None:
             return None
         outer, inside = top_saved_tensors_hooks(False), None
         if outer is not None and isinstance(outer[0], _Pack):
@@ -113,7 +110,7 @@ class _Pack:
     """The pack hook of one scope."""
 
     __slots__ = (
-        "_borrowed", "_compressor", "_first_node", "_outer_unpack", "_pinned", "_replaces", "_slots",
+        "_borrowed", "_compressor", "_made_inside", "_outer_unpack", "_pinned", "_replaces", "_slots",
         "compression", "families", "inside", "memopt_outer_pack", "outer",
     )  # fmt: skip
 
@@ -126,15 +123,21 @@ class _Pack:
         inside: _Pack | None,
     ) -> None:
         self.families, self.outer, self.compression, self.inside = families, outer, compression, inside
-        self.memopt_outer_pack: Callable[..., Any] | None = None
-        self._outer_unpack: Callable[..., Any] | None = None
-        if outer is not None:
-            self.memopt_outer_pack, self._outer_unpack = outer
+        pair: tuple[Any, Any] = outer or (None, None)
+        self.memopt_outer_pack, self._outer_unpack = pair
         # Activation checkpointing runs this code twice and must see the same tensors both times, but the second run
-        # starts from detached inputs. So under a foreign hook only nodes made inside this scope count.
+        # starts from detached inputs. So under a foreign hook only nodes made inside this scope count: their tensors
+        # are unpacked by a function that no other scope has. Sequence numbers do not tell: each thread counts its own.
         restricted = outer is not None and not getattr(outer[0], "memopt_observer", False)
-        # What a foreign hook keeps is its own affair, and what is run again inside backward is used up at once.
-        exchanges = not restricted and not _is_in_backward()
+        self._made_inside: list[Callable[..., Any]] = []
+        if restricted:
+            self._outer_unpack = functools.partial(self._outer_unpack)
+            around: _Pack | None = self
+            while around is not None:
+                around._made_inside.append(self._outer_unpack)
+                around = around.inside
+        # What a foreign hook keeps is its own affair; what reentrant checkpointing runs again is used at once.
+        exchanges = not restricted and current_graph_task_id() == -1
         self._pinned = PinnedStorages() if exchanges else None
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
@@ -144,7 +147,6 @@ class _Pack:
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
         self._replaces = self.compressor is not None
-        self._first_node = next_sequence_number() if restricted else -1
 
     def __call__(self, tensor: Tensor) -> Saved:
         base = tensor._base
@@ -193,6 +195,8 @@ class _Pack:
         if followed is None:
             return None
         self._replaces = True
+        if self._made_inside:
+            followed.memopt_unpack = self._outer_unpack  # as of a tensor that the foreign hook keeps
         return followed.taken()
 
     def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
@@ -209,9 +213,7 @@ class _Pack:
             return None
         follows = _is_followed(rule, source) and self._applies(rule, source.node)
         # What says which rows were read has to be there too.
-        follows = follows and all(
-            _kept_by_a_scope(how, self._outer_unpack) for what, how in source.steps if what == "rows"
-        )
+        follows = follows and all(self._keeps(how) for what, how in source.steps if what == "rows")
         return Handle(source, rule, tensor, base) if follows else None
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
@@ -251,12 +253,23 @@ class _Pack:
             self._compressor.settle()
 
     def _applies(self, rule: Rule, node: Node) -> bool:
-        number = sequence_number(node)
-        if rule.family not in self.families or number < self._first_node or not rule.keeps_enough(node):
+        return rule.family in self.families and rule.keeps_enough(node) and self._keeps(node)
+
+    def _keeps(self, node: Node) -> bool:
+        """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
+        the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it.
+
+        A node made inside another foreign hook (checkpointing of the node's module alone) has its tensors kept by that
+        hook, which may give each back only once. A scope inside a checkpointed region hands on to its hook: a reader
+        behind that region would run it again early.
+        """
+        try:
+            hooks = [hook for hook in unpack_hooks(node) if hook is not None]
+        except RuntimeError:  # backward has been through it
             return False
-        # A node made inside a foreign hook too (checkpointing of the node's module alone) has its tensors kept by that
-        # hook, which may give each back only once.
-        return _kept_by_a_scope(node, self._outer_unpack)
+        if self._made_inside:
+            return bool(hooks) and all(hook in self._made_inside for hook in hooks)
+        return all(hook in (_unpack, self._outer_unpack) or getattr(hook, "memopt_observer", False) for hook in hooks)
 
 
 def in_a_scope() -> bool:
@@ -320,11 +333,6 @@ def saving_into(slot: SavedInSlot) -> saved_tensors_hooks:
     return saved_tensors_hooks(slot.pack, _unpack)
 
 
-def _is_in_backward() -> bool:
-    """Whether this thread is running backward, as it does when reentrant checkpointing runs a forward again."""
-    return current_graph_task_id() != -1
-
-
 def _innermost() -> _Pack | None:
     """The innermost scope, where no other hook is inside it."""
     top = top_saved_tensors_hooks(False)
@@ -349,19 +357,6 @@ def _is_followed(rule: Rule, source: Source) -> bool:
         return source.copies == 1 or (source.copies == 0 and source.casts > 0)
     is_one_copy = source.is_cast_part or (source.copies == 1 and source.casts == 0)
     return source.is_only_cast or (is_one_copy and is_unchanged(source.node))
-
-
-def _kept_by_a_scope(node: Node, outer: object) -> bool:
-    """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
-    `outer`, the unpack hook outside of this scope.
-
-    A scope inside a checkpointed region hands on to its hook: a reader behind that region would run it again early.
-    """
-    try:
-        hooks = unpack_hooks(node)
-    except RuntimeError:  # backward has been through it
-        return False
-    return all(hook in (None, _unpack, outer) or getattr(hook, "memopt_observer", False) for hook in hooks)
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.kernels.loss import reference
 from memopt.kernels.loss.function import (
+    LeanCrossEntropyFunction,
     block_gradient_,
-    block_statistics_,
-    cross_entropy_backward_,
-    cross_entropy_rows,
     fresh_statistics,
     lean_cross_entropy,
     row_factors,
     row_losses,
+    statistics_,
 )
 from memopt.kernels.loss.reference import LossArguments
 from memopt.torch_compat import FakeTensorMode
@@ -65,14 +65,43 @@ def stock(
     return loss.detach(), logits.grad
 
 
+def losses_and_lse(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, smoothing: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and what its gradient needs."""
+    ctx = SimpleNamespace(save_for_backward=lambda *saved: vars(ctx).update(saved=saved))
+    loss = LeanCrossEntropyFunction.forward(ctx, logits, target, weight, smoothing, ignore_index)
+    return loss, ctx.saved[2]
+
+
+def gradient_over(
+    logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, weight: Tensor | None = None, smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The gradient, written over the logits."""
+    factors = row_factors(target, dloss, LossArguments(weight, smoothing, ignore_index), logits.size(1))
+    return block_gradient_(logits, target.long(), lse, factors, weight=weight)
+
+
 def ours(
     logits: Tensor, target: Tensor, dloss: Tensor, weight: Tensor | None, smoothing: float
 ) -> tuple[Tensor, Tensor]:
     logits = logits.clone()
-    loss, lse = cross_entropy_rows(logits, target, weight=weight, label_smoothing=smoothing)
-    gradient = cross_entropy_backward_(logits, target, lse, dloss, weight=weight, label_smoothing=smoothing)
+    loss, lse = losses_and_lse(logits, target, weight, smoothing)
+    gradient = gradient_over(logits, target, lse, dloss, weight, smoothing)
     assert gradient is logits
     return loss, gradient
+
+
+def together(
+    logits: Tensor, target: Tensor, dloss: Tensor, weight: Tensor | None, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient from one call."""
+    logits, arguments, statistics = logits.clone(), LossArguments(weight, smoothing), fresh_statistics(logits)
+    factors = row_factors(target, dloss, arguments, logits.size(1))
+    options = {"weight": weight, "smoothed": bool(smoothing), "factors": factors, "out": logits}
+    statistics_(logits, statistics, target, **options)
+    return row_losses(statistics, target, arguments, logits.size(1))[0], logits
 
 
 def by_blocks(
@@ -83,9 +112,9 @@ def by_blocks(
     parts = [slice(start, start + size) for start in range(0, logits.size(1), size)]
     for part in parts:
         of_block = None if weight is None else weight[part]
-        block_statistics_(logits[:, part].clone(), statistics, weight=of_block, smoothed=bool(smoothing))
-    picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
-    loss, lse = row_losses(statistics, picked, target, arguments, logits.size(1))
+        local = target - part.start
+        statistics_(logits[:, part].clone(), statistics, local, weight=of_block, smoothed=bool(smoothing))
+    loss, lse = row_losses(statistics, target, arguments, logits.size(1))
     factors = row_factors(target, dloss, arguments, logits.size(1))
     gradients = [
         block_gradient_(
@@ -136,6 +165,15 @@ def test_blocks_of_columns_give_what_whole_rows_give(
         torch.testing.assert_close(result, other, rtol=bound + rounding, atol=bound)
 
 
+@every_option
+@every_dtype
+def test_loss_and_gradient_together_are_those_of_two_calls(
+    dtype: torch.dtype, smoothing: float, weighted: bool
+) -> None:
+    given = draw(9, 300, dtype, weighted=weighted)
+    assert all(map(torch.equal, together(*given, smoothing), ours(*given, smoothing)))
+
+
 def make_special(logits: Tensor, target: Tensor) -> None:
     """Infinities and NaN at the target, beside it, and in all of a row; `logits` are (8, 11)."""
     target[:] = torch.arange(8)
@@ -159,8 +197,8 @@ def test_ignored_rows_are_zero_whatever_they_hold() -> None:
     for ignore_index, targets in ((-100, target), (4, target.masked_fill(target == -100, 4))):
         kept, ignored = logits.clone(), targets == ignore_index
         assert ignored.any()
-        loss, lse = cross_entropy_rows(kept, targets, ignore_index=ignore_index)
-        gradient = cross_entropy_backward_(kept, targets, lse, dloss, ignore_index=ignore_index)
+        loss, lse = losses_and_lse(kept, targets, ignore_index=ignore_index)
+        gradient = gradient_over(kept, targets, lse, dloss, ignore_index=ignore_index)
         assert (loss[ignored] == 0).all()
         assert (gradient[ignored] == 0).all()
 
@@ -175,8 +213,8 @@ def test_strided_tensors_are_written_where_they_are(layout: str) -> None:
         logits = logits.t().contiguous().t()
     dloss = torch.ones(()).expand(12) if layout == "expanded dloss" else torch.ones(12)
     before = logits.stride()
-    loss, lse = cross_entropy_rows(logits, target)
-    gradient = cross_entropy_backward_(logits, target, lse, dloss)
+    loss, lse = losses_and_lse(logits, target)
+    gradient = gradient_over(logits, target, lse, dloss)
     assert gradient.data_ptr() == logits.data_ptr()
     assert gradient.stride() == before
     torch.testing.assert_close((loss, gradient), expected, rtol=0, atol=1e-6)
@@ -185,7 +223,7 @@ def test_strided_tensors_are_written_where_they_are(layout: str) -> None:
 @pytest.mark.parametrize("target", [5, -1, -101])
 def test_a_target_out_of_range_is_stocks_error(target: int) -> None:
     with pytest.raises(IndexError, match="out of bounds"):
-        cross_entropy_rows(torch.zeros(2, 5), torch.tensor([0, target]))
+        lean_cross_entropy(torch.zeros(2, 5), torch.tensor([0, target]))
 
 
 def test_targets_may_be_bytes() -> None:
@@ -216,8 +254,8 @@ def test_no_copy_of_the_logits_is_made_but_of_a_few_rows(autocast: bool, monkeyp
     monkeypatch.setattr(reference, "_PIECE", 4 * 1000)
     logits, target, dloss, weight = draw(64, 1000, torch.bfloat16, weighted=True)
     with Allocations() as made, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss, lse = cross_entropy_rows(logits, target, weight=weight, label_smoothing=0.1)
-        cross_entropy_backward_(logits, target, lse, dloss, weight=weight, label_smoothing=0.1)
+        loss, lse = losses_and_lse(logits, target, weight, 0.1)
+        gradient_over(logits, target, lse, dloss, weight, 0.1)
     assert made.largest == 4 * 1000 * 4
     assert loss.dtype == torch.float32
 
@@ -313,8 +351,8 @@ def test_a_trace_on_fake_tensors_has_as_many_operations_for_many_rows_as_for_few
     for rows in (2, 600):
         with FakeTensorMode(), _Operations() as operations:
             logits, target = torch.empty(rows, 50000, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
-            losses, lse = cross_entropy_rows(logits, target, label_smoothing=0.1)
-            dlogits = cross_entropy_backward_(logits, target, lse, losses, label_smoothing=0.1)
+            losses, lse = losses_and_lse(logits, target, None, 0.1)
+            dlogits = gradient_over(logits, target, lse, losses, None, 0.1)
         assert dlogits is logits
         counts.append(operations.count)
     assert counts[0] == counts[1]

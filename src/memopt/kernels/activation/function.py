@@ -32,6 +32,7 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.parts import elementwise
+from memopt.kernels.base.rows import laid_out_like
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
 from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
 
@@ -217,13 +218,13 @@ _kernels = imported_once("memopt.kernels.activation.function_triton")
 @torch.library.custom_op("memopt::activation", mutates_args=())
 def activation(z: Tensor, kind: str) -> Tensor:
     """f(z) with the strides of ``torch.empty_like(z)``."""
-    return _laid_out_like(z, _value(z, kind, z.dtype))
+    return laid_out_like(z, _value(z, kind, z.dtype))
 
 
 @torch.library.custom_op("memopt::activation_backward", mutates_args=())
 def activation_backward(dh: Tensor, z: Tensor, kind: str) -> Tensor:
     """f'(z) * dh with the strides of ``torch.empty_like(z)``."""
-    return _laid_out_like(z, _gradient(dh, z, kind, recompute=False)[0])
+    return laid_out_like(z, _gradient(dh, z, kind, recompute=False)[0])
 
 
 @activation.register_fake
@@ -247,9 +248,3 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
 
 
 activation.register_autograd(_backward, setup_context=_setup)
-
-
-def _laid_out_like(z: Tensor, result: Tensor) -> Tensor:
-    """`result` with the strides that the fake kernels promise."""
-    promised = torch.empty_like(z)
-    return result if result.stride() == promised.stride() else promised.copy_(result)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.activation.scalar_triton import gradient, value, value_and_slope
+from memopt.kernels.base.rows import laid_out_like
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, tile, tiling, write
 
 
@@ -56,7 +57,7 @@ def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Te
         return h
     tiles = tiling("activation_forward", z, h)
     if tiles is None:
-        return h.copy_(launch_forward(z.contiguous(), kind, dtype))
+        return laid_out_like(z, launch_forward(z.contiguous(), kind, dtype))
     with on_device_of(z):
         activation_forward_kernel[tiles.grid](
             z, h, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], KIND=kind, **tiles.meta

@@ -16,12 +16,12 @@ from torch.autograd.function import FunctionMeta
 from memopt.torch_compat import (
     any_autocast_enabled,
     call_its_backward,
+    checkpointing_hook,
     current_graph_task_id,
     is_legacy_batched,
     is_transformed,
     storage_id,
     storage_use_count,
-    top_saved_tensors_hooks,
 )
 
 
@@ -84,12 +84,7 @@ def batched_gradients(
 def are_given_once() -> bool:
     """Whether backward gets what is saved now from PyTorch's activation checkpointing: computed again for every
     backward, and handed out once."""
-    top = top_saved_tensors_hooks(False)
-    hook = None if top is None else getattr(top[0], "memopt_outer_pack", top[0])  # a scope hands it on
-    return getattr(hook, "__module__", None) == _CHECKPOINT
-
-
-_CHECKPOINT = "torch.utils.checkpoint"
+    return checkpointing_hook() is not None
 
 
 def may_be_overwritten(*tensors: Tensor) -> bool:

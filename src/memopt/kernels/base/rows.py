@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -56,3 +57,10 @@ def rows_in(shape: tuple[int, ...], stride: tuple[int, ...]) -> Rows | None:
     # Sizes of 1 are last: they merge with anything, and evenly spaced rows have their spacing in strides[0].
     (_, s0), (n1, s1), (n2, s2) = merged + [(1, 0)] * (3 - len(merged))
     return Rows(count, (n1, n2), (s0, s1, s2))
+
+
+def laid_out_like(layout: Tensor, result: Tensor) -> Tensor:
+    """`result` with the strides of ``torch.empty_like(layout)``, copied where it has others."""
+    target = torch.empty_like(layout, dtype=result.dtype)
+    # An alias at version 0: readers save, and do not recompute, a tensor that was changed in place.
+    return result if result.stride() == target.stride() else target.copy_(result).data

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.base.counter_triton import uniform
+from memopt.kernels.base.rows import laid_out_like
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read, tile, tiling, write
 
 #: The kernel whose tiles are used: there too a thread has one vector of each tensor, which leaves registers to draw.
@@ -44,7 +45,7 @@ def launch_dropout(x: Tensor, seed: int, threshold: float, scale: float) -> Tens
     logical = torch.empty(x.shape, dtype=x.dtype, device="meta")
     tiles = tiling(_TILES_OF, x, y, logical)
     if tiles is None:
-        return y.copy_(launch_dropout(x.contiguous(), seed, threshold, scale))
+        return laid_out_like(x, launch_dropout(x.contiguous(), seed, threshold, scale))
     with on_device_of(x):
         dropout_kernel[tiles.grid](
             x, y, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], seed % 2**64, threshold, scale,

@@ -7,11 +7,15 @@ Saved are the parameters themselves, h, and x or what x is recomputed from (`mem
 another dtype. Every step is computed and rounded as the three linears do it on their own, autocast's casts and
 PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
 (`weight_gradient`). Source: LoRA, arXiv 2106.09685.
+
+What is large and in the adapter's dtype (fp32 around a 16-bit linear) is made by pieces that fit into a GPU's cache; no
+sum is cut. Where the gradient of x takes several pieces, its two terms are added up here: if x has other readers, their
+sum is rounded in another order than the stock one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
-from memopt.kernels.linear.function import input_gradient, is_computed_behind, is_plain, weight_gradient
+from memopt.kernels.base.pieces import pieces
+from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
 from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, spec_of
-from memopt.torch_compat import is_transformed
+from memopt.torch_compat import is_selectively_checkpointed, is_transformed
+
+#: Bytes of a piece, the most pieces, and what their rows or columns are a multiple of: a tile of a product.
+PIECE, PIECES, TILE = 3 * 2**22, 12, 128
 
 
 def adapted_linear(
@@ -64,21 +72,8 @@ def adapted_linear(
             return None
         if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
-    behind: list[Tensor] | None = [] if is_computed_behind() else None
-    y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec, behind)
-    if behind is not None:
-        with torch.no_grad():
-            torch.add(_of_frozen(x, weight, bias, dtype), _of_adapter(behind[0], b, scaling), out=y.data)
-    return y
-
-
-def _of_frozen(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _of_adapter(h: Tensor, b: Tensor, scaling: float) -> Tensor:
-    y = F.linear(h, b.to(h.dtype))
-    return y if scaling == 1 else y * scaling
+    y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec)
+    return computed(y, lambda h: _sum(_matrix(x).to(dtype), weight, bias, h, b, scaling).view(y.shape))
 
 
 class AdaptedLinearFunction(DirectFunction):
@@ -98,57 +93,103 @@ class AdaptedLinearFunction(DirectFunction):
         scaling: float,
         dtypes: tuple[torch.dtype, torch.dtype],
         spec: RecomputeSpec | None,
-        behind: list[Tensor] | None,
     ) -> Tensor:
-        """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms. `behind` is given h, and the
-        result no values."""
+        """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms."""
         dtype, of_adapter = dtypes
-        ctx.scaling, ctx.shape, ctx.of_adapter, ctx.recompute = scaling, x.shape, of_adapter, None
+        ctx.scaling, ctx.shape, ctx.dtypes, ctx.recompute = scaling, x.shape, (given.dtype, of_adapter), None
+        ctx.is_shared = given is x
         saved: Sequence[Tensor | None] = (given,)
         if not a.requires_grad:
             saved = (None,)
         elif spec is not None:
             ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
-        read = given.to(of_adapter)
-        h = F.linear(read, a.to(of_adapter))
+        rows, matrix = _matrix(x).to(dtype), a.to(of_adapter)
+        read = rows if ctx.is_shared or dtype is of_adapter else _matrix(given)
+        h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, a, b, h if b.requires_grad else None, *saved)
-        if behind is not None:
-            behind.append(h)
-            return h.new_empty(*x.shape[:-1], weight.size(0), dtype=dtype)
-        y = _of_frozen(read if dtype is of_adapter else x, weight, bias, dtype)
-        return (y + _of_adapter(h, b, scaling)).to(dtype)
+        shape = *x.shape[:-1], weight.size(0)
+        y = to_be_computed(ctx, h, shape, dtype)
+        return _sum(rows, weight, bias, h, b, scaling).view(shape).data if y is None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, a, b, h, *saved = ctx.saved_tensors
         needs_given, needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        of_adapter = ctx.of_adapter
+        scaling, (_, dtype) = ctx.scaling, ctx.dtypes
         given = dx = da = db = None
         with autocast_as(None, dy):
-            rows = dy.reshape(-1, dy.size(-1))
-            added = rows.to(of_adapter)
-            if ctx.scaling != 1:
-                added = added * ctx.scaling
+            rows = added = _matrix(dy)
+            if rows.numel() * dtype.itemsize <= PIECE:
+                added, scaling = _scaled(rows, dtype, scaling), 1
             if needs_b:
-                db = weight_gradient(added, h.view(-1, h.size(-1)), b)
+                db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, scaling)
             if needs_a or needs_given:
-                dh = added.mm(b.to(of_adapter))
+                matrix = b.to(dtype)
+                dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, scaling)
                 del added
                 if needs_a:
-                    x = _rows(ctx, saved, of_adapter)
-                    da = weight_gradient(dh, x, a)
-                if needs_given:
-                    given = input_gradient(dh, a, ctx.shape)
+                    da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype)
             if needs_x:
                 dx = input_gradient(rows, weight, ctx.shape)
-        return given, dx, None, None, da, db, None, None, None, None
+            if needs_given:
+                nbytes = ctx.shape.numel() * (dtype.itemsize + dy.itemsize)
+                if dx is None or not ctx.is_shared or nbytes <= PIECE:
+                    given = input_gradient(dh, a, ctx.shape)
+                else:
+                    matrix, sums = a.to(dtype), _matrix(dx)
+                    for piece in _slices(len(sums), nbytes, sums):
+                        sums[piece].add_(dh[piece].mm(matrix).to(sums.dtype))
+        return given, dx, None, None, da, db, None, None, None
 
 
-def _rows(ctx: Any, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """x as a matrix in `dtype`."""
-    if ctx.recompute is None:
-        (x,) = saved
-    else:
-        x = ctx.recomputed.rows(ctx.recompute, saved, dtype)
-    return x.reshape(-1, x.size(-1)).to(dtype)
+def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
+    """x as a matrix; where it is small, all its readers share a cast."""
+    own, dtype = ctx.dtypes
+    own = dtype if ctx.shape.numel() * dtype.itemsize <= PIECE else own
+    return _matrix(saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own))
+
+
+def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """``F.linear(rows, weight, bias) + h B^T * scaling`` of matrices, in the dtype of `rows`."""
+    y = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    matrix = b.to(h.dtype)
+    if is_selectively_checkpointed():  # it may have kept the product
+        return (y + _scaled(F.linear(h, matrix), h.dtype, scaling)).to(y.dtype)
+    for piece in _slices(len(y), y.numel() * h.itemsize, y):
+        y[piece].add_(_scaled(F.linear(h[piece], matrix), h.dtype, scaling))
+    return y
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
+
+
+def _scaled(x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:
+    return x.to(dtype) if scaling == 1 else x.to(dtype) * scaling
+
+
+def _pieced(
+    of: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, int], dtype: torch.dtype, scaling: float = 1
+) -> Tensor:
+    """``of(x.to(dtype) * scaling)``, by pieces of a dimension of the matrix `x`, which is another one of the result."""
+    if x.dtype is dtype and scaling == 1:
+        return of(x)
+    (of_x, of_result), whole = dims, None
+    for piece in _slices(x.size(of_x), x.numel() * dtype.itemsize, x):
+        part = of(_scaled(x[piece] if of_x == 0 else x[:, piece], dtype, scaling))
+        if part.size(of_result) == x.size(of_x):
+            return part
+        if whole is None:
+            whole = part.new_empty([x.size(of_x) if dim == of_result else part.size(dim) for dim in range(2)])
+        whole.narrow(of_result, piece.start, part.size(of_result)).copy_(part)
+    assert whole is not None
+    return whole
+
+
+def _slices(count: int, nbytes: int, tensor: Tensor) -> Iterable[slice]:
+    """Pieces of `count` rows or columns, all of which take `nbytes`."""
+    if nbytes <= PIECE:
+        return (slice(None),)
+    size = -(-max(PIECE * count // nbytes, -(-count // PIECES)) // TILE) * TILE
+    return pieces((slice(first, first + size) for first in range(0, count, size)), tensor)

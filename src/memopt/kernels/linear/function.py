@@ -13,6 +13,7 @@ Elsewhere x is recomputed first, and freed before its gradient is there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,13 +98,8 @@ def fused_linear(
     differentiate: Differentiate, value: Recompute, weight: Tensor, bias: Tensor | None, *inputs: Tensor | None
 ) -> Tensor:
     """``F.linear(value(*inputs), weight, bias)`` by :class:`FusedLinearFunction`."""
-    if not is_computed_behind():
-        y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *inputs)
-        return y
-    behind = _Behind(value)
-    y = FusedLinearFunction.apply(differentiate, behind, weight, bias, *inputs)
-    _compute(y, behind.h, weight, bias)
-    return y
+    y: Tensor = FusedLinearFunction.apply(differentiate, value, weight, bias, *inputs)
+    return computed(y, lambda h: _linear(h, weight, bias))
 
 
 def saves_a_cast_weight(x: object, weight: Tensor) -> bool:
@@ -145,39 +141,30 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return not_a_view(F.linear(x, weight, bias if bias.dtype is dtype else bias.to(dtype)))
 
 
-def is_computed_behind() -> bool:
-    """Whether a block runs again in backward, where a function that may end it computes its product after its saves.
+def to_be_computed(ctx: Any, h: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    """In a block that runs again in backward, an output without memory, which :func:`computed` fills; elsewhere None.
 
     Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
     done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
+
+    Args:
+        h: what the product is computed from.
     """
-    if current_graph_task_id() == -1 or checkpointing_hook() is None:
-        return False
-    # Selective checkpointing knows products by the operators that return them, and refuses writes into what it saved.
-    return not is_selectively_checkpointed()
+    # Selective checkpointing knows products by the operators that return them.
+    if current_graph_task_id() == -1 or checkpointing_hook() is None or is_selectively_checkpointed():
+        return None
+    ctx.behind = h
+    return h.new_empty((), dtype=dtype).expand(shape).data
 
 
-class _Behind:
-    """The input of a linear whose product is computed behind its saves."""
-
-    __slots__ = ("h", "value")
-
-    def __init__(self, value: Recompute) -> None:
-        self.value = value
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        self.h = self.value(*inputs)
-        return self.h
-
-
-@torch.no_grad()
-def _compute(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write :func:`_linear` into `y`."""
-    rows, columns, out = x.reshape(-1, x.size(-1)), weight.to(x.dtype).t(), y.data.view(-1, y.size(-1))
-    if bias is None:
-        torch.mm(rows, columns, out=out)
-    else:
-        torch.addmm(bias.to(x.dtype), rows, columns, out=out)
+def computed(y: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """`y`, with the values of ``product(h)`` if it is one :func:`to_be_computed`."""
+    h = getattr(y.grad_fn, "behind", None)
+    if h is not None:
+        del y.grad_fn.behind  # type: ignore[union-attr]
+        with torch.no_grad():
+            y.data = product(h)
+    return y
 
 
 class RecomputedInputFunction(DirectFunction):
@@ -231,9 +218,8 @@ class FusedLinearFunction(DirectFunction):
         h = value(*inputs)
         ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
         ctx.save_for_backward(weight, *inputs)
-        if type(value) is _Behind:
-            return torch.empty(*h.shape[:-1], weight.size(0), dtype=h.dtype, device=h.device)
-        return _linear(h, weight, bias)
+        y = to_be_computed(ctx, h, (*h.shape[:-1], weight.size(0)), h.dtype)
+        return _linear(h, weight, bias) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,8 @@
 """Cross-entropy of rows: statistics in one read of the logits, their gradient in one read and one write.
 
-The logits may be there whole, or a block of columns at a time (`memopt.kernels.loss.reference` has the formulas):
+A block of columns at a time (`memopt.kernels.loss.reference` has the formulas), of which one may be all:
 
-    whole      cross_entropy_rows, cross_entropy_backward_
-    blocks     fresh_statistics, block_statistics_ for each block, row_losses; row_factors, block_gradient_ for each
+    fresh_statistics, statistics_ for each block, row_losses;  row_factors, block_gradient_ for each
 
 These know nothing of autograd; :func:`lean_cross_entropy` does, for logits that are kept whole.
 """
@@ -30,102 +29,55 @@ from memopt.kernels.loss.reference import LossArguments, RowFactors, block_gradi
 Reduction = Literal["none", "mean", "sum"]
 
 
-@torch.no_grad()
-def cross_entropy_rows(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor]:
-    """The loss of every row, as ``F.cross_entropy(..., reduction="none")`` of the logits in fp32.
-
-    Args:
-        logits: (n, V), any floating dtype and strides.
-        target: (n,), int64 or uint8.
-        weight: (V,), of each class.
-
-    Returns:
-        The loss (n,) and what the gradient needs of each row, (n, 2): its maximum m and log(sum(exp(x - m))), whose
-        sum is the logsumexp. Both fp32; fp64 for fp64.
-
-    Raises:
-        IndexError: a target is neither a class nor `ignore_index`; on a GPU a device-side assertion fails.
-    """
-    with autocast_as(None, logits):  # autocast gives nll_loss an fp32 copy of all logits
-        # The stock operator picks the target's logit, and refuses a target out of range as it always does.
-        picked = -F.nll_loss(logits, target, reduction="none", ignore_index=ignore_index)
-        statistics = fresh_statistics(logits)
-        block_statistics_(logits, statistics, weight=weight, smoothed=bool(label_smoothing))
-        arguments = LossArguments(weight, label_smoothing, ignore_index)
-        return row_losses(statistics, picked, target, arguments, logits.size(1))
-
-
-@torch.no_grad()
-def cross_entropy_backward_(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
-    *,
-    weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient (n, V) of the logits, in their dtype, written over them or, where given, into `out`.
-
-    Args:
-        logits, target, weight, label_smoothing, ignore_index: as for :func:`cross_entropy_rows`; the rows of what is
-            written may not overlap.
-        lse: (n, 2), its second result.
-        dloss: (n,), the gradient of each row's loss; any strides, 0 too.
-        out: the shape and dtype of `logits`.
-    """
-    arguments = LossArguments(weight, label_smoothing, ignore_index)
-    factors = row_factors(target, dloss.to(lse.dtype), arguments, logits.size(1))
-    return block_gradient_(logits, target.long(), lse, factors, weight=weight, out=out)
+def in_range(target: Tensor, ignore_index: int, classes: int) -> None:
+    """The stock operator's IndexError for a target that is no class; on a GPU a device-side assertion."""
+    nothing = torch.zeros((1, 1), device=target.device).expand(len(target), classes)
+    F.nll_loss(nothing, target, reduction="none", ignore_index=ignore_index)
 
 
 def fresh_statistics(rows: Tensor) -> Tensor:
-    """Those of no columns yet, (n, 3) for `rows` (n, ...): what :func:`block_statistics_` starts from."""
-    statistics = rows.new_zeros(len(rows), 3, dtype=accumulation_dtype(rows.dtype))
+    """Those of no columns yet, (n, 4) for `rows` (n, ...): what :func:`statistics_` starts from."""
+    statistics = rows.new_zeros(len(rows), 4, dtype=accumulation_dtype(rows.dtype))
     statistics[:, 0] = -torch.inf
     return statistics
 
 
 @torch.no_grad()
-def block_statistics_(
-    logits: Tensor, statistics: Tensor, *, weight: Tensor | None = None, smoothed: bool = False
-) -> None:
+def statistics_(
+    logits: Tensor, statistics: Tensor, target: Tensor, *, weight: Tensor | None = None, smoothed: bool = False,
+    factors: RowFactors | None = None, out: Tensor | None = None,
+) -> None:  # fmt: skip
     """Takes a block of columns into the statistics of their rows, in place.
 
     Args:
         logits: (n, B), any floating dtype and strides.
-        statistics: (n, 3) contiguous: maximum, sum of exp(x - maximum) and, where `smoothed`, sum of weight * x.
+        statistics: (n, 4) contiguous: maximum, sum of exp(x - maximum), where `smoothed` sum of weight * x, and the
+            logit of the target.
+        target: (n,) int64, counted from the block's first column; one outside of the block picks nothing.
         weight: (B,) of the block's classes; read where `smoothed`.
+        factors, out: where the block is all columns: the gradient that :func:`block_gradient_` would write to `out`,
+            which may be `logits`, is written as well.
     """
-    if runs_triton(logits, statistics, weight):
+    if runs_triton(logits, statistics, weight, out):
         import memopt.kernels.loss.function_triton as kernels
 
-        kernels.launch_statistics(logits, statistics, weight, smoothed)
-    else:
-        update_statistics(logits, statistics, weight, smoothed)
+        kernels.launch_statistics(logits, statistics, weight, smoothed, target, factors, out)
+        return
+    update_statistics(logits, statistics, weight, smoothed, target)
+    if factors is not None and out is not None:
+        lse = torch.stack((statistics[:, 0], statistics[:, 1].log()), 1)
+        block_gradient(logits, target, lse, factors, weight, out)
 
 
 @torch.no_grad()
-def row_losses(
-    statistics: Tensor, picked: Tensor, target: Tensor, arguments: LossArguments, classes: int
-) -> tuple[Tensor, Tensor]:
+def row_losses(statistics: Tensor, target: Tensor, arguments: LossArguments, classes: int) -> tuple[Tensor, Tensor]:
     """The loss (n,) of each row, 0 where it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
 
     Args:
-        statistics: (n, 3), of all columns.
-        picked: (n,), the logit of each row's target.
+        statistics: (n, 4), of all columns.
         target: (n,), a class or `ignore_index`.
     """
-    top, total, of_all = statistics.unbind(1)
+    top, total, of_all, picked = statistics.unbind(1)
     log_sum = total.log()
     hit, weight_sum = _target_weights(target, arguments, classes, statistics.dtype)
     loss = hit * (log_sum + (top - picked))
@@ -219,11 +171,16 @@ def reduced(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: i
         return loss
     if reduction == "sum":
         return loss.sum()
-    counted = target != ignore_index
-    if weight is None:
-        return loss.sum() / counted.sum()
-    weights = weight.to(loss.dtype)[target.long().masked_fill(~counted, 0)]
-    return loss.sum() / weights.masked_fill(~counted, 0.0).sum()
+    return loss.sum() / weight_of_all(target, LossArguments(weight, 0.0, ignore_index), loss.dtype)
+
+
+def weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) -> Tensor:
+    """What a mean divides by, a tensor of one number."""
+    kept = target != arguments.ignore_index
+    if arguments.weight is None:
+        return kept.sum().to(dtype)
+    weights = arguments.weight.to(dtype)[target.long().masked_fill(~kept, 0)]
+    return weights.masked_fill(~kept, 0.0).sum()
 
 
 class LeanCrossEntropyFunction(DirectFunction):
@@ -234,7 +191,11 @@ class LeanCrossEntropyFunction(DirectFunction):
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, label_smoothing: float, ignore_index: int
     ) -> Tensor:
         ctx.options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
-        loss, lse = cross_entropy_rows(logits, target, weight=weight, **ctx.options)
+        in_range(target, ignore_index, logits.size(1))
+        statistics, target = fresh_statistics(logits), target.long()
+        with autocast_as(None, logits):
+            statistics_(logits, statistics, target, weight=weight, smoothed=bool(label_smoothing))
+            loss, lse = row_losses(statistics, target, LossArguments(weight, **ctx.options), logits.size(1))
         ctx.save_for_backward(logits, target, lse, weight)
         return loss
 
@@ -242,10 +203,10 @@ class LeanCrossEntropyFunction(DirectFunction):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         logits, target, lse, weight = ctx.saved_tensors
+        arguments = LossArguments(weight, **ctx.options)
         if is_batched((dloss,)):
             with torch.enable_grad():
-                losses = losses_of(logits, target, LossArguments(weight, **ctx.options))
+                losses = losses_of(logits, target, arguments)
             return *batched_gradients((losses,), (logits,), (dloss,)), None, None, None, None
-        out = torch.empty_like(logits)
-        cross_entropy_backward_(logits, target, lse, dloss, weight=weight, out=out, **ctx.options)
-        return out, None, None, None, None
+        factors, out = row_factors(target, dloss, arguments, logits.size(1)), torch.empty_like(logits)
+        return block_gradient_(logits, target, lse, factors, weight=weight, out=out), None, None, None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,15 +14,41 @@ _VECTOR_BYTES = 16
 
 
 @triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    x, top, log_sum, is_target, hit, flat, weight_ptr, weight_sum_ptr, col, inside,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    p = tl.exp((x - top) - log_sum)
+    dx = hit * tl.where(is_target, p - 1, p)
+    unused = hit == 0
+    if SMOOTHED:
+        weight = 1.0
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        dx += flat * (tl.load(weight_sum_ptr) * p - weight)
+        unused &= flat == 0
+    return tl.where(unused, 0.0, dx)
+
+
+@triton.jit
 def loss_forward_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, statistics_ptr, weight_ptr,
-    columns, stride,
-    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    logits_ptr, statistics_ptr, weight_ptr, target_ptr, hit_ptr, flat_ptr, weight_sum_ptr, out_ptr,
+    columns, stride, out_stride,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, PICKED: tl.constexpr, GRADIENT: tl.constexpr,
+    LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One row a program. A maximum and a sum for each lane of VECTOR elements, which one thread reads: the loop has no
-    barrier, and little more than one exponential for each element."""
+    barrier, and little more than one exponential for each element. GRADIENT reads the row once more, from the cache
+    where it holds a row for each program, and writes `out`, which may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    place = statistics_ptr + row * 4
+    target = -1
+    if PICKED:  # the barriers of the sums below come between this and the writing of `out`
+        target = tl.load(target_ptr + row)
+        is_here = (target >= 0) & (target < columns)
+        picked = tl.load(logits_ptr + row * stride + target, mask=is_here, other=0.0).to(tl.float32)
+        tl.store(place + 3, picked, mask=is_here)
     top = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     of_all = tl.zeros((LANES,), tl.float32)
@@ -39,14 +64,26 @@ def loss_forward_kernel(  # type: ignore[no-untyped-def]
             if WEIGHTED:
                 x *= tl.load(weight_ptr + start + col, mask=inside, other=0.0).to(tl.float32)
             of_all += tl.sum(tl.where(inside, x, 0.0), axis=1)
-    place = statistics_ptr + row * 3
     before = tl.load(place)
     above = tl.maximum(before, tl.max(top, axis=0))
     base = tl.where(above == float("-inf"), 0.0, above)
+    summed = tl.load(place + 1) * tl.exp(before - base) + tl.sum(total * tl.exp(top - base), axis=0)
     tl.store(place, above)
-    tl.store(place + 1, tl.load(place + 1) * tl.exp(before - base) + tl.sum(total * tl.exp(top - base), axis=0))
+    tl.store(place + 1, summed)
     if SMOOTHED:
         tl.store(place + 2, tl.load(place + 2) + tl.sum(of_all, axis=0))
+    if GRADIENT:
+        hit = tl.load(hit_ptr + row)
+        flat = tl.load(flat_ptr + row) if SMOOTHED else hit
+        for start in range(0, columns, LANES * VECTOR):
+            at = start + col
+            inside = at < columns
+            x = tl.load(logits_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+            dx = _gradient(
+                x, above, tl.log(summed), at == target, hit, flat, weight_ptr, weight_sum_ptr, at, inside,
+                WEIGHTED, SMOOTHED,
+            )  # fmt: skip
+            tl.store(out_ptr + row * out_stride + at, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -60,38 +97,40 @@ def loss_backward_kernel(  # type: ignore[no-untyped-def]
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < columns
     hit = tl.load(hit_ptr + row)
-    unused = hit == 0
-    if SMOOTHED:
-        flat = tl.load(flat_ptr + row)
-        unused &= flat == 0
+    flat = tl.load(flat_ptr + row) if SMOOTHED else hit
+    unused = (hit == 0) & (flat == 0)
     x = tl.load(logits_ptr + row * stride + col, mask=inside & (unused == 0), other=0.0).to(tl.float32)
-    p = tl.exp((x - tl.load(lse_ptr + row * 2)) - tl.load(lse_ptr + row * 2 + 1))
-    dx = hit * tl.where(col == tl.load(target_ptr + row), p - 1, p)
-    if SMOOTHED:
-        weight = 1.0
-        if WEIGHTED:
-            weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        dx += flat * (tl.load(weight_sum_ptr) * p - weight)
-    dx = tl.where(unused, 0.0, dx)
+    dx = _gradient(
+        x, tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1), col == tl.load(target_ptr + row), hit, flat,
+        weight_ptr, weight_sum_ptr, col, inside, WEIGHTED, SMOOTHED,
+    )  # fmt: skip
     tl.store(out_ptr + row * out_stride + col, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_statistics(logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool) -> None:
-    """As `memopt.kernels.loss.reference.update_statistics`.
+def launch_statistics(
+    logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool, target: Tensor | None = None,
+    factors: RowFactors | None = None, out: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `memopt.kernels.loss.reference.update_statistics`; with `factors` and `out` the gradient of whole rows, too.
 
-    Moves logits.element_size() bytes per element in, once, which is the floor.
+    Moves logits.element_size() bytes per element in, once, which is the floor; the gradient out once.
     """
     if not logits.numel():
         return
-    logits = _in_rows(logits)
+    logits, place = _in_rows(logits), None if out is None else _in_rows(out)
     config = _config("loss_forward", logits)
     vector = _VECTOR_BYTES // logits.element_size()
+    of_rows = (None, None, None) if factors is None else _of_rows(factors, statistics)
     with on_device_of(logits):
         loss_forward_kernel[(len(logits),)](
-            logits, statistics, None if weight is None else weight.contiguous(), logits.size(1), logits.stride(0),
-            WEIGHTED=weight is not None, SMOOTHED=smoothed, LANES=config.block // vector, VECTOR=vector,
-            num_warps=config.num_warps, enable_fp_fusion=True,
+            logits, statistics, None if weight is None else weight.contiguous(),
+            None if target is None else target.contiguous(), *of_rows, place,
+            logits.size(1), logits.stride(0), 0 if place is None else place.stride(0),
+            WEIGHTED=weight is not None, SMOOTHED=smoothed, PICKED=target is not None, GRADIENT=factors is not None,
+            LANES=config.block // vector, VECTOR=vector, num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
+    if out is not None and place is not None and place is not out:
+        out.copy_(place)
 
 
 def launch_gradient(
@@ -103,23 +142,29 @@ def launch_gradient(
     """
     if not logits.numel():
         return
-    if _in_rows(out) is not out:
-        packed = torch.empty_like(out, memory_format=torch.contiguous_format)
-        launch_gradient(logits, target, lse, factors, weight, packed)
-        out.copy_(packed)
-        return
-    logits = _in_rows(logits)
+    logits, place = _in_rows(logits), _in_rows(out)
     rows, columns = logits.shape
     config = _config("loss_backward", logits)
-    weight_sum = None if factors.flat is None else torch.as_tensor(factors.weight_sum, device=lse.device).to(lse.dtype)
+    hit, flat, weight_sum = _of_rows(factors, lse)
     with on_device_of(logits):
         loss_backward_kernel[(rows, triton.cdiv(columns, config.block))](
-            logits, target.contiguous(), lse.contiguous(), factors.hit.contiguous(), factors.flat,
-            None if weight is None else weight.contiguous(), weight_sum, out,
-            columns, logits.stride(0), out.stride(0),
-            WEIGHTED=weight is not None, SMOOTHED=factors.flat is not None, BLOCK=config.block,
+            logits, target.contiguous(), lse.contiguous(), hit, flat,
+            None if weight is None else weight.contiguous(), weight_sum, place,
+            columns, logits.stride(0), place.stride(0),
+            WEIGHTED=weight is not None, SMOOTHED=flat is not None, BLOCK=config.block,
             num_warps=config.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
+    if place is not out:
+        out.copy_(place)
+
+
+def _of_rows(factors: RowFactors, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The factors as the kernels read them. A number is filled in on the device: a copy from the host would wait."""
+    if factors.flat is None:
+        return factors.hit.contiguous(), None, None
+    total = factors.weight_sum
+    total = total.to(like.dtype) if isinstance(total, Tensor) else like.new_full((), total)
+    return factors.hit.contiguous(), factors.flat, total
 
 
 def _in_rows(tensor: Tensor) -> Tensor:

@@ -50,12 +50,22 @@ class RowFactors:
     weight_sum: Tensor | float
     """Of all classes."""
 
+    def __getitem__(self, part: slice) -> RowFactors:
+        """Of some of the rows."""
+        return RowFactors(self.hit[part], None if self.flat is None else self.flat[part], self.weight_sum)
 
-def update_statistics(logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool) -> None:
-    """Takes a block (n, B) into `statistics` (n, 3): m, s and, where `smoothed`, sum_j w_j x_j."""
+
+def update_statistics(
+    logits: Tensor, statistics: Tensor, weight: Tensor | None, smoothed: bool, target: Tensor | None = None
+) -> None:
+    """Takes a block (n, B) into `statistics` (n, 4): m, s, where `smoothed` sum_j w_j x_j, and x_t of `target` (n,),
+    which counts from the block's first column."""
     for rows in _pieces(logits):
-        top, total, of_all = statistics[rows].unbind(1)
+        top, total, of_all, picked = statistics[rows].unbind(1)
         x = logits[rows].to(statistics.dtype)
+        if target is not None:
+            place = target[rows].clamp(0, x.size(1) - 1)
+            picked.copy_(torch.where(place == target[rows], x.gather(1, place[:, None])[:, 0], picked))
         if smoothed:
             of_all += (x if weight is None else x * weight.to(x.dtype)).sum(1)
         above = torch.maximum(top, x.amax(1))

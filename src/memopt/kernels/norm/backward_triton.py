@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.base.launch import LaunchConfig, launch_config
-from memopt.kernels.base.rows import Rows, rows_of
+from memopt.kernels.base.rows import Rows, laid_out_like, rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
 from memopt.kernels.norm.reference import NormArguments, NormSpec
 
@@ -55,8 +55,8 @@ def launch_backward(
     dy = in_rows(dy)
     layout = rows_of(x_hat)
     if layout is None or (dx is not None and rows_of(dx) != layout):
-        packed_dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs, dtype)
-        return (None if dx is None or packed_dx is None else dx.copy_(packed_dx)), dweight, dbias
+        dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs, dtype)
+        return None if dx is None else laid_out_like(x_hat, dx), dweight, dbias
     config = launch_config("norm_backward", hidden, x_hat.dtype)
     rstd = rstd.contiguous()
     weight = None if weight is None else weight.contiguous()

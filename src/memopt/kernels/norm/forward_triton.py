@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.base.launch import launch_config
-from memopt.kernels.base.rows import rows_of
+from memopt.kernels.base.rows import laid_out_like, rows_of
 from memopt.kernels.base.tiles_triton import in_rows, offsets, on_device_of, read, write
 from memopt.kernels.norm.backward_triton import launch_backward
 from memopt.kernels.norm.reference import NormArguments
@@ -46,10 +46,8 @@ def launch_forward(
     x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
-        packed = x.contiguous()
-        contiguous_y, contiguous_x_hat, rstd = launch_forward(packed, weight, bias, arguments, residual, copies)
-        x_hat.copy_(contiguous_x_hat)
-        return (None if contiguous_y is None else _copy_like(x_hat, contiguous_y)), x_hat, rstd
+        y, packed, rstd = launch_forward(x.contiguous(), weight, bias, arguments, residual, copies)
+        return None if y is None else laid_out_like(x_hat, y), laid_out_like(x_hat, packed), rstd
     y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_affine else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if not x.numel():
@@ -91,7 +89,7 @@ def launch_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arg
         return y
     source, target = rows_of(x_hat), rows_of(y)
     if source is None or target is None:
-        return y.copy_(launch_affine(x_hat.contiguous(), weight, bias, arguments))
+        return laid_out_like(x_hat, launch_affine(x_hat.contiguous(), weight, bias, arguments))
     hidden = x_hat.size(-1)
     config = launch_config("norm_affine", hidden, x_hat.dtype)
     with on_device_of(x_hat):
@@ -271,7 +269,3 @@ def _affine_options(weight: Tensor | None, bias: Tensor | None, arguments: NormA
 
 def _dense(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
-
-
-def _copy_like(layout: Tensor, tensor: Tensor) -> Tensor:
-    return torch.empty_like(layout, dtype=tensor.dtype).copy_(tensor)

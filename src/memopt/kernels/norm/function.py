@@ -96,9 +96,11 @@ def _norm(
         arguments, recompute = _plan(spec, x.dtype, dtype, dtype if bare else kept_dtype)
         saved: list[Any] = []
         y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
+        x_hat, scale, shift, recomputed = saved
         if not bare:
-            x_hat, scale, shift, recomputed = saved
             attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
+        elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
+            attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
     return y
 
 
@@ -145,26 +147,22 @@ class NormFunction(DirectFunction):
         residual: Tensor | None,
     ) -> Tensor | None:
         """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
-        ctx.arguments, ctx.recomputes_output = arguments, weight is not None or bias is not None
+        ctx.arguments, ctx.recomputed = arguments, Recomputed()
+        ctx.recomputes_output = weight is not None or bias is not None
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
-        if not ctx.recomputes_output:
-            ctx.save_for_backward(x_hat, rstd, None, None)
-            return x_hat
         if weight is None:
             scale, shift = None, scale
         elif scale is None and bias is not None:
             scale, shift = weight.clone(), bias.clone()
-        ctx.recomputed = Recomputed()
         ctx.save_for_backward(x_hat, rstd, scale, shift)
         saved += (x_hat, scale, shift, ctx.recomputed)
-        return y
+        return y if ctx.recomputes_output else x_hat
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        if ctx.recomputes_output:
-            ctx.recomputed.finish()
+        ctx.recomputed.finish()
         x_hat, rstd, scale, shift = ctx.saved_tensors
         weight, _ = _rows(scale, shift)
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad

@@ -43,8 +43,7 @@ def forward(
         made: Norm = _kernels().launch_forward(x, weight, bias, arguments, residual, copies)
         return made
     if copies is not None:
-        given = [parameter for parameter in (weight, bias) if parameter is not None]
-        copies.copy_(given[0] if copies.dim() == 1 else torch.stack(given))
+        copies.view(-1).copy_(torch.cat([parameter for parameter in (weight, bias) if parameter is not None]))
     # A sum is not made as a whole, in any dtype.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:

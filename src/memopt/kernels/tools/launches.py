@@ -124,11 +124,15 @@ def _gated_backward(kind: str, *, recompute: bool) -> Callable[[CallShape], Call
     return prepare
 
 
-def _loss_forward(*, full: bool) -> Callable[[CallShape], Call]:
+def _loss_forward(*, full: bool, gradient: bool = False) -> Callable[[CallShape], Call]:
     def prepare(shape: CallShape) -> Call:
         logits, weight = shape.tensor(), shape.vector().float() if full else None
-        statistics = torch.zeros(shape.rows, 3, device=shape.device)
-        return lambda: loss_triton.launch_statistics(logits, statistics, weight, full)
+        statistics = torch.zeros(shape.rows, 4, device=shape.device)
+        target = torch.zeros(shape.rows, dtype=torch.int64, device=shape.device)
+        numbers = shape.statistics()[:, 0]
+        factors, out = RowFactors(numbers, numbers if full else None, numbers[0]), torch.empty_like(logits)
+        written = (factors, out) if gradient else ()
+        return lambda: loss_triton.launch_statistics(logits, statistics, weight, full, target, *written)
 
     return prepare
 
@@ -177,6 +181,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant("loss_forward", "plain", _loss_forward(full=False)),
     Variant("loss_forward", "weights, smoothing", _loss_forward(full=True), heaviest=True),
+    Variant("loss_forward", "gradient", _loss_forward(full=False, gradient=True)),
+    Variant("loss_forward", "gradient, weights, smoothing", _loss_forward(full=True, gradient=True), heaviest=True),
     Variant("loss_backward", "plain", _loss_backward(full=False)),
     Variant("loss_backward", "weights, smoothing", _loss_backward(full=True), heaviest=True),
 )

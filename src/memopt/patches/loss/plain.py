@@ -1,13 +1,14 @@
 """The cross-entropy of a plain linear, x W^T + b: what its two ways share, and which one is taken.
 
 By chunks of rows (`at_once.py`) the gradients are made in the forward, by three products, or two for a frozen head. A
-gradient of W in 16 bits then needs a sum in fp32 of twice its size, and chunks of few rows waste the products. By
-blocks of columns (`blocks.py`) neither is so, and the logits are computed twice: one product more.
+gradient of W is then kept until backward, which scales it into another, a sum of many chunks in 16 bits needs one of
+fp32, and chunks of few rows waste the products. By blocks of columns (`blocks.py`) none of this is so, and the logits
+are computed twice: one product more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
-from memopt.patches.loss.rows import chunk_bytes, itself
+from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu, itself
 from memopt.patches.loss.source import Source, distinct
-from memopt.torch_compat import FakeTensor
 
 #: Rows of a chunk with which a product is not bound by reading W.
 ROWS = 256
-#: Blocks of columns are multiples of it.
-COLUMNS = 64
+#: Columns of a block, at least.
+COLUMNS = 256
+#: Chunks whose products are summed up in the dtype of a 16-bit gradient: each but the first rounds it once more.
+SUMMED = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,38 +50,52 @@ class Plain:
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
 
     @property
+    def room(self) -> int:
+        """Bytes that it may take beside the gradients of x and of the weight."""
+        return max(chunk_bytes(self.source.x), self.source.head.room)
+
+    @property
     def is_at_once(self) -> bool:
         """Whether gradients are made in the forward, of a loss that is one number.
 
-        The loss is to take no more than one more activation: a chunk of enough rows is no larger than `chunk_bytes`,
-        nor is the sum that W's gradient needs beside itself.
+        The loss is to take no more than one more activation, or its room: a chunk of enough rows is no larger, nor is
+        the sum that W's gradient needs beside itself. On a GPU nor is that gradient, of which backward makes another.
         """
-        source, (x, weight, *_) = self.source, self.tensors
-        assert x is not None
+        x, weight = self.source.x, self.source.head.module._parameters["weight"]
         assert weight is not None
-        rows, limit = min(len(x), ROWS), chunk_bytes(x)
-        dtype = source.head.autocast or x.dtype
-        if dtype == torch.float16:
+        dtype = self.source.head.autocast or x.dtype
+        if dtype == torch.float16 or not any(each is not None and each.requires_grad for each in self.tensors):
             return False  # gradients made in the forward would be too small for it: the loss is not scaled yet
-        in_sum = weight.requires_grad and weight.dtype != accumulation_dtype(weight.dtype)
-        return rows * source.width * dtype.itemsize <= limit and (not in_sum or 4 * weight.numel() <= limit)
+        fits = min(len(x), ROWS) * self.source.width * dtype.itemsize <= self.room
+        if not weight.requires_grad:
+            return fits
+        in_sum = self.sum_dtype(weight) != weight.dtype
+        kept = weight.nbytes if is_on_gpu(x) else 0
+        return fits and kept <= self.room and (not in_sum or 4 * weight.numel() <= self.room)
 
-    def rows(self, x: Tensor, kept: Tensor | None) -> Tensor:
-        """The rows that count, in the dtype of the product."""
-        return (x if kept is None else x[kept]).to(self.source.head.autocast or x.dtype)
+    def sum_dtype(self, weight: Tensor) -> torch.dtype:
+        """In which the chunks' parts of the weight's gradient are summed up."""
+        rows, itemsize = len(self.source.x), (self.source.head.autocast or self.source.x.dtype).itemsize
+        few = is_on_gpu(self.source.x) and rows <= SUMMED * self.chunk_rows(rows, itemsize)
+        return weight.dtype if few else accumulation_dtype(weight.dtype)
+
+    def chunk_rows(self, count: int, itemsize: int) -> int:
+        """Of `count` rows, how many are a chunk."""
+        return max(1, min(count, max(ROWS, in_tiles(self.room // (self.source.width * itemsize)))))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the product."""
+        return x.to(self.source.head.autocast or x.dtype)
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the rows."""
-        count = max(1, min(len(rows), ROWS), chunk_bytes(rows) // (self.source.width * rows.element_size()))
-        starts = range(0, len(rows), count)
-        return pieces((slice(first, min(first + count, len(rows))) for first in starts), rows)
+        return _slices(len(rows), self.chunk_rows(len(rows), rows.element_size()), rows)
 
     def blocks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the columns."""
-        width = self.source.width
-        columns = chunk_bytes(rows) // (rows.element_size() * max(1, len(rows))) // COLUMNS * COLUMNS
-        starts = range(0, width, max(COLUMNS, columns))
-        return pieces((slice(first, min(first + max(COLUMNS, columns), width)) for first in starts), rows)
+        room = max(chunk_bytes(rows), self.source.head.room - rows.nbytes)  # the sum of dx lies beside a block
+        columns = room // (rows.element_size() * max(1, len(rows)))
+        return _slices(self.source.width, max(COLUMNS, in_tiles(columns)), rows)
 
     def matrix(self, weight: Tensor, columns: slice) -> Tensor:
         """(columns, in), in the dtype of the product."""
@@ -97,12 +112,27 @@ class Plain:
             y = operation.run(y, columns)
         return y
 
-    def through_operations(self, y: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """`y` as a leaf, and :meth:`operated` with a graph."""
+    def gradient(
+        self, rows: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice,
+        write: Callable[..., object], wanted: Sequence[Tensor], sums: Sequence[Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        """The gradient (rows, columns) of :meth:`logits`; to `sums` those of the tensors that are `wanted` are added.
+
+        Args:
+            write: ``write(z, out=...)`` writes the gradient of what the logits became there.
+        """
+        y = self.logits(rows, matrix, bias, columns)
+        if not self.source.operations:
+            write(y, out=y)
+            return y
         # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
         with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-            y = y.detach().requires_grad_()
-            return y, self.operated(y, columns)
+            z = self.operated(y.requires_grad_(), columns)
+        write(z.detach(), out=(dz := torch.empty_like(z)))  # not over it: an operation may have saved its result
+        dy, *found = torch.autograd.grad(z, (y, *wanted), dz, allow_unused=True)
+        for total, gradient in zip((each for each in sums if each is not None), found, strict=True):
+            total += 0 if gradient is None else gradient
+        return dy
 
     def into(self, dweight: Tensor, columns: slice) -> Tensor:
         """The part (columns, in) of a gradient of the weight."""
@@ -114,21 +144,21 @@ def is_plain(source: Source) -> bool:
     return source.head.transposed is not None and all(operation.by_column for operation in source.operations)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in `dtype`, rounded once."""
-    if a.dtype == dtype:
-        return a.mm(b)
-    if a.is_cuda or (isinstance(a, FakeTensor) and runs_triton(a, b)):  # fake ones that stand for a CUDA device's
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype).mm(b.to(dtype))
+def _slices(count: int, step: int, rows: Tensor) -> Iterator[slice]:
+    return pieces((slice(first, min(first + step, count)) for first in range(0, count, step)), rows)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write :func:`product` in the dtype of `out` to it, without a temporary of its size where `a` has that dtype."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add ``a @ b`` to `total`, or write it there where it is the `first`: rounded once, without a temporary."""
+    wide: Any = {}
+    if a.dtype != total.dtype and total.dtype == torch.float32 and is_on_gpu(a):
+        wide = {"out_dtype": total.dtype}
+    elif a.dtype != total.dtype:
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if first:
+        torch.mm(a, b, **wide, out=total)
     else:
-        out.copy_(product(a, b, out.dtype))
+        torch.addmm(total, a, b, **wide, out=total)
 
 
 def sums_of(tensors: Any, needed: Any) -> list[Tensor | None]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.kernels.loss.function import lean_cross_entropy
+from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
 from memopt.patches.loss.at_once import loss_at_once
 from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.operations import handles, is_last
 from memopt.patches.loss.plain import Plain, is_plain
-from memopt.patches.loss.rows import by_rows
+from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
 from memopt.patches.loss.source import Source, versions_of
 from memopt.torch_compat import known_values, no_dispatch
 
@@ -75,18 +75,20 @@ def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: s
         losses = _by_rows(source, target, arguments)
         divisor: Tensor | float = float(len(target))
     else:
-        # Ignored rows never reach the head.
-        kept = _counted(target, arguments.ignore_index)
         wide = accumulation_dtype(source.dtype)
-        source = _before_the_loss(source)
-        divisor = _weight_of_all(target, arguments, wide) if reduction == "mean" else torch.ones((), dtype=wide)
-        if is_plain(source):
-            plain = Plain(source, arguments)
-            if reduction != "none" and plain.is_at_once:
-                return loss_at_once(plain, target, kept, 1 / divisor.to(target.device))
-            losses = losses_by_blocks(plain, target, kept)
-        else:
-            losses = _by_rows(source, target, arguments, kept)
+        divisor = weight_of_all(target, arguments, wide) if reduction == "mean" else source.x.new_ones((), dtype=wide)
+        # Ignored rows never reach the head. How many they are a GPU would have to be waited for: there they count 0.
+        kept = None if is_on_gpu(source.x) else _counted(target, arguments.ignore_index)
+        count, source = len(target), _before_the_loss(source)
+        if kept is not None:
+            target, chosen = target[kept], source.x[kept]
+            source = dataclasses.replace(source, x=chosen, versions=versions_of((chosen,)))
+        plain = Plain(source, arguments) if is_plain(source) else None
+        if plain is not None and reduction != "none" and plain.is_at_once:
+            return loss_at_once(plain, target, 1 / divisor)
+        losses = _by_rows(source, target, arguments) if plain is None else losses_by_blocks(plain, target)
+        if kept is not None and reduction == "none":
+            losses = losses.new_zeros(count).index_copy(0, kept, losses)
     if reduction == "none":
         return losses
     return losses.sum() / divisor if reduction == "mean" else losses.sum()
@@ -102,32 +104,23 @@ def _before_the_loss(source: Source) -> Source:
     return dataclasses.replace(source, operations=tuple(operations))
 
 
-def _by_rows(source: Source, target: Tensor, arguments: LossArguments, kept: Tensor | None = None) -> Tensor:
+def _by_rows(source: Source, target: Tensor, arguments: LossArguments) -> Tensor:
     """The loss of each row, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
 
     Args:
         source: what the logits (rows, V) are computed from.
         target: (rows,) int64, or probabilities (rows, V).
-        kept: indices of the rows that count; None for all.
     """
 
     def finish(y: Tensor, t: Tensor) -> tuple[Tensor]:
-        return (losses_of(y, t, arguments),)
+        if t.is_floating_point():
+            return (losses_of(y, t, arguments),)
+        options: Any = {**vars(arguments), "reduction": "none"}
+        return (lean_cross_entropy(y, t, **options),)
 
-    if kept is not None:
-        chosen = source.x[kept]
-        of_kept = dataclasses.replace(source, x=chosen, versions=versions_of((chosen,)))
-        (losses,) = by_rows(of_kept, finish, (target[kept],))
-        return losses.new_zeros(len(target)).index_copy(0, kept, losses)
-    return by_rows(source, finish, (target,))[0]
-
-
-def _weight_of_all(target: Tensor, arguments: LossArguments, dtype: torch.dtype) -> Tensor:
-    """What the mean divides by."""
-    kept = target != arguments.ignore_index
-    if arguments.weight is None:
-        return kept.sum().to(dtype)
-    return arguments.weight.to(dtype)[target.masked_fill(~kept, 0)].mul(kept).sum()
+    # Of a class, a logit and its gradient are all that lives.
+    of_logit = LOGIT_BYTES if target.is_floating_point() else 2 * source.dtype.itemsize
+    return by_rows(source, finish, (target,), of_logit)[0]
 
 
 def _ends_in_log_softmax(source: Source) -> bool:

@@ -18,12 +18,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.autograd import DirectFunction, batched_gradients, is_batched, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.patches.loss.source import Source
+from memopt.torch_compat import FakeTensor
 
 #: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
 #: but not so few that a product has hardly any rows.
 SMALLEST_CHUNK = 2**23
+#: On a GPU: so many that launches take less time than products, as far as a block's backward takes as many. That of a
+#: gated MLP holds its input's gradient, and gate, up, their product and the gradients of these: over 12 activations.
+GPU_CHUNK, ACTIVATIONS = 2**27, 12
+#: Rows or columns of a tile of a product, on a GPU: of a part of a tile all is computed.
+TILE = 256
 #: A logit of a chunk: itself, its exponential and its gradient, in fp32 at most.
 LOGIT_BYTES = 12
 
@@ -33,21 +40,36 @@ Finish = Callable[..., tuple[Tensor, ...]]
 
 def chunk_bytes(x: Tensor) -> int:
     """How many bytes a chunk of logits may take."""
-    return max(x.numel() * x.element_size(), SMALLEST_CHUNK)
+    own = x.numel() * x.element_size()
+    return max(own, SMALLEST_CHUNK, min(ACTIVATIONS * own, GPU_CHUNK) if is_on_gpu(x) else 0)
 
 
-def by_rows(source: Source, finish: Finish, arguments: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether `x` lies there, or is a fake tensor that stands for one that does."""
+    return x.is_cuda or (isinstance(x, FakeTensor) and runs_triton(x))
+
+
+def in_tiles(count: int) -> int:
+    """At most `count` rows or columns, in whole tiles, or in parts of one that are powers of two."""
+    tile = min(TILE, 1 << max(1, count).bit_length() - 1)
+    return max(1, count // tile * tile)
+
+
+def by_rows(
+    source: Source, finish: Finish, arguments: Sequence[Tensor] = (), logit_bytes: int = LOGIT_BYTES
+) -> tuple[Tensor, ...]:
     """``finish(logits, *arguments)`` for logits of shape (rows, V).
 
     Args:
         source: what the logits are computed from.
         finish: a function of rows that does not mix them.
         arguments: tensors of which a chunk of rows is passed to `finish`; no gradient flows to them.
+        logit_bytes: what a logit takes, `finish` and its backward included.
     """
     if source.head.gathers:
-        return source.in_call(lambda inside: by_rows(inside, finish, arguments))
+        return source.in_call(lambda inside: by_rows(inside, finish, arguments, logit_bytes))
     x = source.x.reshape(-1, source.x.shape[-1])
-    plan = _Plan(source, finish, len(arguments))
+    plan = _Plan(source, finish, len(arguments), logit_bytes)
     if source.tracked and torch.is_grad_enabled():
         results: tuple[Tensor, ...] = _RowsFunction.apply(plan, x, *arguments, *source.tensors)
         return results
@@ -61,9 +83,10 @@ class _Plan:
     finish: Finish
     count: int
     """Of arguments."""
+    logit_bytes: int
 
     def chunks(self, x: Tensor, arguments: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-        rows = max(1, chunk_bytes(x) // (LOGIT_BYTES * self.source.width))
+        rows = in_tiles(max(chunk_bytes(x), self.source.head.room) // (self.logit_bytes * self.source.width))
         for start in range(0, max(1, len(x)), rows):
             part = slice(start, min(start + rows, len(x)))
             yield part, x[part], [argument[part] for argument in arguments]

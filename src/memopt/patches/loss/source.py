@@ -65,6 +65,8 @@ class Head:
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
     gathers: bool = False
     """Whether its weights are whole in its calls alone."""
+    room: int = 0
+    """Bytes that its loss may take beside the gradients of `x` and of the weight, at least."""
 
     @property
     def is_unchanged(self) -> bool:

@@ -1,0 +1,122 @@
+"""The emulated device itself: each property of a GPU that the other tests of this folder stand on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.device.emulator import build
+from tests.device.emulator.install import counting
+
+
+def test_tensors_lie_on_two_devices_and_operators_do_not_mix_them() -> None:
+    one, other = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+    assert (str(one.device), str(other.device)) == ("cuda:0", "cuda:1")
+    for mixed in (other, torch.ones(3)):
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            one + mixed
+    assert torch.equal((one + torch.tensor(1.0)).cpu(), torch.full((3,), 2.0)), "a number on the CPU may take part"
+
+
+def test_backward_runs_in_the_thread_of_the_device_with_that_device_current() -> None:
+    seen = []
+    x = torch.ones(3, device="cuda:1", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append((threading.get_ident(), torch.cuda.current_device())))
+    y.sum().backward()
+    ((thread, device),) = seen
+    assert thread != threading.get_ident()
+    assert device == 1
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_fresh_memory_is_nan_inside_operators_too(dtype: torch.dtype) -> None:
+    assert torch.empty_strided((4, 3), (3, 1), dtype=dtype, device="cuda").isnan().all()
+
+
+def test_what_waits_is_counted_with_its_line_and_pinned_copies_do_not() -> None:
+    x, on_host = torch.ones(4, device="cuda"), torch.ones(4)
+    with counting() as count:
+        x.to("cpu")
+        on_host.to("cuda")
+        on_host.pin_memory().to("cuda", non_blocking=True)
+        x.sum().item()
+        (x > 0).nonzero()
+        x[x > 0]
+        x[x > 0] = torch.ones(4, device="cuda")
+        x[x > 0] = 2.0
+        x + 1
+    assert count.waits.total() == 6
+    assert all("test_emulator.py" in place for place in count.waits)
+
+
+def test_the_mode_that_forbids_waiting_raises_where_something_waits() -> None:
+    x = torch.ones(4, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x + x
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            x.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.sum().item() == 4
+
+
+def test_launches_are_counted_and_views_are_none() -> None:
+    x = torch.ones(4, 4, device="cuda")
+    with counting() as count:
+        x.t().reshape(2, 8)[0].unsqueeze(0).expand(3, 8).detach()  # the reshape of a transpose copies
+        x @ x
+    assert count.launches == {"aten::copy_": 1, "aten::mm.out": 1}
+
+
+def test_the_peak_counts_results_of_operators_and_what_was_freed() -> None:
+    x = torch.ones(2**18, device="cuda")  # 1 MiB
+    with counting() as count:
+        y = x * 2
+        del y
+        z = x + 1
+    assert count.peak == 2**20
+    del z
+
+
+def test_generators_of_the_device_are_its_own_and_their_state_is_restored() -> None:
+    torch.manual_seed(3)
+    first = torch.randn(4, device="cuda")
+    state = torch.cuda.get_rng_state()
+    second = torch.randn(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randn(4, device="cuda"), second)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(4, device="cuda"), first)
+    torch.manual_seed(3)
+    assert not torch.equal(torch.randn(4), first.cpu())
+
+
+def test_a_kernel_that_is_launched_on_another_device_than_its_tensors_is_an_error() -> None:
+    import triton
+
+    @triton.jit
+    def kernel(x, y):  # type: ignore[no-untyped-def]
+        pass
+
+    there = torch.ones(1, device="cuda:1")
+    with torch.cuda.device(1):
+        kernel[(1,)](there, there)
+    with pytest.raises(RuntimeError, match="launched on cuda:0 with a tensor on cuda:1"):
+        kernel[(1,)](there, there)
+
+
+def test_that_it_cannot_be_built_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "tests.device.emulator", "no_such_script.py"]
+    run = subprocess.run(command, capture_output=True, text=True, env={"CXX": "/no/compiler", "PATH": ""}, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith("There is no emulated device: the C++ compiler /no/compiler does not run")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(build.CannotBuild, match="imported already"):
+        build.load()

@@ -1,0 +1,17 @@
+"""Makes the emulated device the CUDA device of this process; imported before anything imports torch."""
+
+from __future__ import annotations
+
+from tests.device.emulator.build import load
+
+_LIBRARY = load()  # before torch, which the imports below need
+
+from tests.device.emulator import launches, surface  # noqa: E402
+from tests.device.emulator.counting import Count, Meter  # noqa: E402
+
+_METER = Meter(_LIBRARY)
+counting = _METER.counting
+surface.install(_LIBRARY, _METER)
+launches.install(_METER)
+
+__all__ = ["Count", "counting"]
