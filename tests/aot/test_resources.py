@@ -18,7 +18,7 @@ MAY_SPILL = {
     ("norm_backward", 4097): 160,
 }
 #: Kernels that store nothing but sums: one number in some hundred, so its width does not matter.
-STORE_SUMS = {"norm_long_sums_kernel", "loss_forward_kernel"}
+STORE_SUMS = {"norm_long_sums_kernel", "norm_sums_kernel", "loss_forward_kernel"}
 
 Compiled = list[tuple[Case, Binary]]
 

@@ -32,7 +32,7 @@ _RECOMPUTED = ("bert", "vit", "llama", "mixtral", "qwen3_moe", "phi3")
 
 def _backward(site: Site, change: Callable[..., Gradients]) -> Any:
     """`norm_ops.backward` of a norm at the site is change(backward, dy, x_hat, rstd, weight, arguments, needs)."""
-    return changed_in_backward(site, ops, "backward", change, norm.NormFunction, norm.NormalizeFunction)
+    return changed_in_backward(site, ops, "backward", change, norm.NormFunction)
 
 
 def norm_forward(site: Site, change: Callable[..., tuple[Any, ...]]) -> Any:
@@ -87,7 +87,7 @@ def _(site: Site, size: float) -> Any:
 
 @in_modules("norms", "the gradient of the input of a folded norm is scaled", *_FOLDED, sized=True)
 def _(site: Site, size: float) -> Any:
-    return gradients_changed(site, norm.NormalizeFunction, lambda ctx, found: scaled(found, 0, 1 + size))
+    return gradients_changed(site, norm.NormFunction, lambda ctx, found: scaled(found, 0, 1 + size))
 
 
 @in_modules("norms", "x_hat has the other sign in backward", *_WITH_AFFINE)

@@ -122,7 +122,7 @@ def _saves_too(site: Site, function: Any, what: Callable[..., Tensor]) -> Iterat
         yield
 
 
-_NORMS = (norm.NormFunction, norm.NormalizeFunction)
+_NORMS = (norm.NormFunction,)
 
 
 @in_modules("memory", "a norm saves a second copy", levels=_MEMORY)

@@ -165,15 +165,45 @@ def test_the_operator_runs_the_kernels_and_keeps_its_input_only() -> None:
     assert torch.equal(dh, draw(6, 50, seed=1))
 
 
-def test_a_function_that_returns_another_dtype_is_replayed() -> None:
-    z = draw(64, dtype=torch.bfloat16).requires_grad_()
+def test_a_function_that_returns_fp32_runs_as_one_kernel_and_its_output_is_rounded_to_fp32() -> None:
+    """As `gelu_new` does under autocast, whose power is computed in fp32."""
+    z = draw(2003, dtype=torch.bfloat16, scale=3.0).requires_grad_()
 
     def in_fp32(t: Tensor) -> Tensor:
         return ACTIVATIONS["gelu_tanh"].value(t.float())
 
     h = recomputed_activation(z, in_fp32, "gelu_tanh")
     assert h.dtype == torch.float32
-    assert torch.equal(h, in_fp32(z))
+    assert type(h.grad_fn).__name__ == "KernelActivationFunctionBackward"
+    assert_as_accurate(h.detach(), in_fp32(z).detach(), ACTIVATIONS["gelu_tanh"].value(z.detach().double()))
+    dh = draw(2003, seed=1)
+    ours, stock = (torch.autograd.grad(y, z, dh)[0] for y in (h, in_fp32(z)))
+    assert_as_accurate(ours, stock, ACTIVATIONS["gelu_tanh"].gradient(dh.double(), z.detach().double()))
+
+
+def test_a_linear_behind_it_recomputes_the_output_in_fp32() -> None:
+    z, weight = draw(6, 40, dtype=torch.bfloat16).requires_grad_(), draw(5, 40, seed=1).requires_grad_()
+
+    def in_fp32(t: Tensor) -> Tensor:
+        return ACTIVATIONS["gelu_tanh"].value(t.float())
+
+    h = recomputed_activation(z, in_fp32, "gelu_tanh")
+    dy = draw(6, 5, seed=2)
+    dz, dweight = torch.autograd.grad(linear(h, weight, None), (z, weight), dy, retain_graph=True)
+    assert torch.equal(dweight, dy.t().mm(h.detach()))
+    stock_dz, _ = torch.autograd.grad(torch.nn.functional.linear(h, weight), (z, weight), dy)
+    assert torch.equal(dz, stock_dz)
+
+
+def test_a_function_that_returns_a_narrower_dtype_is_replayed() -> None:
+    z = draw(64).requires_grad_()
+
+    def in_bf16(t: Tensor) -> Tensor:
+        return ACTIVATIONS["gelu_tanh"].value(t.bfloat16())
+
+    with torch.autocast(z.device.type, torch.bfloat16):  # without autocast, a known function keeps fp32
+        h = recomputed_activation(z, in_bf16, "gelu_tanh")
+    assert torch.equal(h, in_bf16(z))
 
 
 def test_the_dtype_that_a_function_returns_is_found_out_once_for_each_dtype() -> None:

@@ -173,3 +173,39 @@ def test_a_zero_weight_still_gets_a_gradient():
     assert not dx.any()
     y, _, _ = launch_forward(x_hat, weight, None, spec.in_dtype(dy.dtype))
     assert not y.any()
+
+
+@pytest.mark.parametrize("hidden", [96, 20000], ids=["rows at once", "long rows"])
+@pytest.mark.parametrize("family", [RMS, LAYER, ("layer", 0, False, True)], ids=["weight", "both", "bias"])
+def test_the_forward_copies_the_affine_and_writes_nothing_behind_it(family, hidden):
+    weight, bias, spec = parameters(family, hidden, torch.bfloat16)
+    given = [each for each in (weight, bias) if each is not None]
+    room = torch.zeros(len(given) * hidden + 64, dtype=torch.bfloat16, device=DEVICE)
+    copies = room[: len(given) * hidden]
+    x = draw(5, hidden, dtype=torch.bfloat16)
+    copied = launch_forward(x, weight, bias, spec.in_dtype(x.dtype), None, copies)
+    assert torch.equal(room, torch.cat([*given, torch.zeros_like(room[:64])]))
+    for ours, plain in zip(copied, launch_forward(x, weight, bias, spec.in_dtype(x.dtype)), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("hidden", [96, 10000], ids=["rows at once", "long rows"])
+def test_gradients_of_the_affine_are_rounded_once_to_the_dtype_that_is_asked_for(hidden, monkeypatch):
+    monkeypatch.setattr(
+        norm_backward_triton, "_multiprocessors", lambda device: 70
+    )  # more programs than a tile has rows
+    weight, _, spec = parameters(LAYER, hidden, torch.bfloat16)
+    x_hat, dy = (draw(301, hidden, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
+    rstd = draw(301, 1, dtype=torch.float32).abs()
+    arguments = spec.in_dtype(dy.dtype)
+    _, *wide = launch_backward(dy, x_hat, rstd, weight, arguments, ALL)
+    _, *narrow = launch_backward(dy, x_hat, rstd, weight, arguments, ALL, torch.bfloat16)
+    for ours, exact, truth in zip(
+        narrow, wide, ((dy.double() * x_hat.double()).sum(0), dy.double().sum(0)), strict=True
+    ):
+        assert ours.dtype == torch.bfloat16
+        assert exact.dtype == torch.float32
+        assert torch.equal(ours, exact.bfloat16())
+        # 301 terms, each added in fp32 once in a program and once with the other programs' sums.
+        terms = (dy.double() * (x_hat.double() if exact is wide[0] else 1)).abs().sum(0)
+        assert ((exact.double() - truth).abs() <= 302 * torch.finfo(torch.float32).eps * terms).all()

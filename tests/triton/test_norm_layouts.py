@@ -172,7 +172,24 @@ def test_results_beyond_2_to_the_31_elements():
     rounding = dict.fromkeys(("X_HAT", "SCALE", "PRODUCT", "SUM"), tl.float32)
     expected = launch_forward(x, weight, bias, spec.in_dtype(x.dtype))
     expected_dx, _, _ = launch_backward(dy, expected[1], expected[2], weight, spec.in_dtype(x.dtype), ALL)
-    forward = (x, None, weight, bias, y, x_hat, rstd, rows, hidden, spec.eps, *packed, *packed, *spread, False, False)
+    forward = (
+        x,
+        None,
+        weight,
+        bias,
+        y,
+        x_hat,
+        rstd,
+        None,
+        rows,
+        hidden,
+        spec.eps,
+        *packed,
+        *packed,
+        *spread,
+        False,
+        False,
+    )
     backward = (dy, x_hat, rstd, weight, dx)
 
     def check_and_clear(*results: tuple[Tensor, Tensor]) -> None:

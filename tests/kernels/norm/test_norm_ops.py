@@ -247,12 +247,12 @@ def test_tensors_that_hooks_bring_back_serve_as_well(family):
     [
         (False, torch.float32, [(2, 16)] * 2),
         (False, torch.float64, [(16,)] * 4),
-        (True, torch.float32, [(16,)] * 4),
+        (True, torch.float32, [(2, 16)] * 2),
     ],
     ids=["foreign hooks", "two dtypes", "an observer"],
 )
-def test_foreign_hooks_get_weight_and_bias_in_one_tensor(observes, bias_dtype, sizes):
-    """From the norm and from the linear that recomputes its output; each tensor costs such hooks the same time."""
+def test_weight_and_bias_are_saved_as_one_tensor(observes, bias_dtype, sizes):
+    """By the norm and by the linear that recomputes its output; each tensor costs time."""
     x, weight, matrix = (torch.randn(*shape, requires_grad=True) for shape in ((6, 16), (16,), (4, 16)))
     bias = torch.randn(16, dtype=bias_dtype, requires_grad=True)
     saved: list[tuple[int, ...]] = []

@@ -30,14 +30,14 @@ from memopt.kernels.base.autograd import (
     may_be_overwritten,
     refuse_double_backward,
 )
-from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.parts import elementwise
 from memopt.kernels.base.rows import laid_out_like
 from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
 from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
 
-#: (dtype of the input, that of autocast) -> whether the output has the dtype of the input.
-Dtypes = dict[tuple[torch.dtype, torch.dtype | None], bool]
+#: (dtype of the input, that of autocast) -> dtype of the output.
+Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
 
 
 def recomputed_activation(
@@ -57,10 +57,11 @@ def recomputed_activation(
     """
     compiling = torch.compiler.is_compiling()
     h: Tensor
-    if kind in ACTIVATIONS and (compiling or runs_triton(z)) and _keeps_dtype(function, z, found):
-        h = activation(z, kind) if compiling else _by_kernel(z, kind, specifies=specifies)
-    elif compiling:
-        h = function(z)  # the compiler decides what to keep
+    dtype = _dtype_of(function, z, found) if kind in ACTIVATIONS and (compiling or runs_triton(z)) else None
+    if compiling:  # in another dtype the compiler decides what to keep
+        h = activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
+    elif kind is not None and dtype in (z.dtype, torch.float32):
+        h = _by_kernel(z, kind, dtype, specifies=specifies)
     else:
         recomputed = Recomputed()
         h = ActivationFunction.apply(z, function, recomputed)
@@ -70,19 +71,19 @@ def recomputed_activation(
     return h
 
 
-def _by_kernel(z: Tensor, kind: str, *, specifies: bool) -> Tensor:
+def _by_kernel(z: Tensor, kind: str, dtype: torch.dtype, *, specifies: bool) -> Tensor:
     recomputed = Recomputed()
-    h: Tensor = KernelActivationFunction.apply(z, kind, recomputed)
+    h: Tensor = KernelActivationFunction.apply(z, kind, dtype, recomputed)
     if specifies:
-        recompute, differentiate = _steps(kind)
-        attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate)
+        recompute, differentiate = _steps(kind, dtype)
+        attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate if dtype is z.dtype else None)
     return h
 
 
 @functools.cache
-def _steps(kind: str) -> tuple[Recompute, Differentiate]:
-    """The value of an activation from its input, and its derivative."""
-    return (lambda z: _value(z, kind)), functools.partial(_differentiate, kind=kind)
+def _steps(kind: str, dtype: torch.dtype) -> tuple[Recompute, Differentiate]:
+    """The value of an activation from its input, and its derivative where both have one dtype."""
+    return (lambda z: _value(z, kind, dtype)), functools.partial(_differentiate, kind=kind)
 
 
 def _differentiate(
@@ -95,7 +96,7 @@ def _differentiate(
 ) -> tuple[Tensor, ...]:
     (z,) = inputs
     if use is not None and (not runs_triton(z) or (not given_once and is_largest_yet(z))):
-        use(_value(z, kind))
+        use(_value(z, kind, z.dtype))
         use = None
     if use is None:
         return (_gradient(dh(), z, kind, recompute=False, owns_dh=True, given_once=given_once)[0],)
@@ -105,16 +106,16 @@ def _differentiate(
     return (dz,)
 
 
-def _keeps_dtype(function: Elementwise, z: Tensor, found: Dtypes | None) -> bool:
-    """Whether function(z) has the dtype of z. A module may compute in fp32 and leave it so, and under autocast some
-    operations (a power, a softplus) return fp32."""
+def _dtype_of(function: Elementwise, z: Tensor, found: Dtypes | None) -> torch.dtype:
+    """The dtype of function(z). A module may compute in fp32 and leave it so, and under autocast some operations (a
+    power, a softplus) return fp32."""
     form = z.dtype, autocast_dtype(z)
     if form == (torch.float32, None):
-        return True
+        return z.dtype
     found = {} if found is None else found
     if form not in found:
         with torch.no_grad():
-            found[form] = function(z.new_empty(0)).dtype == z.dtype
+            found[form] = function(z.new_empty(0)).dtype
     return found[form]
 
 
@@ -166,31 +167,33 @@ class KernelActivationFunction(DirectFunction):
     """Keeps z; one kernel forward, one backward."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, kind: str, recomputed: Recomputed) -> Tensor:
-        ctx.kind, ctx.recomputes_output, ctx.recomputed, ctx.given_once = kind, True, recomputed, are_given_once()
+    def forward(ctx: Any, z: Tensor, kind: str, dtype: torch.dtype, recomputed: Recomputed) -> Tensor:
+        ctx.kind, ctx.dtype, ctx.recomputes_output, ctx.recomputed = kind, dtype, True, recomputed
+        ctx.given_once = are_given_once()
         ctx.save_for_backward(z)
-        return _value(z, kind)
+        return _value(z, kind, dtype)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_double_backward()
         ctx.recomputed.finish()
         (z,) = ctx.saved_tensors
-        return _gradient(dh, z, ctx.kind, recompute=False, given_once=ctx.given_once)[0], None, None
+        return _gradient(dh, z, ctx.kind, recompute=False, given_once=ctx.given_once)[0], None, None, None
 
 
 @recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
     (z,) = node.saved_tensors
-    return _value(z, node.kind)
+    return _value(z, node.kind, node.dtype)
 
 
-def _value(z: Tensor, kind: str) -> Tensor:
+def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """f(z) in `dtype`: that of z, or fp32."""
     if runs_triton(z):
-        h: Tensor = _kernels().launch_forward(z, kind)
+        h: Tensor = _kernels().launch_forward(z, kind, dtype)
         return h
     with autocast_as(None, z):
-        return ACTIVATIONS[kind].value(z)
+        return ACTIVATIONS[kind].value(z.to(dtype))
 
 
 def _gradient(
@@ -200,14 +203,8 @@ def _gradient(
     if runs_triton(dh, z):
         # The kernel has read what it writes over.
         out = z.detach() if given_once and may_be_overwritten(z) else None
-        if (
-            out is None
-            and owns_dh
-            and not recompute
-            and dh.dtype == z.dtype
-            and dh.is_contiguous()
-            and z.is_contiguous()
-        ):
+        fits = dh.dtype == z.dtype and dh.is_contiguous() and z.is_contiguous()
+        if out is None and owns_dh and not recompute and fits:
             out = dh
         found: tuple[Tensor, Tensor | None] = _kernels().launch_backward(dh, z, kind, recompute, owns_dh, out)
         return found
@@ -215,18 +212,13 @@ def _gradient(
         return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
 
 
-@functools.cache
-def _kernels() -> Any:
-    """The Triton kernels, which are imported where they run."""
-    import memopt.kernels.activation.function_triton as kernels
-
-    return kernels
+_kernels = imported_once("memopt.kernels.activation.function_triton")
 
 
 @torch.library.custom_op("memopt::activation", mutates_args=())
 def activation(z: Tensor, kind: str) -> Tensor:
     """f(z) with the strides of ``torch.empty_like(z)``."""
-    return laid_out_like(z, _value(z, kind))
+    return laid_out_like(z, _value(z, kind, z.dtype))
 
 
 @torch.library.custom_op("memopt::activation_backward", mutates_args=())

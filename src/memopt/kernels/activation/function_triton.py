@@ -47,17 +47,17 @@ def activation_backward_kernel(  # type: ignore[no-untyped-def]
         write(h_ptr, place, h, inside, EVEN)
 
 
-def launch_forward(z: Tensor, kind: str) -> Tensor:
-    """h = f(z), with the dtype and (where z has no gaps) the strides of z.
+def launch_forward(z: Tensor, kind: str, dtype: torch.dtype | None = None) -> Tensor:
+    """h = f(z) in `dtype`, by default that of z, and (where z has no gaps) with the strides of z.
 
-    Moves z.element_size() bytes per element in and as many out, which is the floor.
+    Moves z.element_size() bytes per element in and h.element_size() out, which is the floor.
     """
-    h = torch.empty_like(z)
+    h = torch.empty_like(z, dtype=dtype)
     if not z.numel():
         return h
     tiles = tiling("activation_forward", z, h)
     if tiles is None:
-        return laid_out_like(z, launch_forward(z.contiguous(), kind))
+        return laid_out_like(z, launch_forward(z.contiguous(), kind, dtype))
     with on_device_of(z):
         activation_forward_kernel[tiles.grid](
             z, h, tiles.count, tiles.hidden, *tiles.rows[0], *tiles.rows[1], KIND=kind, **tiles.meta

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -44,6 +45,11 @@ def runs_triton(*tensors: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def imported_once(module: str) -> Callable[[], Any]:
+    """Gives a module of Triton kernels, which is imported where they run."""
+    return functools.cache(functools.partial(importlib.import_module, module))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from memopt.kernels.base.autograd import (
     may_be_overwritten,
     refuse_double_backward,
 )
-from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute_rules import PRODUCT, Node, recomputable
 from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
@@ -223,12 +223,7 @@ def _gradients(
     return (dgate, dup, h) if both is None else (both, None, h)
 
 
-@functools.cache
-def _kernels() -> Any:
-    """The Triton kernels, which are imported where they run."""
-    import memopt.kernels.gated_mlp.function_triton as kernels
-
-    return kernels
+_kernels = imported_once("memopt.kernels.gated_mlp.function_triton")
 
 
 def _halves(gate: Tensor, up: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@
 
 Saved are the parameters themselves, h, and x or what x is recomputed from (`memopt.recompute_specs`); no copy of any in
 another dtype. Every step is computed and rounded as the three linears do it on their own, autocast's casts and
-PEFT's included, so value and gradients are theirs to the bit. Source: LoRA, arXiv 2106.09685.
+PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
+(`weight_gradient`). Source: LoRA, arXiv 2106.09685.
 
 What is large and in the adapter's dtype (fp32 around a 16-bit linear) is made by pieces that fit into a GPU's cache; no
 sum is cut. Where the gradient of x takes several pieces, its two terms are added up here: if x has other readers, their

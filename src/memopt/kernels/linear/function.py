@@ -123,7 +123,7 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     For each element of the weight that is 6 bytes to move in backward, and 2 not to hold until then.
     """
-    y: Tensor = CastWeightFunction.apply(x.to(autocast_dtype(x)), weight, bias)
+    y: Tensor = RecomputedInputFunction.apply(x.to(autocast_dtype(x)), weight, bias, None, None)
     return y
 
 
@@ -168,54 +168,38 @@ def computed(y: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class RecomputedInputFunction(DirectFunction):
-    """Saves the weight and what its input is recomputed from."""
+    """Saves the weight, not its copy in the dtype of x, and what its input is recomputed from, if that is known."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, dtype: torch.dtype | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None, dtype: torch.dtype | None
     ) -> Tensor:
         """`dtype` is autocast's where x has another. The cast is no node of its own; autograd casts the gradient."""
-        ctx.spec, ctx.shape = (spec.function, spec.recomputed), x.shape
-        ctx.save_for_backward(weight, *spec.take())
+        ctx.spec = None if spec is None else (spec.function, spec.recomputed)
+        saved = (x if weight.requires_grad else None,) if spec is None else spec.take()
+        ctx.save_for_backward(weight, *saved)
         return _linear(x if dtype is None else x.to(dtype), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
+        """Without a spec it can be differentiated twice."""
         weight, *saved = ctx.saved_tensors
-        of_x, _, of_bias, _, _ = ctx.needs_input_grad
-        recompute, recomputed = ctx.spec
-        with autocast_as(None, dy):
-            rows = dy.reshape(-1, dy.size(-1))
-            # First what reads x: its last reader frees it.
-            dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
-            dx = input_gradient(rows, weight, ctx.shape) if of_x else None
-            dbias = rows.sum(0) if of_bias else None
-        return dx, dweight, dbias, None, None
-
-
-class CastWeightFunction(DirectFunction):
-    """Saves the weight, not its copy in the dtype of x. It can be differentiated twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
-            if needs[1]:
-                dweight = weight_gradient(rows, x.reshape(-1, x.size(-1)), weight)
-            if needs[0]:
-                dx = input_gradient(rows, weight, torch.Size((*dy.shape[:-1], weight.size(1))))
-            if needs[2]:
-                dbias = rows.sum(0)
-        return dx, dweight, dbias
+            # First what reads x: its last reader frees it.
+            if ctx.spec is not None:
+                refuse_double_backward()
+                recompute, recomputed = ctx.spec
+                dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
+            elif of_weight:
+                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
+            if of_x:
+                dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1)))
+            if of_bias:
+                dbias = bias_gradient(rows, weight)
+        return dx, dweight, dbias, None, None
 
 
 class FusedLinearFunction(DirectFunction):
@@ -254,16 +238,29 @@ class FusedLinearFunction(DirectFunction):
 
             gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None, ctx.given_once)
             dweight = of_weight[0] if of_weight else None
-            dbias = rows.sum(0) if needs[3] else None
+            dbias = bias_gradient(rows, weight) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
         return None, None, dweight, dbias, *wanted
 
 
-def input_gradient(dy: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """dy W in the dtype of dy, as a tensor of this shape."""
     return dy.mm(weight if weight.dtype is dy.dtype else weight.to(dy.dtype)).view(shape)
 
 
 def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """dy^T h in the layout of the weight, so that nothing has to be transposed before it is added up."""
-    return dy.t().mm(h) if weight.stride(-1) == 1 else h.t().mm(dy).t()
+    left, right = (dy.t(), h) if weight.stride(-1) == 1 else (h.t(), dy)
+    product = torch.mm(left, right, out_dtype=torch.float32) if _rounds_once(dy, weight) else left.mm(right)
+    return product if weight.stride(-1) == 1 else product.t()
+
+
+def bias_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """The sum of the rows of dy."""
+    return dy.sum(0, dtype=torch.float32 if _rounds_once(dy, weight) else None)
+
+
+def _rounds_once(dy: Tensor, weight: Tensor) -> bool:
+    """Whether a gradient of fp32 parameters, under autocast, is computed in fp32 at once: on GPUs a product and a sum
+    round where they end, so that a cast is one rounding, one launch and a temporary more."""
+    return dy.is_cuda and weight.dtype is torch.float32 and dy.dtype.itemsize == 2 and not torch.is_grad_enabled()

@@ -1,7 +1,7 @@
 """Triton kernels of the MS-norms' backward.
 
 Gradients of weight and bias are sums over rows. Each program sums its own rows in fp32 registers and writes one partial
-row; PyTorch adds the partial rows. No atomics: the same inputs give the same bits.
+row; one launch more adds those of both up. No atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _WARPS = 16
 #: Stands for the multiprocessors where there is no GPU: the interpreter, and compilation ahead of time.
 _MULTIPROCESSORS_WITHOUT_GPU = 4
+#: Rows and columns of the tile in which partial rows are summed: a row of it is a line of the cache.
+_SUMMED = 32
 
 
 def launch_backward(
@@ -33,8 +35,9 @@ def launch_backward(
     weight: Tensor | None,
     arguments: NormArguments,
     needs: tuple[bool, bool, bool],
+    dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """dx in the dtype of x with the strides of x_hat where it has no gaps; dweight and dbias (hidden,) in fp32.
+    """dx in the dtype of x with the strides of x_hat where it has no gaps; dweight and dbias (hidden,) in `dtype`.
 
     Args:
         dy: (..., hidden) with any strides, expanded ones too.
@@ -47,23 +50,23 @@ def launch_backward(
     hidden, spec = x_hat.size(-1), arguments.spec
     dx = torch.empty_like(x_hat, dtype=arguments.x_dtype) if needs[0] else None
     if not x_hat.numel():
-        dweight, dbias = (rstd.new_zeros(hidden) if need else None for need in needs[1:])
+        dweight, dbias = (rstd.new_zeros(hidden, dtype=dtype) if need else None for need in needs[1:])
         return dx, dweight, dbias
     dy = in_rows(dy)
     layout = rows_of(x_hat)
     if layout is None or (dx is not None and rows_of(dx) != layout):
-        dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs)
+        dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs, dtype)
         return None if dx is None else laid_out_like(x_hat, dx), dweight, dbias
     config = launch_config("norm_backward", hidden, x_hat.dtype)
     rstd = rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
     with on_device_of(x_hat):
         if hidden <= config.block:
-            return _rows_at_once(dy, x_hat, rstd, weight, dx, layout, spec, needs, config)
+            partial = _rows_at_once(dy, x_hat, rstd, weight, dx, layout, spec, needs, config)
+            return dx, *_sums(*partial, dtype)
         if dx is not None:
             _dx_of_long_rows(dy, x_hat, rstd, weight, dx, layout, spec, config)
-        dweight, dbias = _sums_of_long_rows(dy, x_hat, layout, needs, config)
-        return dx, dweight, dbias
+        return dx, *_sums(*_sums_of_long_rows(dy, x_hat, layout, needs, config), dtype)
 
 
 def _rows_at_once(
@@ -76,7 +79,8 @@ def _rows_at_once(
     spec: NormSpec,
     needs: tuple[bool, bool, bool],
     config: LaunchConfig,
-) -> Gradients:
+) -> tuple[Tensor | None, Tensor | None]:
+    """Writes dx; the partial rows of dweight and dbias."""
     hidden, tiles = x_hat.size(-1), triton.cdiv(layout.count, config.rows)
     programs = min(tiles, _programs(x_hat.device, config.num_warps)) if any(needs[1:]) else tiles
     steps = triton.cdiv(tiles, programs)
@@ -87,7 +91,7 @@ def _rows_at_once(
         *_rows(dy).arguments, *layout.arguments, RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
         ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return dx, _sum(dweight), _sum(dbias)
+    return dweight, dbias
 
 
 def _dx_of_long_rows(
@@ -124,7 +128,7 @@ def _sums_of_long_rows(
         dy, x_hat, dweight, dbias, layout.count, hidden, steps, *_rows(dy).arguments, *layout.arguments,
         ROWS=rows, BLOCK=block, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return _sum(dweight), _sum(dbias)
+    return dweight, dbias
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
@@ -173,6 +177,27 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=inside_row)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=inside_row)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def norm_sums_kernel(  # type: ignore[no-untyped-def]
+    dweight_ptr, dbias_ptr, weight_sum_ptr, bias_sum_ptr, programs, hidden, TILE: tl.constexpr
+):  # fmt: skip
+    """The sums of the programs' partial rows, for one block of columns."""
+    col = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    dweight = tl.zeros([TILE, TILE], dtype=tl.float32)
+    dbias = tl.zeros([TILE, TILE], dtype=tl.float32)
+    for start in range(0, programs, TILE):
+        row = (start + tl.arange(0, TILE))[:, None]
+        inside = (row < programs) & (col < hidden)[None, :]
+        if dweight_ptr is not None:
+            dweight += read(dweight_ptr, row * hidden + col[None, :], inside, False)
+        if dbias_ptr is not None:
+            dbias += read(dbias_ptr, row * hidden + col[None, :], inside, False)
+    if dweight_ptr is not None:
+        write(weight_sum_ptr, col, tl.sum(dweight, axis=0), col < hidden, False)
+    if dbias_ptr is not None:
+        write(bias_sum_ptr, col, tl.sum(dbias, axis=0), col < hidden, False)
 
 
 @triton.jit
@@ -270,10 +295,17 @@ def _multiprocessors(device: torch.device) -> int:
     return count
 
 
-def _sum(partial: Tensor | None) -> Tensor | None:
+def _sums(dweight: Tensor | None, dbias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of the partial rows in `dtype`, both in one launch."""
+    partial = dbias if dweight is None else dweight
     if partial is None:
-        return None
-    return partial[0] if partial.size(0) == 1 else partial.sum(0)
+        return None, None
+    programs, hidden = partial.shape
+    sums = [None if each is None else each.new_empty(hidden, dtype=dtype) for each in (dweight, dbias)]
+    norm_sums_kernel[(triton.cdiv(hidden, _SUMMED),)](
+        dweight, dbias, *sums, programs, hidden, TILE=_SUMMED, num_warps=4, enable_fp_fusion=True
+    )
+    return sums[0], sums[1]
 
 
 def _rows(tensor: Tensor) -> Rows:

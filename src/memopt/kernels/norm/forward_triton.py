@@ -28,6 +28,7 @@ def launch_forward(
     bias: Tensor | None,
     arguments: NormArguments,
     residual: Tensor | None = None,
+    copies: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
@@ -37,17 +38,15 @@ def launch_forward(
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
     8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
-    longer than the tile are read a second time, mostly from the cache.
+    longer than the tile are read a second time, mostly from the cache. `copies`, which is contiguous, is filled with
+    weight and bias, one after the other, by the first program: a launch of its own would take longer.
     """
-    has_affine, kept_dtype, rms = (
-        weight is not None or bias is not None,
-        arguments.kept_dtype,
-        arguments.spec.kind == "rms",
-    )
+    has_affine = weight is not None or bias is not None
+    kept_dtype, rms = arguments.kept_dtype, arguments.spec.kind == "rms"
     x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
-        y, packed, rstd = launch_forward(x.contiguous(), weight, bias, arguments, residual)
+        y, packed, rstd = launch_forward(x.contiguous(), weight, bias, arguments, residual, copies)
         return None if y is None else laid_out_like(x_hat, y), laid_out_like(x_hat, packed), rstd
     y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_affine else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -58,21 +57,25 @@ def launch_forward(
     residual = None if residual is None else in_rows(residual)
     added = source if residual is None else rows_of(residual)
     assert added is not None
-    tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd)
+    tensors = (x, residual, _dense(weight), _dense(bias), y, x_hat, rstd, copies)
     sizes = (source.count, hidden, arguments.spec.eps_in(x.dtype))
     strides = (*source.arguments, *added.arguments, *target.arguments)
     constants = _affine_options(weight, bias, arguments) | {"RMS": rms}
     with on_device_of(x):
         if hidden <= config.block:
             norm_forward_kernel[(triton.cdiv(source.count, config.rows),)](
-                *tensors, *sizes, *strides, **constants, ROWS=config.rows, BLOCK=config.block,
+                *tensors,
+                *sizes,
+                *strides,
+                **constants,
+                ROWS=config.rows,
+                BLOCK=config.block,
                 num_warps=config.num_warps,
-            )  # fmt: skip
+            )
         else:
             norm_long_forward_kernel[(source.count,)](
-                *tensors, *sizes, *strides, **constants, BLOCK=config.block,
-                num_warps=config.num_warps,
-            )  # fmt: skip
+                *tensors, *sizes, *strides, **constants, BLOCK=config.block, num_warps=config.num_warps
+            )
     return y, x_hat, rstd
 
 
@@ -100,7 +103,7 @@ def launch_affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arg
 
 @triton.jit(do_not_specialize=["count"])
 def norm_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr, copies_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
     r_n1, r_n2, r_s0, r_s1, r_s2,
@@ -126,11 +129,13 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
     if y_ptr is not None:
         y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
         write(y_ptr, out, y, inside, False)
+    if copies_ptr is not None:
+        copy_affine(weight_ptr, bias_ptr, copies_ptr, tl.arange(0, BLOCK), hidden)
 
 
 @triton.jit
 def norm_long_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, x_hat_ptr, rstd_ptr, copies_ptr,
     count, hidden, eps,
     x_n1, x_n2, x_s0, x_s1, x_s2,
     r_n1, r_n2, r_s0, r_s1, r_s2,
@@ -176,6 +181,8 @@ def norm_long_forward_kernel(  # type: ignore[no-untyped-def]
         if y_ptr is not None:
             y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
             write(y_ptr, y_row + col, y, inside, False)
+        if copies_ptr is not None:
+            copy_affine(weight_ptr, bias_ptr, copies_ptr, col, hidden)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -195,6 +202,17 @@ def norm_affine_kernel(  # type: ignore[no-untyped-def]
     x_hat = read(x_hat_ptr, offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False), inside, False)
     y = scaled_and_shifted(x_hat, weight_ptr, bias_ptr, col, hidden, OFFSET, X_HAT, SCALE, PRODUCT, SUM)
     write(y_ptr, offsets(row, col, y_n1, y_n2, y_s0, y_s1, y_s2, False), y, inside, False)
+
+
+@triton.jit
+def copy_affine(weight_ptr, bias_ptr, copies_ptr, col, hidden):  # type: ignore[no-untyped-def]
+    """The first program writes weight and bias, one after the other."""
+    if tl.program_id(0) == 0:
+        if weight_ptr is not None:
+            tl.store(copies_ptr + col, tl.load(weight_ptr + col, mask=col < hidden), mask=col < hidden)
+            copies_ptr += hidden
+        if bias_ptr is not None:
+            tl.store(copies_ptr + col, tl.load(bias_ptr + col, mask=col < hidden), mask=col < hidden)
 
 
 @triton.jit

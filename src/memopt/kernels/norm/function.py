@@ -22,26 +22,14 @@ from torch import Tensor
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
-from memopt.kernels.norm.reference import (
-    NormArguments,
-    NormSpec,
-    affine,
-    norm_backward,
-    normalize,
-)
+from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 from memopt.recompute_rules import NORMALISED, Node, recomputable
-from memopt.recompute_specs import Recompute, Recomputed, attach_spec, is_under_foreign_hooks
+from memopt.recompute_specs import Recompute, Recomputed, attach_spec
 
 __all__ = [
-    "NormArguments",
-    "NormSpec",
-    "accumulation_dtype",
-    "affine",
-    "ms_norm",
-    "ms_norm_of_sum",
-    "norm_backward",
+    "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward",
     "normalize",
-]
+]  # fmt: skip
 
 
 def ms_norm(
@@ -104,18 +92,15 @@ def _norm(
         else:
             options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
-    elif bare:
-        arguments, _ = _plan(spec, x.dtype, dtype, dtype)
-        recomputed = Recomputed()
-        y = NormalizeFunction.apply(x, arguments, recomputed, residual)
-        if not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
-            attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
     else:
-        arguments, recompute = _plan(spec, x.dtype, dtype, kept_dtype)
+        arguments, recompute = _plan(spec, x.dtype, dtype, dtype if bare else kept_dtype)
         saved: list[Any] = []
         y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
         x_hat, scale, shift, recomputed = saved
-        attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
+        if not bare:
+            attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
+        elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
+            attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
     return y
 
 
@@ -128,50 +113,28 @@ def _plan(
     return arguments, lambda x_hat, scale, shift: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
 
 
-def _copied(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Copies of the affine to save; under foreign hooks one tensor (2, hidden) for both, where they have one dtype.
+def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Where a norm writes copies of its affine: (hidden,), or (2, hidden) of both; None for none and for two dtypes.
 
     Copies, because a sharding tool may have freed the parameter's own storage when a reader of the output, in another
-    shard unit, runs its backward first. One, because such hooks (activation checkpointing's) take longer for a tensor
-    than it takes to tell the rows apart; without them it is the other way round.
+    shard unit, runs its backward first. One tensor, because each takes time to allocate, save and hand out.
     """
-    if weight is not None and bias is not None and weight.dtype is bias.dtype and is_under_foreign_hooks():
-        return torch.stack((weight, bias)), None
-    return None if weight is None else weight.clone(), None if bias is None else bias.clone()
+    if weight is None or bias is None:
+        parameter = bias if weight is None else weight
+        return None if parameter is None else parameter.new_empty(parameter.shape)
+    return weight.new_empty((2, *weight.shape)) if weight.dtype is bias.dtype else None
 
 
 def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of what :func:`_copied` gave."""
+    """Weight and bias of what :func:`_room` holds, or of copies of both."""
     if scale is None or scale.dim() == 1:
         return scale, shift
     weight, bias = scale.unbind()
     return weight, bias
 
 
-class NormalizeFunction(DirectFunction):
-    """Norm without an affine: the output is the kept x_hat."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, arguments: NormArguments, recomputed: Recomputed, residual: Tensor | None
-    ) -> Tensor:
-        _, x_hat, rstd = norm_ops.forward(x, None, None, arguments, residual)
-        ctx.arguments, ctx.recomputed = arguments, recomputed
-        ctx.save_for_backward(x_hat, rstd)
-        return x_hat
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        ctx.recomputed.finish()
-        x_hat, rstd = ctx.saved_tensors
-        dx, _, _ = norm_ops.backward(dy, x_hat, rstd, None, ctx.arguments, (True, False, False))
-        x_needs, *_, residual_needs = ctx.needs_input_grad
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (None, None))
-
-
 class NormFunction(DirectFunction):
-    """Norm with an affine: x_hat is saved, the output is recomputed from it."""
+    """Saves x_hat. With an affine the output is recomputed from it; without one it is the output."""
 
     @staticmethod
     def forward(
@@ -184,26 +147,29 @@ class NormFunction(DirectFunction):
         residual: Tensor | None,
     ) -> Tensor | None:
         """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
-        y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual)
-        ctx.arguments, ctx.recomputes_output, ctx.recomputed = arguments, True, Recomputed()
-        scale, shift = _copied(weight, bias)
+        ctx.arguments, ctx.recomputed = arguments, Recomputed()
+        ctx.recomputes_output = weight is not None or bias is not None
+        scale, shift = _room(weight, bias), None
+        y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
+        if weight is None:
+            scale, shift = None, scale
+        elif scale is None and bias is not None:
+            scale, shift = weight.clone(), bias.clone()
         ctx.save_for_backward(x_hat, rstd, scale, shift)
         saved += (x_hat, scale, shift, ctx.recomputed)
-        return y
+        return y if ctx.recomputes_output else x_hat
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        x_hat, rstd, *copies = ctx.saved_tensors
-        weight, bias = _rows(*copies)
+        x_hat, rstd, scale, shift = ctx.saved_tensors
+        weight, _ = _rows(scale, shift)
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
-        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs)
-        if dweight is not None and weight is not None and dweight.dtype is not weight.dtype:
-            dweight = dweight.to(weight.dtype)
-        if dbias is not None and bias is not None and dbias.dtype is not bias.dtype:
-            dbias = dbias.to(bias.dtype)
+        # Autograd casts what is not in the dtype of its parameter.
+        dtype = torch.float32 if scale is None or shift is not None else scale.dtype
+        dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs, dtype)
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (dweight, dbias, None, None))
 
 

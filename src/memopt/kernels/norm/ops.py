@@ -6,23 +6,18 @@ opaque to compilers: they run these functions, their fake kernels say what comes
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.device import runs_triton, skips_pieces
+from memopt.kernels.base.device import imported_once, runs_triton, skips_pieces
 from memopt.kernels.base.parts import parts_of, slices
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.kernels.norm.reference import (
-    NormArguments,
-    NormSpec,
-    affine,
-    norm_backward,
-    normalize,
-)
+from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 
+Norm = tuple[Tensor | None, Tensor, Tensor]
+"""y, x_hat and rstd."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -32,10 +27,12 @@ def forward(
     bias: Tensor | None,
     arguments: NormArguments,
     residual: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+    copies: Tensor | None = None,
+) -> Norm:
     """y, x_hat (in the dtypes of `arguments`) and rstd. Without weight and bias y is None: the output is x_hat.
 
-    With a residual, in the shape and dtype of x, the norm is that of x + residual.
+    With a residual, in the shape and dtype of x, the norm is that of x + residual. `copies`, contiguous, is filled with
+    weight and bias: (hidden,) where there is one of them, (2, hidden) for both.
     """
     if residual is not None and (residual.dtype is not x.dtype or residual.shape != x.shape):
         raise ValueError(
@@ -43,8 +40,10 @@ def forward(
             f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
         )
     if runs_triton(x, weight, bias, residual):
-        made: tuple[Tensor | None, Tensor, Tensor] = _kernels().launch_forward(x, weight, bias, arguments, residual)
+        made: Norm = _kernels().launch_forward(x, weight, bias, arguments, residual, copies)
         return made
+    if copies is not None:
+        copies.view(-1).copy_(torch.cat([parameter for parameter in (weight, bias) if parameter is not None]))
     # A sum is not made as a whole, in any dtype.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
@@ -56,12 +55,7 @@ def forward(
     return y, exact.to(arguments.kept_dtype), rstd
 
 
-@functools.cache
-def _kernels() -> Any:
-    """The Triton kernels, which are imported where they run."""
-    import memopt.kernels.norm.forward_triton as kernels
-
-    return kernels
+_kernels = imported_once("memopt.kernels.norm.forward_triton")
 
 
 def _parts(*given: Tensor) -> int | None:
@@ -76,7 +70,7 @@ def _forward_by_parts(
     arguments: NormArguments,
     residual: Tensor | None,
     rows: int,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+) -> Norm:
     y = None if weight is None and bias is None else x.new_empty(x.shape, dtype=arguments.dtype)
     x_hat = x.new_empty(x.shape, dtype=arguments.kept_dtype)
     rstd = _fake_rstd(x)
@@ -107,10 +101,12 @@ def backward(
     weight: Tensor | None,
     arguments: NormArguments,
     needs: tuple[bool, bool, bool],
+    dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """dx in the dtype of x, dweight and dbias in that of rstd; None where not needed."""
+    """dx in the dtype of x, dweight and dbias in that of rstd, or in `dtype` where a kernel runs; None where not
+    needed."""
     if runs_triton(dy, x_hat, weight):
-        gradients: Gradients = _kernels().launch_backward(dy, x_hat, rstd, weight, arguments, needs)
+        gradients: Gradients = _kernels().launch_backward(dy, x_hat, rstd, weight, arguments, needs, dtype)
         return gradients
     rows = _parts(dy, x_hat)
     if rows is None:
@@ -280,12 +276,7 @@ def of_both_terms(
 
 def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:
     # An operator's schema knows neither dataclasses nor literal types.
-    return NormSpec(
-        cast(Literal["rms", "layer"], kind),
-        eps,
-        cast(Literal[0, 1], offset),
-        cast(Literal["before", "after"], cast_order),
-    )
+    return NormSpec(kind, eps, offset, cast_order)  # type: ignore[arg-type]
 
 
 def _like(x: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,8 @@ def _norm_forward(spec: NormSpec, *, weight: bool, bias: bool, residual: bool = 
     def prepare(shape: CallShape) -> Call:
         x, added = shape.tensor(), shape.tensor() if residual else None
         gamma, beta = shape.vector() if weight else None, shape.vector() if bias else None
-        return lambda: norm_triton.launch_forward(x, gamma, beta, spec.in_dtype(x.dtype), added)
+        copies = x.new_empty((weight + bias) * x.size(-1)) if weight or bias else None
+        return lambda: norm_triton.launch_forward(x, gamma, beta, spec.in_dtype(x.dtype), added, copies)
 
     return prepare
 
@@ -85,7 +86,8 @@ def _norm_backward(spec: NormSpec, *, weight: bool, needs: tuple[bool, bool, boo
     def prepare(shape: CallShape) -> Call:
         dy, x_hat, rstd = shape.tensor(), shape.tensor(), shape.statistics()
         gamma = shape.vector() if weight else None
-        return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, spec.in_dtype(x_hat.dtype), needs)
+        arguments = spec.in_dtype(x_hat.dtype)
+        return lambda: norm_triton.launch_backward(dy, x_hat, rstd, gamma, arguments, needs, x_hat.dtype)
 
     return prepare
 
