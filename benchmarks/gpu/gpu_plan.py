@@ -82,7 +82,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         CHECKS,
         "Does it import, and is a step of Llama, BERT, ViT and T5 right, smaller and free of waits, in five ways?",
-        "first_step.json", 4, "benchmarks.first_step", ("--check",),
+        "first_step.json", 5, "benchmarks.first_step", ("--check",),
     ),
     _tests(
         "Are the kernels right: values, streams, graphs, torch.compile, synchronisation?", "kernel_tests.json", 5,
