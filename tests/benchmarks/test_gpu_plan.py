@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -44,7 +45,23 @@ def test_every_test_of_a_device_is_in_one_part() -> None:
     assert ignored == {*models, sanitizer}
     assert {path for path in PARTS[2].arguments if path.startswith("tests/")} == models
     assert PARTS[9].arguments == (sanitizer,)
-    assert PARTS[10].arguments[-1] in PARTS[1].arguments[-1]
+    assert PARTS[1].arguments[-1] == f"not ({PARTS[10].arguments[-1]})"
+
+
+def test_tests_that_need_most_of_a_gpus_memory_run_alone() -> None:
+    words = PARTS[10].arguments[-1].split(" or ")
+    huge = set()
+    for path in (*(ROOT / "tests/gpu").glob("test_*.py"), *(ROOT / "tests/triton").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and {"lazily_huge", "mem_get_info"} & {*map(_name, ast.walk(node))}:
+                huge.add(node.name)
+    assert len(huge) > 8
+    assert {name for name in huge if not any(word in name for word in words)} == set()
+
+
+def _name(node: ast.AST) -> str | None:
+    return getattr(node, "id", getattr(node, "attr", None))
 
 
 def test_the_list_names_each_parts_command_target_and_result(capsys: pytest.CaptureFixture[str]) -> None:
