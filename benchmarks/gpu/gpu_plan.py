@@ -237,7 +237,9 @@ def run(
     if part.parallel and not _processes():
         print("    pytest-xdist is missing, so one process runs all tests: this may not end in time.", flush=True)
     begun = time.monotonic()
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True)
+    # A group of its own, to be stopped as a whole, in this session: who ends the session ends the part.
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, process_group=0)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -247,6 +249,8 @@ def run(
     except KeyboardInterrupt:
         _stop(process)
         return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     said = {EXIT_OK: "fine"}.get(code, f"exit code {code}")
     print(f"    {said} after {(time.monotonic() - begun) / 60:.1f} minutes: {out / part.result}", flush=True)
     return code if code >= 0 else EXIT_CANNOT_RUN

@@ -190,22 +190,45 @@ def part_that_runs(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu_plan, "PARTS", (Part(CHECKS, "?", "result.json", 1, "part_of_a_test"),))
 
 
+#: A part that starts a process, writes its number as the result, and waits for a minute.
+ENDLESS = (
+    "import subprocess, sys, time\nfrom pathlib import Path\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "Path(sys.argv[-1]).write_text(str(child.pid))\ntime.sleep(60)\n"
+)
+
+
+def assert_ended(result: Path) -> None:
+    state = Path(f"/proc/{int(result.read_text())}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_a_part_that_takes_too_long_is_stopped_with_its_processes_and_keeps_what_it_has_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code = (
-        "import subprocess, sys, time\nfrom pathlib import Path\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "Path(sys.argv[-1]).write_text(str(child.pid))\ntime.sleep(60)\n"
-    )
-    part_that_runs(code, tmp_path, monkeypatch)
+    part_that_runs(ENDLESS, tmp_path, monkeypatch)
     begun = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert gpu_plan.run(1, tmp_path, environment, limit=3.0) == gpu_plan.EXIT_CANNOT_RUN
     assert time.monotonic() - begun < 30
-    child = int((tmp_path / "result.json").read_text())
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert_ended(tmp_path / "result.json")
+
+
+def test_a_plan_that_is_ended_ends_its_part(tmp_path: Path) -> None:
+    (tmp_path / "part_of_a_test.py").write_text(ENDLESS)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom benchmarks import gpu_plan\n"
+        "gpu_plan.PARTS = (gpu_plan.Part('checks', '?', 'result.json', 1, 'part_of_a_test'),)\n"
+        f"sys.exit(gpu_plan.run(1, Path({str(tmp_path)!r}), {{**os.environ, 'PYTHONPATH': {str(tmp_path)!r}}}))\n"
+    )
+    plan = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    result, deadline = tmp_path / "result.json", time.monotonic() + 60
+    while not (result.exists() and result.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert os.getsid(int(result.read_text())) == os.getsid(0)
+    plan.terminate()
+    assert plan.wait(timeout=60) == gpu_plan.EXIT_INTERRUPTED
+    assert_ended(result)
 
 
 @pytest.mark.parametrize("code", [0, 1])
