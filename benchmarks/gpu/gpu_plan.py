@@ -33,7 +33,7 @@ RESULTS = Path("benchmarks/results")
 #: Packages that `make gpu-wheels` has unpacked; used where the interpreter lacks one.
 WHEELS = ROOT / "build" / "gpu-wheels"
 LIMIT_MINUTES = 9.0
-EXIT_OK, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 2, 130
+EXIT_OK, EXIT_SHORT, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 0, 1, 2, 130
 CHECKS, BENCHMARKS = "checks", "benchmarks"
 #: Processes of pytest: each compiles kernels on a core of its own. Of 16 cores some are left to PyTorch's own threads.
 _PROCESSES = 12
@@ -251,8 +251,9 @@ def run(
         return EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
-    said = {EXIT_OK: "fine"}.get(code, f"exit code {code}")
-    print(f"    {said} after {(time.monotonic() - begun) / 60:.1f} minutes: {out / part.result}", flush=True)
+    said = {EXIT_OK: "fine", EXIT_SHORT: "falls short"}.get(code, f"could not run (exit code {code})")
+    where = f"; {out / part.result}" if (out / part.result).is_file() and code in (EXIT_OK, EXIT_SHORT) else ""
+    print(f"    {said} after {(time.monotonic() - begun) / 60:.1f} minutes{where}", flush=True)
     return code if code >= 0 else EXIT_CANNOT_RUN
 
 
