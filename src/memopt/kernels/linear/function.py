@@ -142,13 +142,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def to_be_computed(ctx: Any, h: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-    """In a block that runs again in backward, an output without memory, which :func:`computed` fills; elsewhere None.
+    """In a block that runs again in backward, an output that :func:`computed` computes from `h`; elsewhere None.
 
     Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
     done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
-
-    Args:
-        h: what the product is computed from.
     """
     # Selective checkpointing knows products by the operators that return them.
     if current_graph_task_id() == -1 or checkpointing_hook() is None or is_selectively_checkpointed():

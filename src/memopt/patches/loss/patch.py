@@ -65,9 +65,10 @@ class LossPatch(Patch):
         return say_who_computes_it if plan.chosen(self.name) and scope in plan.sites.blocks[:1] else None
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
-        from memopt.patches.loss.module import replaced_forwards
+        from memopt.patches.loss.module import replaced_forwards, whole_logits
 
-        return replaced_forwards(model)
+        yield from replaced_forwards(model)
+        yield from whole_logits(model)
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses
