@@ -251,9 +251,8 @@ class _Pack:
         """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
         the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it.
 
-        A node made inside another foreign hook (checkpointing of the node's module alone) has its tensors kept by that
-        hook, which may give each back only once. A scope inside a checkpointed region hands on to its hook: a reader
-        behind that region would run it again early.
+        Another foreign hook (checkpointing of the node's module alone) may give each tensor back only once. A scope in
+        a checkpointed region hands on to its hook: a reader behind that region would run it again early.
         """
         try:
             hooks = [hook for hook in unpack_hooks(node) if hook is not None]

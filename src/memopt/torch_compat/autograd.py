@@ -57,8 +57,7 @@ find(_NUMBER, None, _UNKNOWN_TIME)
 next_sequence_number: Callable[[], float] = find(_NEXT_NUMBER, lambda: math.inf, _UNKNOWN_TIME)
 """The number that the next node of this thread gets; numbers rise by one a node, and each thread counts its own.
 
-A GPU's backward runs in another thread than its forward, and so does what activation checkpointing runs again: they do
-not tell what was made before. A trace of a step, in one thread, reads them.
+A GPU's backward runs in another thread, so they do not tell what was made before. A trace runs in one thread.
 """
 
 sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0
