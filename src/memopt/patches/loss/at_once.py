@@ -77,7 +77,9 @@ def _computed(
     for part in plain.chunks(rows):
         write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
         dy = plain.gradient(rows[part], matrix, bias, every, write, wanted, sums[1:])
-        if dx is not None:
+        if dx is not None and dx.dtype == dy.dtype:
+            torch.mm(dy, matrix, out=dx[part])
+        elif dx is not None:
             dx[part] = dy.mm(matrix)
         if dweight is not None:
             add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)

@@ -46,14 +46,17 @@ class LossRewrite:
     classes: int
     lean: bool
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
+    room: int
+    """Bytes that the loss may take, as in `memopt.patches.loss.source.Head`."""
 
 
-def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = False) -> None:
+def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = False, room: int = 0) -> None:
     """Let `module` return logits that are computed when somebody reads them whole.
 
     Args:
         module: what maps (..., `inputs`) to logits (..., `classes`).
         lean: a cross-entropy keeps the logits whole, without an fp32 copy.
+        room: bytes that the loss may take beside the gradients of input and weight, where it would take less.
 
     Raises:
         ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
@@ -61,7 +64,7 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean))
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room))
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
@@ -150,7 +153,7 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         return stock(module, *args, **kwargs)  # which says what is wrong
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers)
+    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers, rewrite.room)
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
