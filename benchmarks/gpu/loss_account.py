@@ -9,7 +9,6 @@ that writes a gradient reads its rows twice, the second time from the cache as f
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
-from memopt.kernels.base import device
 from memopt.patches.loss import readers
 from memopt.patches.loss.module import patch_head
 from memopt.reporting.emulate import CudaChoices
@@ -36,7 +34,7 @@ FLOPS, BANDWIDTH, LAUNCH = 750e12, 3.0e12, 4e-6
 CACHE, ROWS_AT_A_TIME = 50e6, 2 * 132
 Kind = Literal["trained", "frozen", "fp32, autocast", "LoRA", "4 bits"]
 KINDS: tuple[Kind, ...] = ("trained", "frozen", "fp32, autocast", "LoRA", "4 bits")
-#: Of a linear: reading an operand that an allocation or a view stands for costs nothing.
+#: Operations that launch nothing.
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias")
 MIB = 2**20
 
@@ -51,7 +49,7 @@ class Shape:
     vocabulary: int
     cap: float | None = None
     tied: bool = True
-    """The gradient of the weight is added to the embedding's, outside of the loss."""
+    """The weight's gradient is then added to the embedding's, which is no part of the loss."""
 
 
 MODELS = (
@@ -130,7 +128,7 @@ class Counted(TorchDispatchMode):
         self.seconds += LAUNCH + max(flops / FLOPS, nbytes / BANDWIDTH)
 
     def launch(self, kernel: Any, args: Sequence[Any]) -> None:
-        """A launch of one of the loss's kernels: what it reads and writes, each once, and the second read of its rows."""
+        """One of the loss's kernels: what it reads and writes, each once, and where it does the second read of rows."""
         nbytes: float = sum(each.nbytes for each in args if isinstance(each, Tensor))
         logits, writes = args[0], kernel.fn.__name__ == "loss_forward_kernel" and args[7] is not None
         if writes:
@@ -162,9 +160,9 @@ def counting() -> Iterator[Counted]:
     def stub(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **options: counted.launch(kernel, args)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), CudaChoices():
-        with mock.patch.object(JITFunction, "__getitem__", stub), counted:
-            yield counted
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, CudaChoices(), mock.patch.object(JITFunction, "__getitem__", stub), counted:
+        yield counted
 
 
 def account(shape: Shape, kind: Kind, room: int = 0) -> Account:
