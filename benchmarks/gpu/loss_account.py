@@ -186,9 +186,9 @@ def account(shape: Shape, kind: Kind, room: int = 0) -> Account:
         before = counted.live
         counted.launches, counted.flops, counted.moved, counted.seconds, counted.peak = 0, 0, 0.0, 0.0, counted.live
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "fp32, autocast"):
-            logits = head(x).float()
+            logits = head(x)
             logits = logits if shape.cap is None else torch.tanh(logits / shape.cap) * shape.cap
-            loss = F.cross_entropy(logits, target)
+            loss = F.cross_entropy(logits.float(), target)
         gradients = torch.autograd.grad(loss, (x, *trained))
         own = sum(each.nbytes for each in gradients)
     products = counted.flops / product_flops(shape)
