@@ -43,7 +43,10 @@ def forward(
         made: Norm = _kernels().launch_forward(x, weight, bias, arguments, residual, copies)
         return made
     if copies is not None:
-        copies.view(-1).copy_(torch.cat([parameter for parameter in (weight, bias) if parameter is not None]))
+        rows_of_copies = copies.view(-1, x.size(-1))
+        for place, parameter in ((0, weight), (-1, bias)):
+            if parameter is not None:
+                rows_of_copies[place].copy_(parameter)
     # A sum is not made as a whole, in any dtype.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
