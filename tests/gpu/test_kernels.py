@@ -263,3 +263,23 @@ def test_the_switch_in_the_environment_turns_the_kernels_off(launches, monkeypat
         device._triton_is_there.cache_clear()
     assert not launches
     torch.testing.assert_close(h, F.silu(gate) * gate)
+
+
+def test_gradients_of_fp32_weights_under_autocast_are_rounded_to_fp32_alone():
+    """A product and a sum of 16 bits with an fp32 result: stock's are rounded to 16 bits and cast."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
+
+    x, gamma = draw(TOKENS, 64, dtype=torch.bfloat16).requires_grad_(), draw(64, dtype=torch.bfloat16).requires_grad_()
+    weight, bias, dy = draw(96, 64).requires_grad_(), draw(96).requires_grad_(), draw(TOKENS, 96, dtype=torch.bfloat16)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = ms_norm(x, gamma, None, RMS, torch.bfloat16)
+        found = torch.autograd.grad(linear(y, weight, bias), (weight, bias), dy)
+    wide, read = dy.double(), y.detach().double()
+    truth = wide.t() @ read, wide.sum(0)
+    terms = wide.abs().t() @ read.abs(), wide.abs().sum(0)
+    for ours, exact, most in zip(found, truth, terms, strict=True):
+        assert ours.dtype == torch.float32
+        assert ((ours.double() - exact).abs() <= TOKENS * torch.finfo(torch.float32).eps * most).all()

@@ -182,7 +182,6 @@ class RecomputedInputFunction(DirectFunction):
         """Without a spec it can be differentiated twice."""
         weight, *saved = ctx.saved_tensors
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
-        dx = dweight = dbias = None
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
             # First what reads x: its last reader frees it.
@@ -190,12 +189,10 @@ class RecomputedInputFunction(DirectFunction):
                 refuse_double_backward()
                 recompute, recomputed = ctx.spec
                 dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
-            elif of_weight:
-                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
-            if of_x:
-                dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1)))
-            if of_bias:
-                dbias = bias_gradient(rows, weight)
+            else:
+                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight) if of_weight else None
+            dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1))) if of_x else None
+            dbias = bias_gradient(rows, weight) if of_bias else None
         return dx, dweight, dbias, None, None
 
 

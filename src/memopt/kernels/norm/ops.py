@@ -42,9 +42,11 @@ def forward(
     if runs_triton(x, weight, bias, residual):
         made: Norm = _kernels().launch_forward(x, weight, bias, arguments, residual, copies)
         return made
-    given = [parameter for parameter in (weight, bias) if parameter is not None]
-    for copy, parameter in zip(copies.view(len(given), -1) if copies is not None else (), given, strict=False):
-        copy.copy_(parameter)
+    if copies is not None:
+        rows_of_copies = copies.view(-1, x.size(-1))
+        for place, parameter in ((0, weight), (-1, bias)):
+            if parameter is not None:
+                rows_of_copies[place].copy_(parameter)
     # A sum is not made as a whole, in any dtype.
     rows = _parts(x) if residual is None else parts_of(x, residual)
     if rows is not None:
