@@ -184,13 +184,14 @@ class RecomputedInputFunction(DirectFunction):
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
+            dweight: Tensor | None = None
             # First what reads x: its last reader frees it.
             if ctx.spec is not None:
                 refuse_double_backward()
                 recompute, recomputed = ctx.spec
                 dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
-            else:
-                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight) if of_weight else None
+            elif of_weight:
+                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
             dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1))) if of_x else None
             dbias = bias_gradient(rows, weight) if of_bias else None
         return dx, dweight, dbias, None, None
