@@ -53,7 +53,7 @@ class Plain:
         """Bytes that the logits of a chunk of the rows `x` may take, beside the gradients of x and of the weight."""
         count, room = len(self.source.operations), max(chunk_bytes(x), self.source.head.room)
         # Operations hold a result each, and there is a gradient of the first and of the last.
-        return max(x.nbytes, room // (3 + count)) if count and is_on_gpu(x) else room
+        return max(min(x.nbytes, room), room // (3 + count)) if count and is_on_gpu(x) else room
 
     @property
     def is_at_once(self) -> bool:
