@@ -14,12 +14,14 @@ from memopt.verification.gradient import compare_gradients
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.batch import placed
 from tests.factories import NAMES, tiny_inputs, tiny_model
+from tests.gpu.sizes import size
 
 pytestmark = [
     pytest.mark.gpu,
 ]
 
 DEVICE = "cuda"
+TOKENS = size(32, interpreted=8)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -48,7 +50,7 @@ def _plain_fp32():
 @pytest.mark.parametrize(("name", "dtype"), [case(name, dtype) for name in NAMES for dtype in DTYPES])
 def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dtype):
     model = tiny_model(name, dtype).to(DEVICE)
-    inputs = placed(tiny_inputs(name, 2, 32), DEVICE, dtype)
+    inputs = placed(tiny_inputs(name, 2, TOKENS), DEVICE, dtype)
     with precise(torch.float64):
         _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))
     stock_loss, stock = loss_and_gradients(model, inputs)
@@ -59,7 +61,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_gradients_are_no_worse(name):
-    inputs = placed(tiny_inputs(name, 2, 32), DEVICE, torch.float32)
+    inputs = placed(tiny_inputs(name, 2, TOKENS), DEVICE, torch.float32)
     model = tiny_model(name).to(DEVICE)
     with precise(torch.float64):
         _, truth = loss_and_gradients(copy.deepcopy(model).double(), placed(inputs, DEVICE, torch.float64))

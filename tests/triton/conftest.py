@@ -37,9 +37,10 @@ def _reason_to_skip() -> str | None:
 
 REASON = _reason_to_skip()
 if INTERPRETED and REASON is None:
-    from tests.triton import bf16
+    from tests.triton import bf16, members
 
     bf16.install()
+    members.install()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -25,9 +25,10 @@ def install(meter: Meter) -> None:
     if INTERPRETED:
         from triton.runtime.interpreter import InterpretedFunction
 
-        from tests.triton import bf16
+        from tests.triton import bf16, members
 
         bf16.install()
+        members.install()
         _count(InterpretedFunction, meter, runs=True)
     else:
         from triton.runtime import JITFunction
