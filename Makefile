@@ -145,10 +145,11 @@ ON_DEVICE = $(PYTEST) -p tests.device.emulator.plugin
 
 test-device: $(STAMP) ## run tests/gpu and whole steps of nine models on a CUDA device emulated on the CPU (needs g++)
 	@TRITON_INTERPRET=1 $(ON_DEVICE) -m "not slow" tests/gpu tests/device/numeric
-	@$(ON_DEVICE) -m "not slow" --ignore=tests/device/numeric tests/device
+	@$(ON_DEVICE) -m "not slow" $(addprefix --ignore=tests/device/,numeric quantised) tests/device
 
 test-train: $(TRAIN_STAMP) ## run memopt under TRL, Lightning, Liger, bitsandbytes and others, and the examples for a few steps
 	@$(TRAIN_PYTEST) -n 2 --dist worksteal tests/train
+	@TRITON_INTERPRET=1 $(TRAIN_PYTEST) -n 2 --dist worksteal -p tests.device.emulator.plugin tests/device/quantised
 
 test-distributed: $(TRAIN_STAMP) ## run memopt in two processes under DDP, FSDP2 and DeepSpeed (no GPU needed)
 	@$(TRAIN_PYTEST) -n 0 tests/distributed
@@ -157,7 +158,7 @@ test-all: $(STAMP) ## run every test that needs no GPU
 	@$(COMPILED) -m "not gpu"
 	@$(INTERPRETED)
 	@TRITON_INTERPRET=1 $(ON_DEVICE) tests/gpu tests/device/numeric
-	@$(ON_DEVICE) --ignore=tests/device/numeric tests/device
+	@$(ON_DEVICE) $(addprefix --ignore=tests/device/,numeric quantised) tests/device
 
 test-faults: $(STAMP) ## kill `memopt patch` 200 times at random moments and let calls of the system fail (a minute or two)
 	@$(PYTEST) -n 0 -s tests/checkpoint/test_faults.py -k hundred

@@ -1,6 +1,6 @@
 """One real step of four models, patched in five ways, beside the stock model's step on the same weights.
 
-    python -m benchmarks.first_step             print the table (a GPU is needed; about four minutes)
+    python -m benchmarks.first_step             print the table (a GPU is needed; about five minutes)
     python -m benchmarks.first_step --check     and exit 1 where a patched step is wrong, larger or waits more often
     python -m benchmarks.first_step --dry-run   tiny models on the device at hand, or the CPU; the numbers mean nothing
 
@@ -15,6 +15,7 @@ row is in bf16.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import statistics
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.first_step_models import MODELS, WAYS, Model, Way, batch, build
 from benchmarks.measure import (
     EXIT_CANNOT_RUN,
     NO_GPU,
@@ -52,75 +54,6 @@ _TIMED_STEPS = 5
 _WAITS = "called a synchronizing CUDA operation"
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model is trained, stock and patched alike, and the recipe of the patched one."""
-
-    recipe: str = "exact-unfolded"
-    lora: bool = False
-    autocast: bool = False
-    checkpointing: bool = False
-
-
-WAYS = {
-    "exact-unfolded": Way(),
-    "exact-levels": Way("exact-levels"),
-    "LoRA": Way(lora=True),
-    "autocast": Way(autocast=True),
-    "checkpointing": Way(checkpointing=True),
-}
-
-
-@dataclass(frozen=True)
-class Model:
-    """A config, the class of its head, and a batch: of rows of tokens, or of images."""
-
-    config: str
-    head: str
-    real: dict[str, Any]
-    dry: dict[str, Any]
-    batch: tuple[int, int] = (2, 512)
-    """Rows and tokens; an image has its own number of tokens."""
-
-
-_TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 172}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MODELS = {
-    "Llama": Model(
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "num_hidden_layers": 4, "vocab_size": 32000, "use_cache": False,
-        },
-        {**_TINY, "num_key_value_heads": 2, "vocab_size": 67, "use_cache": False},
-    ),
-    "BERT": Model(
-        "BertConfig", "BertForMaskedLM", _NO_DROPOUT, {**_TINY, **_NO_DROPOUT, "vocab_size": 67}, batch=(8, 256)
-    ),
-    "ViT": Model(
-        "ViTConfig",
-        "ViTForImageClassification",
-        _NO_DROPOUT,
-        {**_TINY, **_NO_DROPOUT, "image_size": 32, "patch_size": 8},
-        batch=(16, 0),
-    ),
-    "T5": Model(
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {
-            "d_model": 768, "d_ff": 3072, "num_heads": 12, "num_layers": 6, "dropout_rate": 0.0,
-            "use_cache": False, "decoder_start_token_id": 0,
-        },
-        {
-            "d_model": 64, "d_ff": 172, "num_heads": 4, "d_kv": 16, "num_layers": 2, "dropout_rate": 0.0,
-            "vocab_size": 67, "use_cache": False, "decoder_start_token_id": 0,
-        },
-        batch=(8, 256),
-    ),
-}  # fmt: skip
 
 
 @dataclass
@@ -151,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)  # gradient_checkpointing_enable has a new name
     given = sys.argv[1:] if argv is None else argv
     result = Result(arguments.json, document(given, MODULE, dry_run=arguments.dry_run, import_seconds=_import()))
-    for name, way in itertools.product(arguments.model or MODELS, arguments.way or WAYS):
+    for way, name in itertools.product(arguments.way or WAYS, arguments.model or MODELS):
         row = measure(name, way, dry_run=arguments.dry_run)
         print(f"{name}, {way}: {row.get('error') or '; '.join(row['falls_short']) or 'fine'}", file=sys.stderr)
         result.add(row)
@@ -198,12 +131,15 @@ def _compared(model: Model, way: Way, device: str, dry_run: bool) -> Row:
 
     dtype = torch.float32 if way.autocast else torch.bfloat16
     inputs = placed(batch(model, dry_run), device, dtype)
+    made = functools.partial(build, model, way, dtype, device, dry_run)
+    wide, stock_model, patched_model = made().double(), made(), made()
+    if len({_fingerprint(each) for each in (wide, stock_model, patched_model)}) > 1:
+        raise RuntimeError("the models that are to be compared have other weights")
     with precise(torch.float64):
-        true_loss, truth = _true(
-            build(model, way, dtype, device, dry_run).double(), placed(inputs, device, torch.float64)
-        )
-    stock = step(build(model, way, dtype, device, dry_run), inputs, way, device)
-    patched_model = build(model, way, dtype, device, dry_run)
+        true_loss, truth = _true(wide, placed(inputs, device, torch.float64))
+    del wide
+    stock = step(stock_model, inputs, way, device)
+    del stock_model
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begun = time.perf_counter()
@@ -255,44 +191,7 @@ def verdict(row: Row) -> Iterator[str]:
         yield f"waits for the device {row['waits']} times a step, stock {row['stock_waits']}: {where}"
 
 
-# --- a model and its step ------------------------------------------------------------------------------------------
-
-
-def build(model: Model, way: Way, dtype: torch.dtype, device: str, dry_run: bool) -> nn.Module:
-    """The model with the same random weights at every call, in train mode, adapted and checkpointed as `way` says."""
-    import transformers
-
-    config: Any = getattr(transformers, model.config)(**(model.dry if dry_run else model.real))
-    torch.manual_seed(0)
-    built: Any = getattr(transformers, model.head)(config).to(device, dtype)
-    if way.lora:
-        from peft import LoraConfig, get_peft_model
-
-        built = get_peft_model(built, LoraConfig(r=8, target_modules="all-linear"))
-        for name, parameter in built.named_parameters():
-            if "lora_B" in name:  # zeros: the gradients of A would be zeros too
-                nn.init.normal_(parameter, std=0.02)
-    if way.checkpointing:
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if way.lora:
-            built.enable_input_require_grads()
-    trained: nn.Module = built.train()
-    return trained
-
-
-def batch(model: Model, dry_run: bool) -> dict[str, Tensor]:
-    """Random inputs on the CPU; every label counts."""
-    sizes = model.dry if dry_run else model.real
-    generator = torch.Generator().manual_seed(1)
-    rows, tokens = (2, 16) if dry_run else model.batch
-    if model.config == "ViTConfig":
-        edge = sizes.get("image_size", 224)
-        return {
-            "pixel_values": torch.randn(rows, 3, edge, edge, generator=generator),
-            "labels": torch.arange(rows) % 2,
-        }
-    ids = torch.randint(3, min(sizes.get("vocab_size", 30000), 30000), (rows, tokens), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+# --- a step --------------------------------------------------------------------------------------------------------
 
 
 def step(model: nn.Module, inputs: dict[str, Any], way: Way, device: str) -> Measured:
@@ -309,7 +208,7 @@ def step(model: nn.Module, inputs: dict[str, Any], way: Way, device: str) -> Mea
 
     loss = forward()
     loss.backward()
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = _gradients(model)
     value = float(loss.detach())
     del loss
     model.zero_grad(set_to_none=True)
@@ -350,7 +249,15 @@ def _milliseconds(run: Callable[[], object], device: str) -> float:
 def _true(model: nn.Module, inputs: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     loss = model(**inputs).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), _gradients(model)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _fingerprint(model: nn.Module) -> tuple[float, ...]:
+    return tuple(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
 # --- for people ----------------------------------------------------------------------------------------------------

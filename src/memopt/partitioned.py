@@ -95,6 +95,12 @@ def offloads(module: nn.Module) -> bool:
     return any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ())))
 
 
+def is_only_moved(module: nn.Module) -> bool:
+    """Whether accelerate's hook on `module` moves its inputs and outputs to other devices, and does nothing else."""
+    hook: Any = vars(module).get("_hf_hook")
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and _hooks_its_class(module)
+
+
 @contextmanager
 def before_sharding(change: Callable[[nn.Module], object]) -> Iterator[None]:
     """Inside, `change` gets every model on meta that ``from_pretrained(distributed_config=...)`` is about to shard.

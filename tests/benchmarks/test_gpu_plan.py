@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -44,7 +45,23 @@ def test_every_test_of_a_device_is_in_one_part() -> None:
     assert ignored == {*models, sanitizer}
     assert {path for path in PARTS[2].arguments if path.startswith("tests/")} == models
     assert PARTS[9].arguments == (sanitizer,)
-    assert PARTS[10].arguments[-1] in PARTS[1].arguments[-1]
+    assert PARTS[1].arguments[-1] == f"not ({PARTS[10].arguments[-1]})"
+
+
+def test_tests_that_need_most_of_a_gpus_memory_run_alone() -> None:
+    words = PARTS[10].arguments[-1].split(" or ")
+    huge = set()
+    for path in (*(ROOT / "tests/gpu").glob("test_*.py"), *(ROOT / "tests/triton").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and {"lazily_huge", "mem_get_info"} & {*map(_name, ast.walk(node))}:
+                huge.add(node.name)
+    assert len(huge) > 8
+    assert {name for name in huge if not any(word in name for word in words)} == set()
+
+
+def _name(node: ast.AST) -> str | None:
+    return getattr(node, "id", getattr(node, "attr", None))
 
 
 def test_the_list_names_each_parts_command_target_and_result(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,22 +190,45 @@ def part_that_runs(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu_plan, "PARTS", (Part(CHECKS, "?", "result.json", 1, "part_of_a_test"),))
 
 
+#: A part that starts a process, writes its number as the result, and waits for a minute.
+ENDLESS = (
+    "import subprocess, sys, time\nfrom pathlib import Path\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "Path(sys.argv[-1]).write_text(str(child.pid))\ntime.sleep(60)\n"
+)
+
+
+def assert_ended(result: Path) -> None:
+    state = Path(f"/proc/{int(result.read_text())}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_a_part_that_takes_too_long_is_stopped_with_its_processes_and_keeps_what_it_has_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code = (
-        "import subprocess, sys, time\nfrom pathlib import Path\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "Path(sys.argv[-1]).write_text(str(child.pid))\ntime.sleep(60)\n"
-    )
-    part_that_runs(code, tmp_path, monkeypatch)
+    part_that_runs(ENDLESS, tmp_path, monkeypatch)
     begun = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert gpu_plan.run(1, tmp_path, environment, limit=3.0) == gpu_plan.EXIT_CANNOT_RUN
     assert time.monotonic() - begun < 30
-    child = int((tmp_path / "result.json").read_text())
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert_ended(tmp_path / "result.json")
+
+
+def test_a_plan_that_is_ended_ends_its_part(tmp_path: Path) -> None:
+    (tmp_path / "part_of_a_test.py").write_text(ENDLESS)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom benchmarks import gpu_plan\n"
+        "gpu_plan.PARTS = (gpu_plan.Part('checks', '?', 'result.json', 1, 'part_of_a_test'),)\n"
+        f"sys.exit(gpu_plan.run(1, Path({str(tmp_path)!r}), {{**os.environ, 'PYTHONPATH': {str(tmp_path)!r}}}))\n"
+    )
+    plan = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    result, deadline = tmp_path / "result.json", time.monotonic() + 60
+    while not (result.exists() and result.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert os.getsid(int(result.read_text())) == os.getsid(0)
+    plan.terminate()
+    assert plan.wait(timeout=60) == gpu_plan.EXIT_INTERRUPTED
+    assert_ended(result)
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -47,6 +47,21 @@ def test_checkpointing_of_a_pretrained_classifier_peaks_no_higher_with_memopt(
     assert misses(rows) == []
 
 
+def test_adapters_in_fp32_raise_the_peak_of_a_checkpointed_step_by_a_piece_at_most() -> None:
+    """A tenth of the last linear's input in fp32 at most, and the rows of their rank that adapters save."""
+
+    def config() -> transformers.PreTrainedConfig:
+        return transformers.LlamaConfig(
+            hidden_size=1024, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=16,
+            num_key_value_heads=4, vocab_size=2048, tie_word_embeddings=True,
+        )  # fmt: skip
+
+    case = Case("wide", config, transformers.AutoModelForCausalLM, batch=1, seq=4096)
+    full, lora = (measure(case, trained, "memopt + ck", recipe=RECIPE).peak for trained in benchmark.TRAINED)
+    gate, piece, saved = 4096 * 8192 * 2, 4096 * 8192 * 4 // 10, 7 * 4096 * 8 * 4
+    assert full < lora <= full + piece + saved < full + gate
+
+
 def test_the_yardstick_is_the_loss_and_its_gradients() -> None:
     stock, chunked = (transformers.LlamaForCausalLM(_tiny()).double() for _ in range(2))
     chunked.load_state_dict(stock.state_dict())

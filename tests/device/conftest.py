@@ -11,7 +11,7 @@ from tests.skipped import skipped_module
 
 PLUGIN = "tests.device.emulator.plugin"
 #: Folder -> whether it needs Triton's interpreter.
-MODES = {"numeric": True, "counted": False}
+MODES = {"numeric": True, "quantised": True, "counted": False}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

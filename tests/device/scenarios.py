@@ -90,12 +90,17 @@ def built(way: Way, device: str = "cuda") -> Any:
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:  # zeros would hide every gradient of A
                     parameter.normal_(std=0.1)
+    return checkpointed(way, model).train()
+
+
+def checkpointed(way: Way, model: Any) -> Any:
+    """`model`, with transformers' checkpointing switched on where the way has it."""
     if way.checkpointing.endswith("reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": way.checkpointing == "reentrant"})
-    if way.training == "lora" and way.checkpointing != "none" and hasattr(model, "enable_input_require_grads"):
+    if way.training != "full" and way.checkpointing != "none" and hasattr(model, "enable_input_require_grads"):
         with contextlib.suppress(NotImplementedError):  # a model of images has no embedding of tokens
             model.enable_input_require_grads()
-    return model.train()
+    return model
 
 
 def batch(way: Way, device: str = "cuda", seed: int = 0) -> dict[str, torch.Tensor]:

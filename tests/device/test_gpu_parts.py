@@ -43,6 +43,7 @@ NOT_HERE = ("liger_kernel is not installed", "No module named 'liger_kernel'", "
 def _short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_WARM_UP": 1, "_PROBES": 1, "_LEAST": 2, "_MOST": 2, "_BUFFER": 2**16}.items():
         monkeypatch.setattr(measure.Stopwatch, name, value)
+    monkeypatch.setattr(block, "_ROUND_MS", 0.0)
     kernels._stopwatch.cache_clear()
 
 

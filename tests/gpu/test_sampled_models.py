@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import memopt
+from memopt.patches.sampled_linear.padding import PaddingWatch
 from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
@@ -58,7 +59,7 @@ def test_a_seed_repeats_the_bits(name: str) -> None:
 
 
 def test_neither_forward_nor_backward_waits_for_the_device() -> None:
-    """Without an attention mask; with one, a step begins with what the last one saw of padding."""
+    """Without an attention mask, at which stock models look."""
     given = tiny_inputs("opt", 2, 32)
     inputs = {key: value.to(DEVICE) for key, value in given.items() if key != "attention_mask"}
     before = torch.cuda.get_sync_debug_mode()
@@ -79,3 +80,18 @@ def test_neither_forward_nor_backward_waits_for_the_device() -> None:
     if waits(built("opt", None)):
         pytest.skip("the stock model waits for the device itself")
     assert not waits(built("opt", "wta-crs"))
+
+
+def test_what_was_seen_of_padding_is_read_one_call_later_and_nobody_waits_for_it() -> None:
+    watch, norms = PaddingWatch(), torch.tensor([2.0, 1.0, 0.0], device=DEVICE)
+    linear, real = watch.add("linear"), torch.tensor([True, True, False], device=DEVICE)
+    before, found = torch.cuda.get_sync_debug_mode(), []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            watch.note(linear, norms, real, left_out=False)
+            watch.settle()
+            found.append(watch.leaves_out(linear))
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert found == [False, False, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import transformers
 from accelerate import dispatch_model
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 import memopt
+from memopt.patches.loss.lazy import LazyLogits
 from memopt.reporting.account import live_bytes
 from tests.factories import tiny_inputs, tiny_model
 
@@ -49,6 +52,30 @@ def test_patching_before_and_behind_the_hooks_are_one(overrides: tuple[str, ...]
     undone = run(memopt.unpatch(behind))
     assert undone[2] == stock[2]
     assert all(torch.equal(stock[1][name], gradient) for name, gradient in undone[1].items())
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_hooks_that_move_tensors_leave_the_loss_in_parts(when: str) -> None:
+    model = tiny_model("llama", use_cache=False).train()
+    model = dispatched(memopt.patch(model)) if when == "before" else memopt.patch(dispatched(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model(**tiny_inputs("llama", 2, 16))
+    assert isinstance(found.logits, LazyLogits)
+    assert found.logits.value is None
+
+
+def test_a_hook_that_does_more_leaves_the_logits_whole() -> None:
+    class Doubles(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return 2 * output
+
+    stock, ours = (tiny_model("llama", use_cache=False).train() for _ in range(2))
+    for model in (stock, memopt.patch(ours)):
+        add_hook_to_module(model.lm_head, Doubles())
+    with pytest.warns(UserWarning, match="computed whole, since the forward of their head was replaced"):
+        found = run(ours)
+    assert found[0] == pytest.approx(run(stock)[0], rel=1e-6)
 
 
 def test_a_forward_of_somebody_else_stays_inside_the_hooks() -> None:

@@ -39,8 +39,8 @@ def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iter
     for module in (rows, plain):
         monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
     monkeypatch.setattr(plain, "ROWS", 8)
+    monkeypatch.setattr(plain, "COLUMNS", 64)
     monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
-    monkeypatch.setattr("memopt.patches.loss.lazy._noted", set())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*computed whole.*")
         yield request.param

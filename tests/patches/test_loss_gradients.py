@@ -29,6 +29,7 @@ def way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None
     for module in (rows, plain):
         monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * x.element_size())
     monkeypatch.setattr(plain, "ROWS", 8)
+    monkeypatch.setattr(plain, "COLUMNS", 64)
     monkeypatch.setattr(plain.Plain, "is_at_once", request.param == "at once")
 
 

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*computed whole")
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (rows, plain):
         monkeypatch.setattr(module, "chunk_bytes", lambda x: 64 * 12)
-    monkeypatch.setattr("memopt.patches.loss.lazy._noted", set())
     return
 
 

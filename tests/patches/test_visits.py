@@ -189,7 +189,7 @@ def test_padding_that_begins_to_count_is_missed_once_and_then_never_left_out_aga
     for module in pair:
         module.counted = "all"
     missed = error(pair, **given())
-    with pytest.warns(UserWarning, match=r"'block\.linear'.*missed them in this one step"):
+    with pytest.warns(UserWarning, match=r"'block\.linear'.*missed them until now"):
         gradients = [gradient(pair[1], **given())]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -63,7 +63,7 @@ def test_a_lost_gradient_fails_block_by_block(folders, no_memory, monkeypatch):
 
 
 def test_a_fault_that_only_masked_labels_show_fails(folders, no_memory, monkeypatch):
-    monkeypatch.setattr(readers, "_weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
+    monkeypatch.setattr(readers, "weight_of_all", lambda target, arguments, dtype: torch.tensor(float(len(target))))
     found = {check.id: check for check in verify(folders / "llama-patched", level="gradient").checks}
     assert found["gradient.losses"].status == "fail"
     assert {check.status for name, check in found.items() if name != "gradient.losses"} == {"pass"}

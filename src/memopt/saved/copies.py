@@ -182,7 +182,9 @@ def source_of(node: Node) -> Source:
         elif name in _MODES:
             steps.append((_MODES[name], tuple(map(signed, saved(node, "padding")))))
         elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
-            steps.append(("constant", _padding(node)))
+            # The same for every tensor that is made of what the node made.
+            padding = Padding(tuple(map(signed, saved(node, "pad"))))
+            steps.append(("constant", node.metadata.setdefault(_FILL_KEY, padding)))
         elif name in MASKED and getattr(node, "read_unchanged", False):
             steps.append(("mask", node.mask))
         elif name not in _SAME:
@@ -199,12 +201,6 @@ def _is_of_one(node: Node) -> bool:
     if input_metadata is None or last is None:
         return False
     return bool(input_metadata(node)[0].shape == input_metadata(last)[output].shape)
-
-
-def _padding(node: Node) -> Padding:
-    """The same for every tensor that is made of what `node` made."""
-    padding: Padding = node.metadata.setdefault(_FILL_KEY, Padding(tuple(map(signed, saved(node, "pad")))))
-    return padding
 
 
 def done_again(value: Tensor, step: Step) -> Tensor:

@@ -44,14 +44,12 @@ def recomputed_of(node: Node) -> Recomputed:
 class Handle:
     """Stands for a tensor that can be recomputed from `node`. It counts as a reader from `taken` on."""
 
-    __slots__ = (
-        "_form", "_node", "_offset", "_reads_parts", "_recomputed", "_rule", "_size", "_stride", "memopt_unpack",
-    )  # fmt: skip
+    __slots__ = ("_form", "_node", "_offset", "_parts", "_recomputed", "_rule", "_size", "_stride", "memopt_unpack")
     memopt_unpack: object
 
     def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
         node = source.node
-        self._node, self._rule, self._reads_parts = node, rule, source.reads_parts
+        self._node, self._rule, self._parts = node, rule, source.reads_parts
         for what, how in source.steps:
             if what == "constant":
                 how.read(base)
@@ -92,7 +90,7 @@ class Handle:
             with torch.no_grad(), _without_autocast(device):
                 if value is None:
                     value = self._rule.recompute(self._node)
-                    if self._reads_parts:
+                    if self._parts:
                         self._recomputed.keep(value)
                 for step in steps:
                     value = done_again(value, step)

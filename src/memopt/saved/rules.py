@@ -87,16 +87,6 @@ for _name in BATCH_NORMS:
     recomputable(_name, NORMALISED, _copies_what_may_change)(_batch_normalised)
 
 
-def _kept_output(node: Node) -> Tensor:
-    output: Tensor = saved(node, "output")
-    return output
-
-
-def _kept_result(node: Node) -> Tensor:
-    result: Tensor = saved(node, "result")
-    return result
-
-
 def _value_of(operation: Operation) -> Callable[[Node], Tensor]:
     recompute, constants = operation.recompute, operation.constants
     assert recompute is not None
@@ -114,11 +104,13 @@ for _operation in OPERATIONS.values():
 #: Operations that keep their result: softmax in fp32 and its 16-bit cast, for one, would both be kept.
 _KEEP_THEIR_RESULT = (operation.node for operation in OPERATIONS.values() if operation.saves == "output")
 for _name in ("SoftmaxBackward0", "ExpBackward0", *_KEEP_THEIR_RESULT):
-    RULES[_name] = Rule(_kept_result, lambda node: True, ELEMENTWISE, of_copies_only=True)
+    RULES[_name] = Rule(lambda node: saved(node, "result"), lambda node: True, ELEMENTWISE, of_copies_only=True)
 
 #: Attention keeps its output in the layout of the queries; the linear behind it keeps a copy in its own layout.
 for _name in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu"):
-    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(_kept_output, lambda node: True, ELEMENTWISE, of_copies_only=True)
+    RULES[f"ScaledDotProduct{_name}Backward0"] = Rule(
+        lambda node: saved(node, "output"), lambda node: True, ELEMENTWISE, of_copies_only=True
+    )
 
 # A rule that cannot read what its nodes saved would fail in backward.
 for _name in SAVED_FIELDS:

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,6 @@ _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 S = TypeVar("S", bound=Slot)
 #: A tensor that is kept as it is, with its version, or what gives it back.
 Saved = Packed | tuple[Tensor, int]
-
-
-class SavedInSlot(Protocol):
-    """A slot that is filled by a saved-tensor hook."""
-
-    def pack(self, tensor: Tensor) -> Any: ...
 
 
 class RecomputeScope:
@@ -211,9 +205,10 @@ class _Pack:
         rule = rule_of(source.node) if source.node is not None else None
         if rule is None or (of_casts_only and not source.is_only_cast):
             return None
-        follows = _is_followed(rule, source) and self._applies(rule, source.node)
+        node = source.node
+        follows = rule.family in self.families and _is_followed(rule, source) and rule.keeps_enough(node)
         # What says which rows were read has to be there too.
-        follows = follows and all(self._keeps(how) for what, how in source.steps if what == "rows")
+        follows = follows and all(map(self._keeps, (node, *(how for what, how in source.steps if what == "rows"))))
         return Handle(source, rule, tensor, base) if follows else None
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
@@ -252,16 +247,12 @@ class _Pack:
         if self._compressor is not None:
             self._compressor.settle()
 
-    def _applies(self, rule: Rule, node: Node) -> bool:
-        return rule.family in self.families and rule.keeps_enough(node) and self._keeps(node)
-
     def _keeps(self, node: Node) -> bool:
         """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
         the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it.
 
-        A node made inside another foreign hook (checkpointing of the node's module alone) has its tensors kept by that
-        hook, which may give each back only once. A scope inside a checkpointed region hands on to its hook: a reader
-        behind that region would run it again early.
+        Another foreign hook (checkpointing of the node's module alone) may give each tensor back only once. A scope in
+        a checkpointed region hands on to its hook: a reader behind that region would run it again early.
         """
         try:
             hooks = [hook for hook in unpack_hooks(node) if hook is not None]
@@ -328,9 +319,9 @@ def new_slot(make: Callable[[Packing], S]) -> S | None:
     return None if pack is None else pack.slot(make)
 
 
-def saving_into(slot: SavedInSlot) -> saved_tensors_hooks:
-    """Inside, what is saved goes through the slot's own `pack`."""
-    return saved_tensors_hooks(slot.pack, _unpack)
+def saving_by(pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+    """Inside, what is saved goes through `pack` of a slot."""
+    return saved_tensors_hooks(pack, _unpack)
 
 
 def _innermost() -> _Pack | None:

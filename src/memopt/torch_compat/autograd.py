@@ -51,14 +51,13 @@ if not is_found(_TOP):
 
 _NUMBER = "torch._C._functions.AccumulateGrad._sequence_nr"
 _NEXT_NUMBER = "torch._C._autograd._get_sequence_nr"
-_UNKNOWN_TIME = "the peak in a report does not say what causes it, and a mask may be kept in the place of probabilities"
+_UNKNOWN_TIME = "the peak in a report does not say what causes it"
 
 find(_NUMBER, None, _UNKNOWN_TIME)
 next_sequence_number: Callable[[], float] = find(_NEXT_NUMBER, lambda: math.inf, _UNKNOWN_TIME)
 """The number that the next node of this thread gets; numbers rise by one a node, and each thread counts its own.
 
-A GPU's backward runs in another thread than its forward, and so does what activation checkpointing runs again. So
-numbers are compared within one forward only. Without it, or without the number of a node, no node counts as made in it.
+A GPU's backward runs in another thread, so they do not tell what was made before. A trace runs in one thread.
 """
 
 sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_found(_NUMBER) else lambda node: -1.0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from tests.device.emulator.build import load
 
 _LIBRARY = load()  # before torch, which the imports below need
+
+with contextlib.suppress(ImportError):  # before torch has CUDA, or bitsandbytes would look for its CUDA code
+    import bitsandbytes  # noqa: F401
 
 from tests.device.emulator import launches, surface  # noqa: E402
 from tests.device.emulator.counting import Count, Meter  # noqa: E402

@@ -73,7 +73,7 @@ def adapted_linear(
         if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
     y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec)
-    return computed(y, lambda h: _sum(_matrix(x).to(dtype), weight, bias, h, b, scaling).view(y.shape))
+    return computed(y, lambda h: _sum(x.reshape(-1, x.size(-1)).to(dtype), weight, bias, h, b, scaling).view(y.shape))
 
 
 class AdaptedLinearFunction(DirectFunction):
@@ -103,8 +103,8 @@ class AdaptedLinearFunction(DirectFunction):
             saved = (None,)
         elif spec is not None:
             ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
-        rows, matrix = _matrix(x).to(dtype), a.to(of_adapter)
-        read = rows if ctx.is_shared or dtype is of_adapter else _matrix(given)
+        rows, matrix = x.reshape(-1, x.size(-1)).to(dtype), a.to(of_adapter)
+        read = rows if ctx.is_shared or dtype is of_adapter else given.reshape(rows.shape)
         h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, a, b, h if b.requires_grad else None, *saved)
         shape = *x.shape[:-1], weight.size(0)
@@ -119,7 +119,7 @@ class AdaptedLinearFunction(DirectFunction):
         scaling, (_, dtype) = ctx.scaling, ctx.dtypes
         given = dx = da = db = None
         with autocast_as(None, dy):
-            rows = added = _matrix(dy)
+            rows = added = dy.reshape(-1, dy.size(-1))
             if rows.numel() * dtype.itemsize <= PIECE:
                 added, scaling = _scaled(rows, dtype, scaling), 1
             if needs_b:
@@ -137,7 +137,7 @@ class AdaptedLinearFunction(DirectFunction):
                 if dx is None or not ctx.is_shared or nbytes <= PIECE:
                     given = input_gradient(dh, a, ctx.shape)
                 else:
-                    matrix, sums = a.to(dtype), _matrix(dx)
+                    matrix, sums = a.to(dtype), dx.view(-1, dx.size(-1))
                     for piece in _slices(len(sums), nbytes, sums):
                         sums[piece].add_(dh[piece].mm(matrix).to(sums.dtype))
         return given, dx, None, None, da, db, None, None, None
@@ -147,7 +147,8 @@ def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     """x as a matrix; where it is small, all its readers share a cast."""
     own, dtype = ctx.dtypes
     own = dtype if ctx.shape.numel() * dtype.itemsize <= PIECE else own
-    return _matrix(saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own))
+    x: Tensor = saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own)
+    return x.reshape(-1, x.size(-1))
 
 
 def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -159,10 +160,6 @@ def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor
     for piece in _slices(len(y), y.numel() * h.itemsize, y):
         y[piece].add_(_scaled(F.linear(h[piece], matrix), h.dtype, scaling))
     return y
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))
 
 
 def _scaled(x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:

@@ -142,13 +142,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def to_be_computed(ctx: Any, h: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-    """In a block that runs again in backward, an output without memory, which :func:`computed` fills; elsewhere None.
+    """In a block that runs again in backward, an output that :func:`computed` computes from `h`; elsewhere None.
 
     Activation checkpointing runs a block again until its last saved tensor, and a function saves when its forward is
     done. The linear that ends an MLP is often the last, and the stock one stops ahead of its product.
-
-    Args:
-        h: what the product is computed from.
     """
     # Selective checkpointing knows products by the operators that return them.
     if current_graph_task_id() == -1 or checkpointing_hook() is None or is_selectively_checkpointed():
@@ -187,13 +184,14 @@ class RecomputedInputFunction(DirectFunction):
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
         with autocast_as(None, dy):
             rows = dy.reshape(-1, dy.size(-1))
+            dweight: Tensor | None = None
             # First what reads x: its last reader frees it.
             if ctx.spec is not None:
                 refuse_double_backward()
                 recompute, recomputed = ctx.spec
                 dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
-            else:
-                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight) if of_weight else None
+            elif of_weight:
+                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
             dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1))) if of_x else None
             dbias = bias_gradient(rows, weight) if of_bias else None
         return dx, dweight, dbias, None, None

@@ -1,10 +1,7 @@
 """Cross-entropy of rows: statistics in one read of the logits, their gradient in one read and one write.
 
-A block of columns at a time (`memopt.kernels.loss.reference` has the formulas), of which one may be all:
-
-    fresh_statistics, statistics_ for each block, row_losses;  row_factors, block_gradient_ for each
-
-These know nothing of autograd; :func:`lean_cross_entropy` does, for logits that are kept whole.
+By blocks of columns, of which one may be all: fresh_statistics, statistics_ for each block, row_losses; row_factors,
+block_gradient_ for each. These know nothing of autograd; :func:`lean_cross_entropy` does, for logits kept whole.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.kernels.base.launch import LaunchConfig, launch_config
+from memopt.kernels.base.launch import MOST_WARPS, LaunchConfig, launch_config
 from memopt.kernels.base.tiles_triton import on_device_of
 from memopt.kernels.loss.reference import RowFactors
 
@@ -38,8 +38,8 @@ def loss_forward_kernel(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One row a program. A maximum and a sum for each lane of VECTOR elements, which one thread reads: the loop has no
-    barrier, and little more than one exponential for each element. GRADIENT reads the row once more, from the cache
-    where it holds a row for each program, and writes `out`, which may be the logits."""
+    barrier, and little more than one exponential for each element. GRADIENT reads the row once more, from its end, of
+    which the cache holds most, and writes `out`, which may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     place = statistics_ptr + row * 4
@@ -75,8 +75,9 @@ def loss_forward_kernel(  # type: ignore[no-untyped-def]
     if GRADIENT:
         hit = tl.load(hit_ptr + row)
         flat = tl.load(flat_ptr + row) if SMOOTHED else hit
-        for start in range(0, columns, LANES * VECTOR):
-            at = start + col
+        steps = tl.cdiv(columns, LANES * VECTOR)
+        for step in range(steps):
+            at = (steps - 1 - step) * LANES * VECTOR + col
             inside = at < columns
             x = tl.load(logits_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
             dx = _gradient(
@@ -119,6 +120,8 @@ def launch_statistics(
         return
     logits, place = _in_rows(logits), None if out is None else _in_rows(out)
     config = _config("loss_forward", logits)
+    # All threads that a program can have: the fewer rows are read at a time, the more of them the cache holds.
+    warps = config.num_warps if factors is None else min(MOST_WARPS, 2 * config.num_warps)
     vector = _VECTOR_BYTES // logits.element_size()
     of_rows = (None, None, None) if factors is None else _of_rows(factors, statistics)
     with on_device_of(logits):
@@ -127,7 +130,7 @@ def launch_statistics(
             None if target is None else target.contiguous(), *of_rows, place,
             logits.size(1), logits.stride(0), 0 if place is None else place.stride(0),
             WEIGHTED=weight is not None, SMOOTHED=smoothed, PICKED=target is not None, GRADIENT=factors is not None,
-            LANES=config.block // vector, VECTOR=vector, num_warps=config.num_warps, enable_fp_fusion=True,
+            LANES=config.block // vector, VECTOR=vector, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     if out is not None and place is not None and place is not out:
         out.copy_(place)

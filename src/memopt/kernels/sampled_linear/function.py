@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -73,7 +72,9 @@ class SampledLinearFunction(torch.autograd.Function):
         slot.dtype, slot.report = ctx.compute, report
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
-        with _no_casts_left(x):
+        # Without autocast's cache: in older PyTorch (issue 158232) a cast in an autograd function has no graph. A later
+        # reader of the weight in the same region would take it from the cache and give the weight no gradient.
+        with autocast_as(autocast_dtype(x), x):
             return not_a_view(stock(x))
 
     @staticmethod
@@ -95,13 +96,6 @@ class SampledLinearFunction(torch.autograd.Function):
             if report is not None:
                 report(row_norms(rows))
         return dx, dweight, dbias, None, None, None, None
-
-
-def _no_casts_left(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast without its cache: in older PyTorch (issue 158232) a cast inside an autograd function has no graph, and
-    a later reader of the weight in the same region would take it from the cache and give the weight no gradient."""
-    dtype = autocast_dtype(x)
-    return nullcontext() if dtype is None else torch.autocast(x.device.type, dtype, cache_enabled=False)
 
 
 def _dweight(

@@ -16,7 +16,7 @@ from torch import Tensor
 from memopt.recompute_specs import Recomputed
 from memopt.saved.compressible import Compressible
 from memopt.saved.handles import recomputed_of
-from memopt.saved.scope import in_a_scope, new_slot, saving_into
+from memopt.saved.scope import in_a_scope, new_slot, saving_by
 from memopt.saved.slots import Packing, Slot, tensor_of
 
 
@@ -38,7 +38,7 @@ def save_as_code(
     slot = new_slot(lambda packing: Codable(encode, packing, of_output=of_output))
     if slot is None:
         return apply(None)
-    with saving_into(slot):
+    with saving_by(slot.pack):
         output = apply(slot)
     if output.grad_fn is not None:
         slot.read_through(recomputed_of(output.grad_fn))

@@ -68,7 +68,8 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if not is_one:
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
-    is_saved = (rewrite.input_is_saved and x.requires_grad) or _saves_its_input(module)
+    weight = module._parameters.get("weight")
+    is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # The partitioner takes a checkpointed region for an order: it saves no result of it.
         return checkpoint(functools.partial(stock, module), *args, use_reentrant=False, **kwargs)
@@ -186,11 +187,6 @@ def _is_wrapped(module: nn.Module) -> bool:
         or any(isinstance(hook, SpectralNorm) for hook in module_hooks(each)[1].values())
         for each in module.modules()
     )
-
-
-def _saves_its_input(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.requires_grad
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -71,14 +71,14 @@ def _computed(
     factors = row_factors(target, factor.to(statistics.dtype).expand(len(rows)), arguments, every.stop)
     options: Any = {"weight": arguments.weight, "smoothed": bool(arguments.label_smoothing)}
     empty = torch.empty_like if len(rows) else torch.zeros_like
-    dx = empty(x) if needed[0] else None
+    dx = empty(rows) if needed[0] else None
     dweight = empty(weight, dtype=plain.sum_dtype(weight)) if needed[-1] else None
     sums = sums_of(tensors[1:-1], needed[1:-1])
     for part in plain.chunks(rows):
         write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
         dy = plain.gradient(rows[part], matrix, bias, every, write, wanted, sums[1:])
         if dx is not None:
-            dx[part] = dy.mm(matrix)
+            torch.mm(dy, matrix, out=dx[part])
         if dweight is not None:
             add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
         if sums[0] is not None:

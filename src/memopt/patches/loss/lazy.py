@@ -15,9 +15,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
@@ -88,7 +89,10 @@ class LazyLogits(Tensor):
             if func in _FACTORIES:
                 return func(*tree_map(_shaped, args), **tree_map(_shaped, kwargs))
             handler = HANDLERS.get(func)
-            foreign = any(each.is_foreign for each in pending)
+            away = any(each.source.device is not None for each in pending) and func is not Tensor.to
+            if handler is not None and away and not _writes(func, kwargs):
+                return _where_the_head_is(func, args, kwargs, pending[0].device)
+            foreign = away or any(each.is_foreign for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
                 if not args and "input" in kwargs:
                     named = dict(kwargs)
@@ -104,7 +108,7 @@ class LazyLogits(Tensor):
                                 each.source.pass_moments_to(found)
                     return answer
             if func is not Tensor.as_subclass:
-                _note(func)
+                _note(func, pending[0].source.head.module)
         if func in (Tensor.register_hook, Tensor.retain_grad):
             for each in lazy:
                 each.compute_family()
@@ -182,22 +186,19 @@ def stand_for(source: Source, parent: LazyLogits | None = None, step: Callable[[
     if source.tracked:
         logits = _StandingFunction.apply(source, source.x, *source.tensors)
     else:
-        logits = wrapper(LazyLogits, source.shape, source.dtype, source.x.device)
+        logits = wrapper(LazyLogits, source.shape, source.dtype, source.device or source.x.device)
     root = None
     if parent is not None and step is not None and parent.source.tracked and not source.tracked:
         steps = [step]
         while parent.parent is not None and parent.step is not None:
             steps.append(parent.step)
             parent = parent.parent
-        root, parent, step = weakref.ref(parent), None, lambda value: functools.reduce(_applied, reversed(steps), value)
+        root, parent = weakref.ref(parent), None
+        step = lambda value: functools.reduce(lambda y, each: each(y), reversed(steps), value)  # noqa: E731
     logits.source, logits.value, logits.parent, logits.root, logits.step = source, None, parent, root, step
     logits.node = logits.grad_fn
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
-
-
-def _applied(value: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-    return step(value)
 
 
 class _StandingFunction(DirectFunction):
@@ -210,7 +211,7 @@ class _StandingFunction(DirectFunction):
     def forward(ctx: Any, source: Source, x: Tensor, *tensors: Tensor) -> Any:
         # Not saved: nothing reads it in a step whose loss is computed by chunks, and hooks would copy it each time.
         ctx.source = source
-        return wrapper(LazyLogits, source.shape, source.dtype, x.device)
+        return wrapper(LazyLogits, source.shape, source.dtype, source.device or x.device)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,7 +221,7 @@ class _StandingFunction(DirectFunction):
         with torch.enable_grad():
             leaf = source.x.detach().requires_grad_()
             y = source.values(leaf)
-        return None, *torch.autograd.grad(y, (leaf, *source.tensors), dy, allow_unused=True)
+        return None, *torch.autograd.grad(y, (leaf, *source.tensors), dy.to(y.device), allow_unused=True)
 
 
 class _RevealFunction(DirectFunction):
@@ -235,6 +236,19 @@ class _RevealFunction(DirectFunction):
         return dy
 
 
+def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """What `func` makes of logits that were moved to `device`, computed on the device of their head and moved there."""
+    home = next(leaf.source.x.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits))
+
+    def back(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyLogits):
+            return leaf.to(home) if isinstance(leaf, Tensor) and leaf.device == device else leaf
+        return stand_for(dataclasses.replace(leaf.source, device=None), leaf, lambda value: value.to(home))
+
+    result = func(*tree_map(back, args), **tree_map(back, kwargs))
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, result)
+
+
 def _value(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, LazyLogits) else leaf
 
@@ -242,7 +256,7 @@ def _value(leaf: Any) -> Any:
 def _shaped(leaf: Any) -> Any:
     """A tensor of the same shape, dtype and device in the place of logits that were not computed."""
     if isinstance(leaf, LazyLogits) and leaf.value is None:
-        return leaf.source.x.detach().new_empty((), dtype=leaf.dtype).expand(leaf.shape)
+        return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
     return _value(leaf)
 
 
@@ -264,23 +278,25 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs
 
 
-_noted: set[tuple[str, int]] = set()
+#: Head -> why its logits were computed whole in a training step.
+whole: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
-def _note(func: Any) -> None:
-    """Warn, once a place, that `func` reads the logits whole."""
+def say_whole(head: nn.Module, why: str) -> None:
+    """Warn, once a reason, that logits of `head` are computed whole in a training step."""
+    if why not in whole.setdefault(head, []):
+        whole[head].append(why)
+        same = "the loss and its gradients are the same, without the saving"
+        warnings.warn(f"memopt: the logits of this step are computed whole, since {why}; {same}.", stacklevel=2)
+
+
+def _note(func: Any, head: nn.Module) -> None:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
     place = next(_places(), None)
-    if place is None or place in _noted:
-        return
-    _noted.add(place)
-    warnings.warn(
-        f"memopt: the logits of this step are computed whole, since '{name}' reads them at {place[0]}:{place[1]}; "
-        "the loss and its gradients are the same, without the saving.",
-        stacklevel=2,
-    )
+    if place is not None:
+        say_whole(head, f"'{name}' reads them at {place[0]}:{place[1]}")
 
 
 def _places() -> Iterator[tuple[str, int]]:

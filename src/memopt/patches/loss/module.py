@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.partitioned import gathers_for_its_calls, is_partitioned
+from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
-from memopt.patches.loss.lazy import stand_for
+from memopt.patches.loss.lazy import say_whole, stand_for, whole
 from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
@@ -46,14 +46,17 @@ class LossRewrite:
     classes: int
     lean: bool
     """Whether a cross-entropy keeps the logits whole, in their own dtype."""
+    room: int
+    """Bytes that the loss may take, as in `memopt.patches.loss.source.Head`."""
 
 
-def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = False) -> None:
+def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = False, room: int = 0) -> None:
     """Let `module` return logits that are computed when somebody reads them whole.
 
     Args:
         module: what maps (..., `inputs`) to logits (..., `classes`).
         lean: a cross-entropy keeps the logits whole, without an fp32 copy.
+        room: bytes that the loss may take beside the gradients of input and weight, where it would take less.
 
     Raises:
         ValueError: the module cannot be swapped, or this PyTorch has no tensors without memory.
@@ -61,7 +64,7 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean))
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room))
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
@@ -96,6 +99,12 @@ def replaced_forwards(model: nn.Module) -> Iterator[str]:
             )
 
 
+def whole_logits(model: nn.Module) -> Iterator[str]:
+    """Which heads of `model` computed logits whole in a training step, and why, in words."""
+    for name, module in model.named_modules():
+        yield from (f"logits of {name} were computed whole, since {why}" for why in whole.get(module, ()))
+
+
 def say_who_computes_it(block: nn.Module) -> None:
     """Warn of :func:`replaced_forwards` in the model that is running: trainers put theirs there after the patch."""
     model, frame = block, sys._getframe().f_back
@@ -128,25 +137,23 @@ def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
 def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 2 and isinstance(args[1], Inside):
         return args[1].function(args[0])
-    x = args[0] if len(args) == 1 and not kwargs else None
-    if type(x) not in _PLAIN_TYPES or steps_aside(off=_WHOLE) or _is_out_of_reach(module):
-        return stock(module, *args, **kwargs)
-    assert isinstance(x, Tensor)
+    x: Any = args[0] if len(args) == 1 and not kwargs else None
     tensors = tensors_of(module)
-    tracked = x.requires_grad or any(tensor.requires_grad for tensor in tensors)
-    if not tracked or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
+    if steps_aside(off=_WHOLE) or not any(each.requires_grad for each in (*args, *tensors) if isinstance(each, Tensor)):
         return stock(module, *args, **kwargs)
     own = [tensor for tensor in module._parameters.values() if tensor is not None]
     transposed = rewrite.transposed if len(own) == len(tensors) else None
-    if any(type(tensor) not in _PLAIN_TYPES for tensor in tensors) or not _has_its_own(rewrite, module):
-        return stock(module, *args, **kwargs)  # sharded, of another library, or lent for this call alone
+    gathers = any(map(is_partitioned, tensors))
+    why = _why_whole(rewrite, module, x, tensors)
+    if not why and gathers and transposed is None:
+        why = "modules inside their head gather weights of their own"
+    if why:
+        say_whole(module, why)
+        return stock(module, *args, **kwargs)
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
         return stock(module, *args, **kwargs)  # which says what is wrong
-    gathers = any(map(is_partitioned, tensors))
-    if gathers and transposed is None:
-        return stock(module, *args, **kwargs)  # whose inner modules gather weights of their own
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers)
+    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers, rewrite.room)
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
@@ -154,27 +161,26 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     return stand_for(Source(head, x, width, dtype, True, versions=versions_of((x,))))
 
 
-def _has_its_own(rewrite: LossRewrite, module: nn.Module) -> bool:
-    """Whether its parameters are its own.
-
-    `torch.func.functional_call` lends it others, and takes them back; FSDP1 makes the weight a view of its own tensor.
-    """
-    if rewrite.transposed is not None and module._parameters.get("weight") is None:
-        return False
-    return all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
-
-
-def _is_out_of_reach(module: nn.Module) -> bool:
-    """Whether a chunk would not be computed as the whole.
+def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequence[Tensor]) -> str:
+    """Why a chunk would not be computed as the whole; empty where it would.
 
     Hooks of the module may gather its weights for this call alone, as those of sharded training do where they do not
-    leave them gathered, and dropouts draw one mask for all rows. Under ZeRO-3's the chunks are computed in a call of
-    the module. Hooks for all modules see the tensor that stands for the logits.
+    leave them gathered. Under ZeRO-3's the chunks are computed in a call of the module. Hooks for all modules see the
+    tensor that stands for the logits.
     """
-    if "forward" in module.__dict__ or "parametrizations" in module._modules:
-        return True
+    if type(x) not in _PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
+        return "their head is called with something else than one tensor of hidden states"
+    if "parametrizations" in module._modules or ("forward" in vars(module) and not is_only_moved(module)):
+        return "the forward of their head was replaced"
     forward, forward_pre, *backward = module_hooks(module)
     hooks = [*forward.values(), *forward_pre.values()]
     if any(backward) or (hooks and not (fsdp_leaves_gathered(module, hooks) or gathers_for_its_calls(module, hooks))):
-        return True
-    return module.training and any(is_dropout(child) and child.training and child.p for child in module.modules())
+        return "their head has hooks of its own"
+    if module.training and any(is_dropout(child) and child.training and child.p for child in module.modules()):
+        return "a dropout inside their head draws one mask for all rows"
+    # `torch.func.functional_call` lends weights for a call; FSDP1 makes them views of its own tensor.
+    is_lent = rewrite.transposed is not None and module._parameters.get("weight") is None
+    is_lent = is_lent or not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
+    if is_lent or any(type(tensor) not in _PLAIN_TYPES for tensor in tensors):
+        return "the weights of their head are sharded, of another library, or lent for this call alone"
+    return ""

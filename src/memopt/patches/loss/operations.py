@@ -115,7 +115,7 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
             return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
         if len(at) > 1:
             return _of_two([args[position] for position in at], name, call, tensors)
-        dtype = _dtype_of(lambda y: call([y], slice(0, 1)), first)
+        dtype = _one_of(lambda y: call([y], slice(0, 1)), first).dtype
         numbers = [_shown(value) for value in (*others.values(), *kwargs.values()) if value is not None]
         label = " ".join((name.strip("_"), *numbers))
         return recorded(first, Operation(label, lambda y, columns=None: call([y], columns), tensors), dtype)
@@ -159,10 +159,10 @@ def _fits(value: Tensor, logits: LazyLogits) -> bool:
     return value.numel() == 1 or value.shape.numel() == value.shape[-1] == logits.shape[-1]
 
 
-def _dtype_of(function: Callable[[Tensor], Tensor], logits: LazyLogits) -> torch.dtype:
+def _one_of(function: Callable[[Tensor], Tensor], logits: LazyLogits) -> Tensor:
+    """What it makes of one element."""
     with torch.no_grad():
-        one = torch.zeros((1,) * logits.dim(), dtype=logits.dtype, device=logits.device)
-        return function(one).dtype
+        return function(torch.zeros((1,) * logits.dim(), dtype=logits.dtype, device=logits.device))
 
 
 def _shown(value: Any) -> str:
@@ -175,21 +175,15 @@ def _shown(value: Any) -> str:
 def _cast(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(value for key, value in kwargs.items() if key not in ("non_blocking", "copy"))]
-        if not isinstance(logits, LazyLogits) or any(isinstance(each, LazyLogits) for each in given):
+        known = (Tensor, torch.dtype, torch.device, str, bool, type(None))
+        if not all(isinstance(each, known) and not isinstance(each, LazyLogits) for each in given):
             return NotImplemented
-        for value in given:
-            device = value.device if isinstance(value, Tensor) else value
-            if isinstance(device, str):
-                if name == "type":
-                    return NotImplemented
-                device = torch.device(device)
-            if isinstance(device, torch.device) and device != logits.device:
-                return NotImplemented
-            if not isinstance(value, (Tensor, torch.dtype, torch.device, str, bool, type(None))):
-                return NotImplemented
-        if name == "type" and not given:
+        if name == "type" and (not given or isinstance(given[0], str)):
             return NotImplemented
-        dtype = _dtype_of(lambda y: function(y, *args, **kwargs), logits)
+        one = _one_of(lambda y: function(y, *args, **kwargs), logits)
+        dtype = one.dtype
+        if one.device != logits.device or logits.source.device is not None:
+            return _moved_to(one.device, logits, dtype)
         if dtype == logits.dtype and not kwargs.get("copy"):
             return logits
         if not dtype.is_floating_point:
@@ -199,6 +193,15 @@ def _cast(function: Any, name: str) -> Callable[..., Any]:
         return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", run, casts_up=wider), dtype)
 
     return handler
+
+
+def _moved_to(device: torch.device, logits: LazyLogits, dtype: torch.dtype) -> Any:
+    """`logits` on another device, in `dtype`: what reads them there is computed where their head is."""
+    source = _untracked(logits.source)
+    home: Any = stand_for(dataclasses.replace(source, device=None), logits, lambda y: y.to(source.x.device)).to(dtype)
+    if device == source.x.device or not isinstance(home, LazyLogits):
+        return home.to(device)
+    return stand_for(dataclasses.replace(home.source, device=device), home, lambda y: y.to(device))
 
 
 @handles("softmax log_softmax")
@@ -214,7 +217,7 @@ def _softmax(function: Any, name: str) -> Callable[..., Any]:
                 result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
             return result
 
-        return recorded(logits, Operation(name, run, by_column=False), _dtype_of(run, logits))
+        return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype)
 
     return handler
 

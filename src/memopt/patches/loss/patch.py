@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic import Field
+
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, Rules
 from memopt.walk.sites import LossHead, Sites
 
@@ -19,6 +21,8 @@ class LossRules(Rules):
 
     method: Literal["none", "chunked", "lean"] = "none"
     """``chunked``: a part of the logits at a time. ``lean``: all logits in their own dtype, without an fp32 copy."""
+    room: int = Field(default=0, ge=0)
+    """MiB that it may take beside the gradients of the head's input and weight, where it would take less."""
 
 
 class LossPatch(Patch):
@@ -52,12 +56,13 @@ class LossPatch(Patch):
     def apply(self, live: Live) -> None:
         from memopt.patches.loss.module import head_of, patch_head
 
-        lean = live.plan.recipe.rules(LossRules).method == "lean"
+        rules = live.plan.recipe.rules(LossRules)
+        options = {"lean": rules.method == "lean", "room": rules.room << 20}
         linears = {linear.parameter: linear for linear in live.plan.sites.linears}
         for head in live.plan.chosen("loss"):
             linear = linears[head.parameter]
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
-            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, lean=lean)
+            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, **options)
 
     def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
         from memopt.patches.loss.module import say_who_computes_it
@@ -65,9 +70,10 @@ class LossPatch(Patch):
         return say_who_computes_it if plan.chosen(self.name) and scope in plan.sites.blocks[:1] else None
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
-        from memopt.patches.loss.module import replaced_forwards
+        from memopt.patches.loss.module import replaced_forwards, whole_logits
 
-        return replaced_forwards(model)
+        yield from replaced_forwards(model)
+        yield from whole_logits(model)
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterator[Check]:
         from memopt.patches.loss.checks import verify_losses

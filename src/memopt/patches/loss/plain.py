@@ -49,10 +49,11 @@ class Plain:
             return tensors
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
 
-    @property
-    def room(self) -> int:
-        """Bytes that it may take beside the gradients of x and of the weight."""
-        return max(chunk_bytes(self.source.x), self.source.head.room)
+    def room(self, x: Tensor) -> int:
+        """Bytes that the logits of a chunk of the rows `x` may take, beside the gradients of x and of the weight."""
+        count, room = len(self.source.operations), max(chunk_bytes(x), self.source.head.room)
+        # Operations hold a result each, and there is a gradient of the first and of the last.
+        return max(min(x.nbytes, room), room // (3 + count)) if count and is_on_gpu(x) else room
 
     @property
     def is_at_once(self) -> bool:
@@ -66,22 +67,24 @@ class Plain:
         dtype = self.source.head.autocast or x.dtype
         if dtype == torch.float16 or not any(each is not None and each.requires_grad for each in self.tensors):
             return False  # gradients made in the forward would be too small for it: the loss is not scaled yet
-        fits = min(len(x), ROWS) * self.source.width * dtype.itemsize <= self.room
+        room = self.room(x)
+        fits = min(len(x), ROWS) * self.source.width * dtype.itemsize <= room
         if not weight.requires_grad:
             return fits
         in_sum = self.sum_dtype(weight) != weight.dtype
         kept = weight.nbytes if is_on_gpu(x) else 0
-        return fits and kept <= self.room and (not in_sum or 4 * weight.numel() <= self.room)
+        return fits and kept <= room and (not in_sum or 4 * weight.numel() <= room)
 
     def sum_dtype(self, weight: Tensor) -> torch.dtype:
         """In which the chunks' parts of the weight's gradient are summed up."""
-        rows, itemsize = len(self.source.x), (self.source.head.autocast or self.source.x.dtype).itemsize
-        few = is_on_gpu(self.source.x) and rows <= SUMMED * self.chunk_rows(rows, itemsize)
+        x = self.source.x
+        few = is_on_gpu(x) and len(x) <= SUMMED * self.chunk_rows(x)
         return weight.dtype if few else accumulation_dtype(weight.dtype)
 
-    def chunk_rows(self, count: int, itemsize: int) -> int:
-        """Of `count` rows, how many are a chunk."""
-        return max(1, min(count, max(ROWS, in_tiles(self.room // (self.source.width * itemsize)))))
+    def chunk_rows(self, x: Tensor) -> int:
+        """How many of the rows `x` are a chunk."""
+        itemsize = (self.source.head.autocast or x.dtype).itemsize
+        return max(1, min(len(x), max(ROWS, in_tiles(self.room(x) // (self.source.width * itemsize)))))
 
     def rows(self, x: Tensor) -> Tensor:
         """`x` in the dtype of the product."""
@@ -89,11 +92,12 @@ class Plain:
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the rows."""
-        return _slices(len(rows), self.chunk_rows(len(rows), rows.element_size()), rows)
+        return _slices(len(rows), self.chunk_rows(rows), rows)
 
     def blocks(self, rows: Tensor) -> Iterator[slice]:
         """Slices of the columns."""
-        room = max(chunk_bytes(rows), self.source.head.room - rows.nbytes)  # the sum of dx lies beside a block
+        room = self.room(rows)
+        room = max(min(room, chunk_bytes(rows)), room - rows.nbytes)  # the sum of dx lies beside a block
         columns = room // (rows.element_size() * max(1, len(rows)))
         return _slices(self.source.width, max(COLUMNS, in_tiles(columns)), rows)
 

@@ -118,8 +118,9 @@ def _by_rows(source: Source, target: Tensor, arguments: LossArguments) -> Tensor
         options: Any = {**vars(arguments), "reduction": "none"}
         return (lean_cross_entropy(y, t, **options),)
 
-    # Of a class, a logit and its gradient are all that lives.
-    of_logit = LOGIT_BYTES if target.is_floating_point() else 2 * source.dtype.itemsize
+    # Of a class, where nothing was done to the logits, a logit and its gradient are all that lives.
+    narrow = not target.is_floating_point() and not source.operations
+    of_logit = 2 * (source.head.autocast or source.x.dtype).itemsize if narrow else LOGIT_BYTES
     return by_rows(source, finish, (target,), of_logit)[0]
 
 

@@ -101,6 +101,8 @@ class Source:
     """Functions whose gradients come past the logits of that call."""
     moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
     """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
+    device: torch.device | None = None
+    """To which the logits were moved; None where that is the head's."""
     fetches: tuple[Callable[[Tensor], Any], ...] = ()
     """Such hooks of the modules that returned these logits, the outermost first."""
 
@@ -150,7 +152,7 @@ class Source:
 
     def whole(self) -> Tensor:
         """The logits of all rows."""
-        return self.in_call(lambda source: source.values(source.x))
+        return self.in_call(lambda source: source.values(source.x)).to(self.device or self.x.device)
 
     def pass_moments_to(self, tensor: Tensor) -> None:
         """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""

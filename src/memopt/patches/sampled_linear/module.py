@@ -82,7 +82,10 @@ def _forward(
         or len(given) != 1
         or not as_patched
         or not is_plain(weight)
-        or not _may_be_sampled(given[0])
+        or not is_plain(given[0])
+        or not given[0].requires_grad  # it is kept whole, and then the stock module does not even keep the weight
+        or given[0].layout is not torch.strided
+        or given[0].is_nested
     ):
         return stock(module, *args, **kwargs)
     call = rewrite.visits.call(rewrite.number, given[0])
@@ -96,8 +99,3 @@ def _forward(
         importance,
     )
     return run(given[0]) if y is None else y
-
-
-def _may_be_sampled(x: Any) -> bool:
-    # One without a gradient is kept whole, and then the stock module does not even keep the weight.
-    return is_plain(x) and x.requires_grad and x.layout is torch.strided and not x.is_nested

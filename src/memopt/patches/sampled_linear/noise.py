@@ -54,7 +54,8 @@ class SamplingErrors:
         else:
             yield f"  Expected relative RMSE of dW on the probe batch ({self.probe}):"
             for name, group in _alike(self.linears):
-                yield f"    {name}: {_spread([each.first for each in group])}; {_known(group)}"
+                known = _spread([each.known for each in group])
+                yield f"    {name}: {_spread([each.first for each in group])}; {known} at best"
             yield f"    all sampled weights: {self.together():.2f}; {self.together(known=True):.2f} at best"
             yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
         if self.refused:
@@ -107,10 +108,6 @@ def _alike(linears: Sequence[LinearError]) -> list[tuple[str, list[LinearError]]
 
 def _any_layer(name: str) -> str:
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
-
-
-def _known(group: Sequence[LinearError]) -> str:
-    return f"{_spread([each.known for each in group])} at best"
 
 
 def _spread(values: Sequence[float]) -> str:

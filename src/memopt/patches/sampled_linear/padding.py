@@ -42,6 +42,7 @@ class PaddingWatch:
     def __init__(self) -> None:
         self._linears: list[_Seen] = []
         self._notes: list[tuple[int, Tensor, bool]] = []
+        self._coming: list[tuple[list[tuple[int, Tensor, bool]], Tensor, torch.cuda.Event | None]] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -71,14 +72,24 @@ class PaddingWatch:
             self._notes.append((linear, _verdict(norms, real), left_out))
 
     def settle(self) -> None:
-        """Draw the conclusions from all that was noted; one transfer from each device."""
+        """Draw the conclusions from all that was noted; one transfer from each device.
+
+        What comes from a GPU is read in the next call: by then it has arrived, and nobody waits for the device.
+        """
         with self._lock:
             notes, self._notes = self._notes, []
-        devices = dict.fromkeys(verdict.device for _, verdict, _ in notes)
-        for device in devices:
+        arrived, self._coming = self._coming, []
+        for device in dict.fromkeys(verdict.device for _, verdict, _ in notes):
             there = [note for note in notes if note[1].device == device]
-            verdicts = torch.stack([verdict for _, verdict, _ in there]).tolist()
-            for (linear, _, left_out), verdict in zip(there, verdicts, strict=True):
+            verdicts = torch.stack([verdict for _, verdict, _ in there]).to("cpu", non_blocking=True)
+            event = torch.cuda.Event() if device.type == "cuda" else None
+            if event is not None:
+                event.record(torch.cuda.current_stream(device))
+            (arrived if event is None else self._coming).append((there, verdicts, event))
+        for there, verdicts, event in arrived:
+            if event is not None:
+                event.synchronize()
+            for (linear, _, left_out), verdict in zip(there, verdicts.tolist(), strict=True):
                 self._conclude(linear, verdict, left_out)
 
     def _conclude(self, linear: int, verdict: int, left_out: bool) -> None:
@@ -90,7 +101,7 @@ class PaddingWatch:
             if left_out:
                 warnings.warn(
                     f"Padding tokens got a gradient at '{seen.name}' for the first time; the gradient of its weight "
-                    "missed them in this one step, and from now on they are drawn like all tokens.",
+                    "missed them until now, and from now on they are drawn like all tokens.",
                     stacklevel=2,
                 )
         elif verdict == _COUNTS:

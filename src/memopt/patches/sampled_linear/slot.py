@@ -18,7 +18,7 @@ from memopt.kernels.sampled_linear.rows import gather_rows, row_norms
 from memopt.kernels.sampled_linear.sampling import Method, rows_kept, sample_rows
 from memopt.saved.compressible import Compressible, Packed
 from memopt.saved.handles import Handle
-from memopt.saved.scope import new_slot, saving_into
+from memopt.saved.scope import new_slot, saving_by
 from memopt.saved.slots import Packing, Slot, tensor_of
 
 #: Bytes of an index and a weight.
@@ -48,7 +48,7 @@ def save_sampled(
     slot = new_slot(lambda packing: SampledInput(sampling, importance, packing))
     if slot is None:
         return None
-    with saving_into(slot):
+    with saving_by(slot.pack):
         return apply(slot)
 
 

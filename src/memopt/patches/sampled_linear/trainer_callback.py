@@ -126,11 +126,8 @@ def _tokens(sample: dict[str, Any]) -> int:
     mask, *others = (sample.get(key) for key in ("attention_mask", "input_ids", "decoder_input_ids", "labels"))
     if mask is not None:
         others[0] = torch.as_tensor(mask).flatten().nonzero()
-    return max(len(value) if isinstance(value, Sized) and _is_sequence(value) else 0 for value in others)
-
-
-def _is_sequence(value: Any) -> bool:
-    return not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    rows = (each for each in others if isinstance(each, Sized) and not isinstance(each, str))
+    return max((len(each) for each in rows if getattr(each, "ndim", 1) > 0), default=0)
 
 
 def _why_empty(memory: GradientMemory) -> str | None:

@@ -261,12 +261,9 @@ def _masks(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return [
         value
         for name, value in named
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.dim() == 2 and _is_whole(value)
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.dim() == 2
+        if not (value.is_floating_point() or value.is_complex())
     ]
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _has_values(tensor: Tensor) -> bool:

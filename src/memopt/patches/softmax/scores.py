@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from memopt.recompute_rules import Node
 from memopt.torch_compat import (
     FakeTensor,
-    next_sequence_number,
     saved,
-    sequence_number,
     shows_saved,
     storage_id,
 )
@@ -124,7 +122,6 @@ class Followed:
 
     def __init__(self, given: Iterable[Any]) -> None:
         """`given` are the arguments of the forward."""
-        self._first = next_sequence_number()
         self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in _PLAIN_TYPES}
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Scores]] = {}
 
@@ -194,13 +191,10 @@ class Followed:
 
     def _read(self, other: Tensor) -> _Read:
         base = other if other._base is None else other._base
-        node = base.grad_fn
         # Sharding may have freed a parameter by the time of backward.
-        is_parameter = node is None and base.requires_grad
+        is_parameter = base.grad_fn is None and base.requires_grad
         tensor = other.detach().clone() if is_parameter else other.detach()
-        was_there = storage_id(tensor.untyped_storage()) in self._given
-        made_here = not was_there and (node is None or sequence_number(node) >= self._first)
-        return _Read(tensor, tensor._version, made_here)
+        return _Read(tensor, tensor._version, storage_id(tensor.untyped_storage()) not in self._given)
 
     def _note(self, output: Tensor, scores: Scores) -> None:
         if output.requires_grad:

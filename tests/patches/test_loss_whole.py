@@ -1,0 +1,57 @@
+"""Heads that step aside: the logits of a training step are then whole, which a warning and the summary say."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from tests.factories import tiny_inputs, tiny_model
+
+
+def _hooked(head: nn.Module) -> None:
+    head.register_forward_hook(lambda module, given, output: output)
+
+
+def _replaced(head: nn.Module) -> None:
+    head.forward = functools.partial(type(head).forward, head)
+
+
+def _parametrized(head: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(head)
+
+
+def _given_a_name(head: nn.Module) -> None:
+    head.register_forward_pre_hook(lambda module, args, kwargs: ((), {"input": args[0]}), with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_hooked, "hooks"),
+        (_replaced, "replaced"),
+        (_parametrized, "replaced"),
+        (_given_a_name, "something else than one tensor"),
+    ],
+)
+def test_a_loss_that_is_whole_says_so_once_and_in_the_summary(change: Callable[[nn.Module], None], why: str) -> None:
+    model, inputs = memopt.patch(tiny_model("llama").train()), tiny_inputs("llama", 2, 16)
+    change(model.lm_head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(**inputs)
+        model.eval().generate(inputs["input_ids"][:1, :4], max_new_tokens=2)
+    assert "whole" not in str(memopt.summary(model))
+    with pytest.warns(UserWarning, match=f"computed whole, since .*{why}") as found:
+        model.train()(**inputs).loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**inputs).loss.backward()
+    assert sum("computed whole" in str(each.message) for each in found) == 1
+    assert "logits of lm_head were computed whole, since" in str(memopt.summary(model))
