@@ -189,14 +189,14 @@ def test_the_forward_copies_the_affine_and_writes_nothing_behind_it(family, hidd
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("hidden", [96, 10000], ids=["rows at once", "long rows"])
-def test_gradients_of_the_affine_are_rounded_once_to_the_dtype_that_is_asked_for(hidden, monkeypatch):
+@pytest.mark.parametrize(("rows", "hidden"), [(301, 96), (9, 10000)], ids=["rows at once", "long rows"])
+def test_gradients_of_the_affine_are_rounded_once_to_the_dtype_that_is_asked_for(rows, hidden, monkeypatch):
     monkeypatch.setattr(
         norm_backward_triton, "_multiprocessors", lambda device: 70
     )  # more programs than a tile has rows
     weight, _, spec = parameters(LAYER, hidden, torch.bfloat16)
-    x_hat, dy = (draw(301, hidden, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
-    rstd = draw(301, 1, dtype=torch.float32).abs()
+    x_hat, dy = (draw(rows, hidden, dtype=torch.bfloat16, seed=seed) for seed in (0, 3))
+    rstd = draw(rows, 1, dtype=torch.float32).abs()
     arguments = spec.in_dtype(dy.dtype)
     _, *wide = launch_backward(dy, x_hat, rstd, weight, arguments, ALL)
     _, *narrow = launch_backward(dy, x_hat, rstd, weight, arguments, ALL, torch.bfloat16)
@@ -206,6 +206,6 @@ def test_gradients_of_the_affine_are_rounded_once_to_the_dtype_that_is_asked_for
         assert ours.dtype == torch.bfloat16
         assert exact.dtype == torch.float32
         assert torch.equal(ours, exact.bfloat16())
-        # 301 terms, each added in fp32 once in a program and once with the other programs' sums.
+        # Each row is added in fp32 once in a program and once with the other programs' sums.
         terms = (dy.double() * (x_hat.double() if exact is wide[0] else 1)).abs().sum(0)
-        assert ((exact.double() - truth).abs() <= 302 * torch.finfo(torch.float32).eps * terms).all()
+        assert ((exact.double() - truth).abs() <= (rows + 1) * torch.finfo(torch.float32).eps * terms).all()
