@@ -240,7 +240,7 @@ def accounts() -> Iterator[Account]:
 LIMITS: dict[tuple[str, int, Kind, int], tuple[float, int, float]] = {
     ("Llama-8B", 8192, "trained", 1024): (1.10, 200, 1024),
     ("Llama-8B", 8192, "frozen", 0): (1.10, 200, 129),
-    ("Llama-1B", 2048, "trained", 0): (1.75, 200, 97 + 8),
+    ("Llama-1B", 2048, "trained", 0): (1.75, 200, 73),
 }
 
 

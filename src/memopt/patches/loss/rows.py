@@ -26,9 +26,9 @@ from memopt.torch_compat import FakeTensor
 #: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
 #: but not so few that a product has hardly any rows.
 SMALLEST_CHUNK = 2**23
-#: On a GPU: so many that launches take less time than products, as far as a block's backward takes as many. That of a
-#: gated MLP holds its input's gradient, and gate, up, their product and the gradients of these: over 12 activations.
-GPU_CHUNK, ACTIVATIONS = 2**27, 12
+#: On a GPU: so many that launches take less time than products, as far as a block's backward takes as many. Where an
+#: MLP is four times as wide as x, its recomputed hidden activation and the gradient of that take 8 times x.
+GPU_CHUNK, ACTIVATIONS = 2**27, 8
 #: Rows or columns of a tile of a product, on a GPU: of a part of a tile all is computed.
 TILE = 256
 #: A logit of a chunk: itself, its exponential and its gradient, in fp32 at most.
