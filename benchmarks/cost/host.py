@@ -146,7 +146,7 @@ def main() -> int:
         options = ["--kinds", kind, "--rounds", str(arguments.rounds)]
         options += ["--variants", *arguments.variants] if arguments.variants else []
         rows += rows_of(_chosen(kind, arguments.variants), [_process(options) for _ in range(arguments.processes)])
-    Console(width=None if sys.stdout.isatty() else 110).print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(_document(rows), indent=2) + "\n")
