@@ -22,7 +22,7 @@ import triton
 
 from memopt.kernels.tools.aot import TARGETS
 from memopt.kernels.tools.launches import VARIANTS
-from tests.aot.cases import Case, binaries, cases
+from tests.aot.cases import Case, binaries, cases, named
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernel_resources.json"
 
@@ -55,7 +55,7 @@ def _rows_of_variant(index: int) -> list[dict[str, Any]]:
 def _rows_of_case(case: Case) -> list[dict[str, Any]]:
     by_target = {target: binaries(case, target) for target in TARGETS}
     rows = []
-    for launches in zip(*by_target.values(), strict=True):
+    for launches in zip(*map(named, by_target.values()), strict=True):
         numbers = {
             binary.target: {
                 "warps": binary.num_warps,
@@ -63,9 +63,9 @@ def _rows_of_case(case: Case) -> list[dict[str, Any]]:
                 "spilled": binary.spilled,
                 "shared": binary.shared,
             }
-            for binary in launches
+            for _, binary in launches
         }
-        rows.append({"case": str(case), "function": launches[0].kernel, **numbers})
+        rows.append({"case": str(case), "function": launches[0][0], **numbers})
     return rows
 
 

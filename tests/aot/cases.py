@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from memopt.kernels.tools.aot import TARGETS, Binary, capture
 from memopt.kernels.tools.launches import CallShape, Variant
-from memopt.kernels.tools.occupancy import LIMITS
+from memopt.kernels.tools.occupancy import LIMITS, resident_warps
 
 T = TypeVar("T")
 
@@ -111,6 +112,23 @@ def dealt(calls: Iterable[T], *, whole: bool, everywhere: Callable[[T], bool], f
         for j, target in enumerate(TARGETS)
         if whole or everywhere(call) or (i + first - j) % len(TARGETS) == 0
     ]
+
+
+def named(launches: Iterable[Binary]) -> list[tuple[str, Binary]]:
+    """The launches of a call by the names of their rows: the kernel's, with a number where a call launches it again."""
+    found: list[tuple[str, Binary]] = []
+    times: Counter[str] = Counter()
+    for binary in launches:
+        times[binary.kernel] += 1
+        again = f" ({times[binary.kernel]})" if times[binary.kernel] > 1 else ""
+        found.append((binary.kernel + again, binary))
+    return found
+
+
+def resident(row: dict[str, Any], target: str) -> int:
+    """Warps on a multiprocessor of an NVIDIA GPU, of a row of the table."""
+    taken = row[target]
+    return resident_warps(target, taken["warps"], taken["registers"], taken["shared"])
 
 
 def binaries(case: Case, target: str) -> list[Binary]:

@@ -45,7 +45,7 @@ def test_every_family_is_as_exact_as_the_reference(family, cast, dtype, red_zone
     ("family", "dtype", "hidden"),
     [
         *((RMS, torch.float32, hidden) for hidden in (1, 3, 64, 768, 4096, 8193, 16387)),
-        *((LAYER, torch.bfloat16, hidden) for hidden in (1, 3, 64, 768, 4096, 8193, 16384)),
+        *((LAYER, torch.bfloat16, hidden) for hidden in (1, 3, 64, 768, 4096, 4097, 8193, 8200, 16384)),
     ],
     ids=str,
 )
@@ -79,6 +79,44 @@ def test_sums_over_rows_do_not_depend_on_how_many_programs_share_them(hidden, mu
     monkeypatch.setattr(norm_backward_triton, "_multiprocessors", lambda _: multiprocessors)
     monkeypatch.setattr(norm_backward_triton, "_WARPS", 2)
     check(LAYER, "after", torch.float32, rows=21, hidden=hidden)
+
+
+@pytest.mark.parametrize("needs", [ALL, (False, True, True)], ids=str)
+@pytest.mark.parametrize(
+    ("two_sums", "hidden", "launched"),
+    [
+        (128, 32, ["dx dweight dbias"]),
+        (64, 32, ["dx dweight", "dbias"]),
+        (128, 31, ["dx dweight", "dbias"]),
+        (64, 31, ["dx", "dweight dbias"]),
+    ],
+)
+@pytest.mark.usefixtures("short_tiles")
+def test_two_sums_that_registers_do_not_hold_are_made_one_after_the_other(
+    two_sums, hidden, launched, needs, monkeypatch, red_zones
+):
+    """Tiles of 4 x 32; rows of 31 are not whole vectors, which takes twice the registers."""
+    made: list[str] = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                results = zip(("dx", "dweight", "dbias"), args[4:7], strict=True)
+                made.append(" ".join(name for name, result in results if isinstance(result, torch.Tensor)))
+                self.kernel[grid](*args, **options)
+
+            return launch
+
+    for name in ("norm_backward_kernel", "norm_long_dx_kernel"):
+        monkeypatch.setattr(norm_backward_triton, name, Recorded(getattr(norm_backward_triton, name)))
+    monkeypatch.setattr(norm_backward_triton, "_TWO_SUMS", two_sums)
+    weight, _, spec = parameters(LAYER, hidden, torch.float32)
+    x_hat, rstd = draw(9, hidden, dtype=torch.float32), draw(9, 1, dtype=torch.float32).abs()
+    check_backward(draw(9, hidden, dtype=torch.float32, seed=3), x_hat, rstd, weight, spec, needs, torch.float32)
+    assert made == (launched if needs[0] else [rest for each in launched if (rest := each.replace("dx", "").strip())])
 
 
 @pytest.mark.parametrize("hidden", [24, 100])

@@ -7,6 +7,7 @@ row; one launch more adds those of both up. No atomics: the same inputs give the
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,8 +21,12 @@ from memopt.kernels.norm.reference import NormArguments, NormSpec
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-#: Warps that a multiprocessor should have at work where programs walk over many rows.
-_WARPS = 16
+#: Warps that a multiprocessor should have at work where programs walk over many rows: as many as 64 registers allow.
+_WARPS = 32
+#: Elements of a tile that leave registers for two sums: 8 for each of the 1024 threads that a program has at most.
+_TWO_SUMS = 8192
+#: Bytes of a tile from which on so few programs fit a multiprocessor that each reads its next rows while it computes.
+_PIPELINED = 16384
 #: Stands for the multiprocessors where there is no GPU: the interpreter, and compilation ahead of time.
 _MULTIPROCESSORS_WITHOUT_GPU = 4
 #: Rows and columns of the tile in which partial rows are summed: a row of it is a line of the cache.
@@ -44,8 +49,9 @@ def launch_backward(
         needs: which of the three are wanted; the others are None.
 
     Moves dy and x_hat in and dx out, which is the floor: 6 bytes per element in 16-bit, 12 in fp32; 4 more per row, and
-    per program 8 for each element of a partial row. Rows longer than the tile are read a second time for dx, mostly
-    from the cache, and once more for dweight and dbias.
+    per program 8 for each element of a partial row. dy is read again for dbias where a row and two sums do not fit into
+    the registers. Rows longer than the tile are read a second time for dx, from the cache, which few of them at a time
+    fit into, and once more for dweight and dbias.
     """
     hidden, spec = x_hat.size(-1), arguments.spec
     dx = torch.empty_like(x_hat, dtype=arguments.x_dtype) if needs[0] else None
@@ -58,18 +64,32 @@ def launch_backward(
         dx, dweight, dbias = launch_backward(dy, x_hat.contiguous(), rstd, weight, arguments, needs, dtype)
         return None if dx is None else laid_out_like(x_hat, dx), dweight, dbias
     config = launch_config("norm_backward", hidden, x_hat.dtype)
+    # Rows that are not whole vectors are read by element, which takes registers as twice their elements do.
+    held = config.rows * config.block * (2 if hidden * x_hat.element_size() % 16 else 1)
+    at_once = hidden <= config.block and held <= 2 * _TWO_SUMS
+    if at_once and held > _TWO_SUMS and all(needs[1:]):
+        dx, dweight, _ = launch_backward(dy, x_hat, rstd, weight, arguments, (needs[0], True, False), dtype)
+        return dx, dweight, launch_backward(dy, x_hat, rstd, None, arguments, (False, False, True), dtype)[2]
     rstd = rstd.contiguous()
     weight = None if weight is None else weight.contiguous()
     with on_device_of(x_hat):
-        if hidden <= config.block:
-            partial = _rows_at_once(dy, x_hat, rstd, weight, dx, layout, spec, needs, config)
-            return dx, *_sums(*partial, dtype)
+        if at_once:
+            pipelined = any(needs[1:]) and held <= _TWO_SUMS and held * x_hat.element_size() >= _PIPELINED
+            return _walked(dy, x_hat, rstd, weight, dx, layout, spec, needs, config, 1 + pipelined, dtype)
+        block = min(config.block, _TWO_SUMS)
         if dx is not None:
-            _dx_of_long_rows(dy, x_hat, rstd, weight, dx, layout, spec, config)
-        return dx, *_sums(*_sums_of_long_rows(dy, x_hat, layout, needs, config), dtype)
+            norm_long_dx_kernel[(layout.count,)](
+                dy, x_hat, rstd, weight, dx, hidden, *_rows(dy).arguments, *layout.arguments,
+                RMS=spec.kind == "rms", OFFSET=spec.offset == 1, BLOCK=block,
+                num_warps=config.num_warps, enable_fp_fusion=True,
+            )  # fmt: skip
+        # As many elements, but more rows: sums over rows want few columns.
+        columns = max(block // 8, 16)
+        config = replace(config, rows=config.rows * block // columns, block=columns)
+        return dx, *_walked(dy, x_hat, rstd, None, None, layout, spec, needs, config, 1, dtype)[1:]
 
 
-def _rows_at_once(
+def _walked(
     dy: Tensor,
     x_hat: Tensor,
     rstd: Tensor,
@@ -79,56 +99,24 @@ def _rows_at_once(
     spec: NormSpec,
     needs: tuple[bool, bool, bool],
     config: LaunchConfig,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Writes dx; the partial rows of dweight and dbias."""
-    hidden, tiles = x_hat.size(-1), triton.cdiv(layout.count, config.rows)
-    programs = min(tiles, _programs(x_hat.device, config.num_warps)) if any(needs[1:]) else tiles
-    steps = triton.cdiv(tiles, programs)
+    stages: int,
+    dtype: torch.dtype,
+) -> Gradients:
+    """dx and the sums; the sums alone, in blocks of columns, where dx is None."""
+    hidden, tiles, sums = x_hat.size(-1), triton.cdiv(layout.count, config.rows), any(needs[1:])
+    if dx is None and not sums:
+        return None, None, None
+    columns = triton.cdiv(hidden, config.block)
+    programs = min(tiles, triton.cdiv(_programs(x_hat.device, config.num_warps), columns))
+    steps = triton.cdiv(tiles, programs) if sums else 1
     programs = triton.cdiv(tiles, steps)
     dweight, dbias = (rstd.new_empty(programs, hidden) if need else None for need in needs[1:])
-    norm_backward_kernel[(programs,)](
+    norm_backward_kernel[(programs, columns)](
         dy, x_hat, rstd, weight, dx, dweight, dbias, layout.count, hidden, steps,
         *_rows(dy).arguments, *layout.arguments, RMS=spec.kind == "rms", OFFSET=spec.offset == 1,
-        ROWS=config.rows, BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
+        ROWS=config.rows, BLOCK=config.block, STAGES=stages, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return dweight, dbias
-
-
-def _dx_of_long_rows(
-    dy: Tensor,
-    x_hat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    dx: Tensor,
-    layout: Rows,
-    spec: NormSpec,
-    config: LaunchConfig,
-) -> None:
-    norm_long_dx_kernel[(layout.count,)](
-        dy, x_hat, rstd, weight, dx, x_hat.size(-1), *_rows(dy).arguments, *layout.arguments,
-        RMS=spec.kind == "rms", OFFSET=spec.offset == 1, BLOCK=config.block,
-        num_warps=config.num_warps, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _sums_of_long_rows(
-    dy: Tensor, x_hat: Tensor, layout: Rows, needs: tuple[bool, bool, bool], config: LaunchConfig
-) -> tuple[Tensor | None, Tensor | None]:
-    if not any(needs[1:]):
-        return None, None
-    # The tile has as many elements as that of the other kernels, but more rows: sums over rows want few columns.
-    hidden, block = x_hat.size(-1), max(config.block // 8, 16)
-    rows = config.rows * config.block // block
-    columns, tiles = triton.cdiv(hidden, block), triton.cdiv(layout.count, rows)
-    programs = min(tiles, triton.cdiv(_programs(x_hat.device, config.num_warps), columns))
-    steps = triton.cdiv(tiles, programs)
-    programs = triton.cdiv(tiles, steps)
-    dweight, dbias = (dy.new_empty((programs, hidden), dtype=torch.float32) if need else None for need in needs[1:])
-    norm_long_sums_kernel[(programs, columns)](
-        dy, x_hat, dweight, dbias, layout.count, hidden, steps, *_rows(dy).arguments, *layout.arguments,
-        ROWS=rows, BLOCK=block, num_warps=config.num_warps, enable_fp_fusion=True,
-    )  # fmt: skip
-    return dweight, dbias
+    return dx, *_sums(dweight, dbias, dtype)
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
@@ -137,18 +125,22 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
     count, hidden, steps,
     dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
     x_n1, x_n2, x_s0, x_s1, x_s2,
-    RMS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows that fit into the tile; a program walks over `steps` tiles. Pointers of what is not wanted are None."""
+    """A program walks over `steps` tiles of whole rows, or without dx of a block of columns. Pointers of what is not
+    wanted are None."""
     program = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)
+    if dx_ptr is None:
+        column += tl.program_id(1) * BLOCK
+    col = column[None, :]
     if weight_ptr is not None and dx_ptr is not None and ROWS > 1:
         scale = offset_weight(weight_ptr, col, hidden, OFFSET)
     if dweight_ptr is not None:
         dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     if dbias_ptr is not None:
         dbias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for step in range(steps):
+    for step in tl.range(steps, num_stages=STAGES):
         row = ((program * steps + step) * ROWS + tl.arange(0, ROWS))[:, None]
         inside = (row < count) & (col < hidden)
         dy = read(dy_ptr, offsets(row, col, dy_n1, dy_n2, dy_s0, dy_s1, dy_s2, False), inside, False)
@@ -166,17 +158,22 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
                     # Read again for every row, from the cache; registers hold it only where rows share it.
                     scale = offset_weight(weight_ptr, col, hidden, OFFSET)
                 g = dy * scale
+            # Both means and rstd ahead of their first use: registers do not hold g and the difference at a time.
+            # Without sums there are enough of them, and one less for rstd lets another program in.
+            if dweight_ptr is not None:
+                rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
+            mean_g = (tl.sum(g, axis=1) / hidden)[:, None]
             inner = g - x_hat * (tl.sum(g * x_hat, axis=1) / hidden)[:, None]
             if not RMS:
-                inner -= (tl.sum(g, axis=1) / hidden)[:, None]
-            rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
+                inner -= mean_g
+            if dweight_ptr is None:
+                rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
             write(dx_ptr, place, rstd * inner, inside, False)
-    partial = program * hidden + tl.arange(0, BLOCK)
-    inside_row = tl.arange(0, BLOCK) < hidden
+    partial = program * hidden + column
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=inside_row)
+        tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=column < hidden)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=inside_row)
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=column < hidden)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -231,37 +228,6 @@ def norm_long_dx_kernel(  # type: ignore[no-untyped-def]
         if not RMS:
             inner -= mean_g
         write(dx_ptr, x_row + col, rstd * inner, col < hidden, False)
-
-
-@triton.jit(do_not_specialize=["count", "steps"])
-def norm_long_sums_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, x_hat_ptr, dweight_ptr, dbias_ptr,
-    count, hidden, steps,
-    dy_n1, dy_n2, dy_s0, dy_s1, dy_s2,
-    x_n1, x_n2, x_s0, x_s1, x_s2,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """dweight and dbias of one block of columns over the program's rows."""
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    col = column[None, :]
-    if dweight_ptr is not None:
-        dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    if dbias_ptr is not None:
-        dbias = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for step in range(steps):
-        row = ((program * steps + step) * ROWS + tl.arange(0, ROWS))[:, None]
-        inside = (row < count) & (col < hidden)
-        dy = read(dy_ptr, offsets(row, col, dy_n1, dy_n2, dy_s0, dy_s1, dy_s2, False), inside, False)
-        if dbias_ptr is not None:
-            dbias += dy
-        if dweight_ptr is not None:
-            dweight += dy * read(x_hat_ptr, offsets(row, col, x_n1, x_n2, x_s0, x_s1, x_s2, False), inside, False)
-    partial = program * hidden + column
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, axis=0), mask=column < hidden)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=column < hidden)
 
 
 @triton.jit

@@ -204,6 +204,8 @@ def _resources_of_amdgcn(text: str) -> dict[str, int]:
 
 
 _PTX_ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d+))?\.b(\d+)\b")
+#: A load into shared memory, ahead of its use.
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global [^;]*?, 0x([0-9a-f]+)")
 _AMD_ACCESS = re.compile(r"\b(?:global|buffer)_(load|store)_(dwordx?\d?|short|ushort|byte|ubyte|sbyte|sshort)\w*")
 _AMD_BITS = {"dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 _BF16_ARITHMETIC = re.compile(
@@ -212,7 +214,7 @@ _BF16_ARITHMETIC = re.compile(
 
 
 def _widths_of_ptx(text: str) -> dict[str, list[int]]:
-    widths: dict[str, list[int]] = {"load": [], "store": []}
+    widths: dict[str, list[int]] = {"load": [8 * int(nbytes, 16) for nbytes in _PTX_COPY.findall(text)], "store": []}
     for operation, count, bits in _PTX_ACCESS.findall(text):
         widths["load" if operation == "ld" else "store"].append(int(count or 1) * int(bits))
     return widths

@@ -65,12 +65,14 @@ class Shape:
     blocks: tuple[int, ...]
     """Candidates for the columns of a tile where rows are longer; in elements of 16 bits."""
     smallest_warps: int = 2
+    """Where rows are longer."""
 
 
 _SHAPES = {
-    "norm_forward": Shape(16384, 16, (1024, 2048, 4096)),
+    # Longer rows are walked through twice, by programs so large that few rows at a time are between the two.
+    "norm_forward": Shape(16384, 32, (8192,), smallest_warps=16),
     "norm_affine": Shape(512, 4, (1024, 2048)),
-    "norm_backward": Shape(8192, 16, (1024, 2048, 4096)),
+    "norm_backward": Shape(16384, 32, (8192,), smallest_warps=32),
     "activation_forward": Shape(0, 8, (1024, 2048)),
     "activation_backward": Shape(0, 8, (1024, 2048)),
     "gated_forward": Shape(0, 8, (1024, 2048)),
@@ -99,7 +101,7 @@ def candidates(case: TuningCase) -> list[LaunchConfig]:
     found = set()
     for block in blocks:
         for vectors in (1, 2, 4):
-            num_warps = shape.smallest_warps
+            num_warps = 2 if case.up_to else shape.smallest_warps
             while num_warps <= shape.largest_warps:
                 rows, rest = divmod(vectors * vector * 32 * num_warps, block)
                 # Several rows a tile where rows are short; four warps are enough for those.
