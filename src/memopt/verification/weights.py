@@ -153,34 +153,16 @@ def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
         for name in sorted(before.keys() & after.keys())
         if before[name] != after[name]
     ]
-    return _check(
-        "tensors",
-        "names, dtypes and shapes",
-        "fail" if wrong else "pass",
-        metric="tensors that are missing, extra or of another layout",
-        value=len(wrong),
-        reference="source headers",
-        n=len(before),
-        detail=first_of(wrong),
-    )
+    metric = "tensors that are missing, extra or of another layout"
+    return _check_none(wrong, "tensors", "names, dtypes and shapes", metric, "source headers", len(before))
 
 
 def _check_tensors(folds: tuple[Fold, ...], results: dict[str, TensorComparison]) -> list[Check]:
     folded = frozenset[str]().union(*(fold.touched for fold in folds))
     untouched = sorted(results.keys() - folded)
     different = [name for name in untouched if results[name].different]
-    checks = [
-        _check(
-            "unchanged",
-            "tensors that no fold touches",
-            "fail" if different else "pass",
-            metric="tensors whose bytes differ",
-            value=len(different),
-            reference="source bytes",
-            n=len(untouched),
-            detail=first_of(different),
-        )
-    ]
+    metric, subject = "tensors whose bytes differ", "tensors that no fold touches"
+    checks = [_check_none(different, "unchanged", subject, metric, "source bytes", len(untouched))]
     checks += [_check_fold(fold, results) for fold in folds]
     if folds:
         checks.append(_check_range([results[name] for name in folded]))
@@ -218,6 +200,13 @@ def _check_range(results: list[TensorComparison]) -> Check:
 def _parallel(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
     with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, items))
+
+
+def _check_none(wrong: list[str], name: str, subject: str, metric: str, reference: str, n: int) -> Check:
+    """Fails if one of `n` is `wrong`."""
+    status: Status = "fail" if wrong else "pass"
+    fields = {"metric": metric, "reference": reference, "n": n, "detail": first_of(wrong)}
+    return _check(name, subject, status, value=len(wrong), **fields)
 
 
 def _check(name: str, subject: str, status: Status, *, value: float | None = None, **fields: Any) -> Check:

@@ -90,18 +90,9 @@ def launch_backward(
 
 
 def _walked(
-    dy: Tensor,
-    x_hat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    layout: Rows,
-    spec: NormSpec,
-    needs: tuple[bool, bool, bool],
-    config: LaunchConfig,
-    stages: int,
-    dtype: torch.dtype,
-) -> Gradients:
+    dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, dx: Tensor | None, layout: Rows, spec: NormSpec,
+    needs: tuple[bool, bool, bool], config: LaunchConfig, stages: int, dtype: torch.dtype,
+) -> Gradients:  # fmt: skip
     """dx and the sums; the sums alone, in blocks of columns, where dx is None."""
     hidden, tiles, sums = x_hat.size(-1), triton.cdiv(layout.count, config.rows), any(needs[1:])
     if dx is None and not sums:
