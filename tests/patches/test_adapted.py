@@ -88,7 +88,7 @@ def test_by_pieces_value_and_gradients_are_the_same(
     dtype: torch.dtype, autocast: torch.dtype | None, fp32: bool, applied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sum is cut by a piece. Products of other sizes may add up in another order, which fp32 shows."""
-    monkeypatch.setattr(kernel, "PIECE", 0)
+    monkeypatch.setattr(kernel, "piece_bytes", lambda: 0)
     monkeypatch.setattr(kernel, "TILE", 4)
     stock = layer(dtype=dtype, fp32=fp32)
     expected, found = (results(each, dtype, autocast, readers=1) for each in (stock, patched(stock)))

@@ -8,13 +8,14 @@ another dtype. Every step is computed and rounded as the three linears do it on 
 PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
 (`weight_gradient`). Source: LoRA, arXiv 2106.09685.
 
-What is large and in the adapter's dtype (fp32 around a 16-bit linear) is made by pieces that fit into a GPU's cache; no
-sum is cut. Where the gradient of x takes several pieces, its two terms are added up here: if x has other readers, their
-sum is rounded in another order than the stock one.
+In blocks that run again, large tensors in the adapter's dtype (fp32 around a 16-bit linear) are made by pieces that fit
+into a GPU's cache; no sum is cut. Where the gradient of x takes several pieces, its two terms are added up here: if x
+has other readers, their sum is rounded in another order than the stock one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -73,7 +74,17 @@ def adapted_linear(
         if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
     y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec)
-    return computed(y, lambda h: _sum(x.reshape(-1, x.size(-1)).to(dtype), weight, bias, h, b, scaling).view(y.shape))
+    piece = piece_bytes()
+
+    def compute(h: Tensor) -> Tensor:
+        return _sum(x.reshape(-1, x.size(-1)).to(dtype), weight, bias, h, b, scaling, piece).view(y.shape)
+
+    return computed(y, compute)
+
+
+def piece_bytes() -> int:
+    """Bytes of a piece: without a limit but in blocks that run again, since pieces cost launches."""
+    return PIECE if is_under_foreign_hooks() else sys.maxsize
 
 
 class AdaptedLinearFunction(DirectFunction):
@@ -83,21 +94,13 @@ class AdaptedLinearFunction(DirectFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        given: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        scaling: float,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        spec: RecomputeSpec | None,
-    ) -> Tensor:
+        ctx: Any, given: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float,
+        dtypes: tuple[torch.dtype, torch.dtype], spec: RecomputeSpec | None,
+    ) -> Tensor:  # fmt: skip
         """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms."""
         dtype, of_adapter = dtypes
         ctx.scaling, ctx.shape, ctx.dtypes, ctx.recompute = scaling, x.shape, (given.dtype, of_adapter), None
-        ctx.is_shared = given is x
+        ctx.is_shared, ctx.piece = given is x, piece_bytes()
         saved: Sequence[Tensor | None] = (given,)
         if not a.requires_grad:
             saved = (None,)
@@ -105,60 +108,60 @@ class AdaptedLinearFunction(DirectFunction):
             ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
         rows, matrix = x.reshape(-1, x.size(-1)).to(dtype), a.to(of_adapter)
         read = rows if ctx.is_shared or dtype is of_adapter else given.reshape(rows.shape)
-        h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter)
+        h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter, ctx.piece)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, a, b, h if b.requires_grad else None, *saved)
         shape = *x.shape[:-1], weight.size(0)
         y = to_be_computed(ctx, h, shape, dtype)
-        return _sum(rows, weight, bias, h, b, scaling).view(shape).data if y is None else y
+        return _sum(rows, weight, bias, h, b, scaling, ctx.piece).view(shape).data if y is None else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, a, b, h, *saved = ctx.saved_tensors
         needs_given, needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        scaling, (_, dtype) = ctx.scaling, ctx.dtypes
+        scaling, (_, dtype), piece = ctx.scaling, ctx.dtypes, ctx.piece
         given = dx = da = db = None
         with autocast_as(None, dy):
             rows = added = dy.reshape(-1, dy.size(-1))
-            if rows.numel() * dtype.itemsize <= PIECE:
+            if rows.numel() * dtype.itemsize <= piece:
                 added, scaling = _scaled(rows, dtype, scaling), 1
             if needs_b:
-                db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, scaling)
+                db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, piece, scaling)
             if needs_a or needs_given:
                 matrix = b.to(dtype)
-                dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, scaling)
+                dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, piece, scaling)
                 del added
                 if needs_a:
-                    da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype)
+                    da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype, piece)
             if needs_x:
                 dx = input_gradient(rows, weight, ctx.shape)
             if needs_given:
                 nbytes = ctx.shape.numel() * (dtype.itemsize + dy.itemsize)
-                if dx is None or not ctx.is_shared or nbytes <= PIECE:
+                if dx is None or not ctx.is_shared or nbytes <= piece:
                     given = input_gradient(dh, a, ctx.shape)
                 else:
                     matrix, sums = a.to(dtype), dx.view(-1, dx.size(-1))
-                    for piece in _slices(len(sums), nbytes, sums):
-                        sums[piece].add_(dh[piece].mm(matrix).to(sums.dtype))
+                    for part in _slices(len(sums), nbytes, sums, piece):
+                        sums[part].add_(dh[part].mm(matrix).to(sums.dtype))
         return given, dx, None, None, da, db, None, None, None
 
 
 def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     """x as a matrix; where it is small, all its readers share a cast."""
     own, dtype = ctx.dtypes
-    own = dtype if ctx.shape.numel() * dtype.itemsize <= PIECE else own
+    own = dtype if ctx.shape.numel() * dtype.itemsize <= ctx.piece else own
     x: Tensor = saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own)
     return x.reshape(-1, x.size(-1))
 
 
-def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float) -> Tensor:
+def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float, piece: int) -> Tensor:
     """``F.linear(rows, weight, bias) + h B^T * scaling`` of matrices, in the dtype of `rows`."""
     y = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
     matrix = b.to(h.dtype)
     if is_selectively_checkpointed():  # it may have kept the product
         return (y + _scaled(F.linear(h, matrix), h.dtype, scaling)).to(y.dtype)
-    for piece in _slices(len(y), y.numel() * h.itemsize, y):
-        y[piece].add_(_scaled(F.linear(h[piece], matrix), h.dtype, scaling))
+    for part in _slices(len(y), y.numel() * h.itemsize, y, piece):
+        y[part].add_(_scaled(F.linear(h[part], matrix), h.dtype, scaling))
     return y
 
 
@@ -167,26 +170,26 @@ def _scaled(x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:
 
 
 def _pieced(
-    of: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, int], dtype: torch.dtype, scaling: float = 1
+    of: Callable[[Tensor], Tensor], x: Tensor, dims: tuple[int, int], dtype: torch.dtype, piece: int, scaling: float = 1
 ) -> Tensor:
     """``of(x.to(dtype) * scaling)``, by pieces of a dimension of the matrix `x`, which is another one of the result."""
     if x.dtype is dtype and scaling == 1:
         return of(x)
     (of_x, of_result), whole = dims, None
-    for piece in _slices(x.size(of_x), x.numel() * dtype.itemsize, x):
-        part = of(_scaled(x[piece] if of_x == 0 else x[:, piece], dtype, scaling))
+    for columns in _slices(x.size(of_x), x.numel() * dtype.itemsize, x, piece):
+        part = of(_scaled(x[columns] if of_x == 0 else x[:, columns], dtype, scaling))
         if part.size(of_result) == x.size(of_x):
             return part
         if whole is None:
             whole = part.new_empty([x.size(of_x) if dim == of_result else part.size(dim) for dim in range(2)])
-        whole.narrow(of_result, piece.start, part.size(of_result)).copy_(part)
+        whole.narrow(of_result, columns.start, part.size(of_result)).copy_(part)
     assert whole is not None
     return whole
 
 
-def _slices(count: int, nbytes: int, tensor: Tensor) -> Iterable[slice]:
-    """Pieces of `count` rows or columns, all of which take `nbytes`."""
-    if nbytes <= PIECE:
+def _slices(count: int, nbytes: int, tensor: Tensor, piece: int) -> Iterable[slice]:
+    """Pieces of at most `piece` bytes of `count` rows or columns, all of which take `nbytes`."""
+    if nbytes <= piece:
         return (slice(None),)
-    size = -(-max(PIECE * count // nbytes, -(-count // PIECES)) // TILE) * TILE
+    size = -(-max(piece * count // nbytes, -(-count // PIECES)) // TILE) * TILE
     return pieces((slice(first, first + size) for first in range(0, count, size)), tensor)

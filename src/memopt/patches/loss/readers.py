@@ -134,12 +134,12 @@ def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
     if values is not None:  # in a trace: how many there are
         with no_dispatch():
             count = int((values != ignore_index).sum())
-        kept = target.new_empty(count)
+        kept = target.new_empty(count, 1)
     elif _has_values(target):
-        kept = (target != ignore_index).nonzero().squeeze(1)
+        kept = (target != ignore_index).nonzero()
     else:
         return None
-    return None if len(kept) == len(target) else kept
+    return None if len(kept) == len(target) else kept.squeeze(1)
 
 
 def _has_values(tensor: Tensor) -> bool:
