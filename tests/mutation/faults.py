@@ -32,6 +32,7 @@ _ATOMIC = ("tests/checkpoint/test_atomic.py",)
 _LEVELS = ("tests/verification/test_levels.py",)
 _REPORT = ("tests/reporting/test_account.py",)
 _FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
+_SCENARIOS = "tests/device/numeric/test_scenarios.py"
 _SHRINK = ("tests/walk/models/test_shrink.py", "tests/walk/models/test_shrink_rest.py")
 
 FAULTS: tuple[Fault, ...] = (
@@ -412,5 +413,36 @@ FAULTS: tuple[Fault, ...] = (
         "first = _mix(_sum(_mix(_sum(low, _GOLDEN)), high))",
         "first = _mix(_sum(_mix(_sum(low, _GOLDEN)), low))",
         ("tests/triton/test_dropout.py",),
+    ),
+    # What a GPU changes beside speed.
+    Fault(
+        "a scope in a block that runs again: nodes from outside of it count",
+        "return bool(hooks) and all(hook in self._made_inside for hook in hooks)",
+        "return True",
+        (_SCENARIOS, "-k", "bert and levels and bf16"),
+    ),
+    Fault(
+        "the loss waits for the labels on a GPU",
+        "kept = None if is_on_gpu(source.x) else _counted(",
+        "kept = _counted(",
+        (_SCENARIOS, "-k", "llama and full and none and fp32"),
+    ),
+    Fault(
+        "the gradient of a chunk of logits lives while the next is computed",
+        "        del dy  # before the next is computed",
+        "        pass",
+        ("tests/patches/test_loss_on_gpu.py",),
+    ),
+    Fault(
+        "a head on another device computes its logits whole",
+        'return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and _hooks_its_class(module)',
+        "return hook is NotImplemented",
+        ("tests/device/numeric/test_training_loop.py", "-k", "two_devices"),
+    ),
+    Fault(
+        "a result that was copied into another layout counts as changed in place",
+        "else target.copy_(result).data",
+        "else target.copy_(result)",
+        ("tests/kernels/norm/test_norm_layouts.py", "tests/triton/test_norm_layouts.py"),
     ),
 )
