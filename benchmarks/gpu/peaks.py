@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,15 +209,18 @@ def table(rows: Sequence[Row]) -> Table:
     names = ("model, trained, saved by, precision", "peak in", "predicted", "allocated", "off by", "reserved", "off by")
     for name in names:
         result.add_column(name, justify="left" if name in names[:2] else "right", no_wrap=True)
-    mebibytes: Callable[[Any], str] = lambda count: "-" if count is None else f"{count / 2**20:,.0f}"  # noqa: E731
     for row in rows:
         off = _off(row) if "error" not in row else {}
         shares = {name: f"{off[name]:+.2%}" if name in off else "-" for name in ("allocated", "reserved")}
-        numbers = (mebibytes(row.get(name)) for name in ("predicted", "allocated", "reserved"))
+        numbers = (_mebibytes(row.get(name)) for name in ("predicted", "allocated", "reserved"))
         predicted, allocated, reserved = numbers
         cells = (predicted, allocated, shares["allocated"], reserved, shares["reserved"])
         result.add_row(row["case"], row.get("moment", row.get("error")), *cells)
     return result
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.0f}"
 
 
 if __name__ == "__main__":

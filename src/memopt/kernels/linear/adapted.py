@@ -74,12 +74,7 @@ def adapted_linear(
         if narrows:
             x, given = x.to(dtype), x.to(of_adapter)  # in the graph, so that a scope can follow it; in this order
     y: Tensor = AdaptedLinearFunction.apply(given, x, weight, bias, a, b, scaling, (dtype, of_adapter), spec)
-    piece = piece_bytes()
-
-    def compute(h: Tensor) -> Tensor:
-        return _sum(x.reshape(-1, x.size(-1)).to(dtype), weight, bias, h, b, scaling, piece).view(y.shape)
-
-    return computed(y, compute)
+    return computed(y, lambda h: _sum(_matrix(x).to(dtype), weight, bias, h, b, scaling, PIECE).view(y.shape))
 
 
 def piece_bytes() -> int:
@@ -106,7 +101,7 @@ class AdaptedLinearFunction(DirectFunction):
             saved = (None,)
         elif spec is not None:
             ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
-        rows, matrix = x.reshape(-1, x.size(-1)).to(dtype), a.to(of_adapter)
+        rows, matrix = _matrix(x).to(dtype), a.to(of_adapter)
         read = rows if ctx.is_shared or dtype is of_adapter else given.reshape(rows.shape)
         h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter, ctx.piece)
         ctx.save_for_backward(weight if ctx.needs_input_grad[1] else None, a, b, h if b.requires_grad else None, *saved)
@@ -151,6 +146,10 @@ def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     own, dtype = ctx.dtypes
     own = dtype if ctx.shape.numel() * dtype.itemsize <= ctx.piece else own
     x: Tensor = saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own)
+    return _matrix(x)
+
+
+def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1))
 
 

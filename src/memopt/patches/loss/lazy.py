@@ -193,12 +193,15 @@ def stand_for(source: Source, parent: LazyLogits | None = None, step: Callable[[
         while parent.parent is not None and parent.step is not None:
             steps.append(parent.step)
             parent = parent.parent
-        root, parent = weakref.ref(parent), None
-        step = lambda value: functools.reduce(lambda y, each: each(y), reversed(steps), value)  # noqa: E731
+        root, parent, step = weakref.ref(parent), None, functools.partial(_through, steps[::-1])
     logits.source, logits.value, logits.parent, logits.root, logits.step = source, None, parent, root, step
     logits.node = logits.grad_fn
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
+
+
+def _through(steps: list[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
+    return functools.reduce(lambda y, step: step(y), steps, value)
 
 
 class _StandingFunction(DirectFunction):
