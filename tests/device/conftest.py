@@ -14,6 +14,11 @@ PLUGIN = "tests.device.emulator.plugin"
 MODES = {"numeric": True, "quantised": True, "counted": False}
 
 
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan() -> None:
+    """Nothing: the emulated device fills fresh memory itself, and what tests fill would count as launches."""
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     reason = _reason_to_skip(module_path)
     return skipped_module(module_path, parent, reason) if reason else None
