@@ -75,7 +75,7 @@ def test_every_measuring_part_is_dry_run_here() -> None:
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [*(("Llama", way) for way in first_step.WAYS), *((model, "exact-unfolded") for model in ("BERT", "ViT", "T5"))],
+    [*(("Llama", way) for way in first_step.WAYS), *((model, "exact-levels") for model in ("BERT", "ViT", "T5"))],
 )
 def test_a_first_step(model: str, way: str, tmp_path: Path) -> None:
     (row,) = dry(first_step.main, tmp_path / "x.json", "--model", model, "--way", way)["rows"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,11 +115,24 @@ def test_a_kernel_that_is_launched_on_another_device_than_its_tensors_is_an_erro
         kernel[(1,)](there, there)
 
 
-def test_that_it_cannot_be_built_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "tests.device.emulator", "no_such_script.py"]
-    run = subprocess.run(command, capture_output=True, text=True, env={"CXX": "/no/compiler", "PATH": ""}, check=False)
-    assert run.returncode == 2
-    assert run.stderr.startswith("There is no emulated device: the C++ compiler /no/compiler does not run")
+def test_that_it_cannot_run_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.device.emulator", __file__]
+
+    def said(**environment: str) -> str:
+        run = subprocess.run(command, capture_output=True, text=True, env={"PATH": "", **environment}, check=False)
+        assert run.returncode == 2
+        return run.stderr
+
+    prefix = "There is no emulated device: "
+    assert said(CXX="/no/compiler").startswith(f"{prefix}the C++ compiler /no/compiler does not run")
+    damaged = tmp_path / build.build().name
+    damaged.write_bytes(b"no library")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or ""
+    assert said(CXX=compiler, PATH=os.environ["PATH"], MEMOPT_DEVICE_CACHE=str(tmp_path)).startswith(
+        f"{prefix}{damaged}"
+    )
+    command[-1] = "no_such_script.py"
+    assert said() == "There is no script no_such_script.py.\n"
     monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(build.CannotBuild, match="imported already"):
         build.load()

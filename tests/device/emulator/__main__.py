@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 from tests.device.emulator.build import CannotBuild
 
 if len(sys.argv) < 2 or sys.argv[1:] == ["-m"]:
     print("usage: python -m tests.device.emulator [-m MODULE | SCRIPT] [ARGUMENT ...]", file=sys.stderr)
+    sys.exit(2)
+if sys.argv[1] != "-m" and not Path(sys.argv[1]).is_file():
+    print(f"There is no script {sys.argv[1]}.", file=sys.stderr)
     sys.exit(2)
 try:
     import tests.device.emulator.install  # noqa: F401

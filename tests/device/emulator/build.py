@@ -28,11 +28,16 @@ def load() -> ctypes.CDLL:
     """The library, compiled if it is not there yet (about 20 seconds).
 
     Raises:
-        CannotBuild: torch is imported already, is not a CPU build, or the compiler is missing or fails.
+        CannotBuild: torch is imported already, is not a CPU build, the compiler is missing or fails, or what it made is
+            damaged.
     """
     if "torch" in sys.modules:
         raise CannotBuild("torch is imported already; the emulated device has to be loaded before it")
-    library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise CannotBuild(f"{path} cannot be loaded ({error}); remove it, and it is compiled again") from error
     for name in ("live", "peak"):
         getattr(library, f"emulated_{name}_bytes").restype = ctypes.c_size_t
     return library
