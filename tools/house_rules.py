@@ -33,7 +33,7 @@ WORDS = {
     r"remade|remakes?\b": "recomputed",
 }
 #: Folders of kernels/ that belong to no operator.
-SHARED_KERNELS = {"base", "tools"}
+SHARED_KERNELS = {"base"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
     "sampling.py": "the public path of patches/sampled_linear",
@@ -132,15 +132,15 @@ def _files(source: Path) -> list[Path]:
 def folder_rule(source: Path) -> Iterator[str]:
     """Files outside patches/X and kernels/X that name X: import it, or hold its name, recipe key or action as a string.
 
-    A patch may name those in its `after` and `requires`, an operator those of `OPERATORS`; the tools around kernels
-    list all launches. In walk/ a norm is what was observed, not what is done to it.
+    A patch may name those in its `after` and `requires`, an operator those of `OPERATORS`. In walk/ a norm
+    is what was observed, not what is done to it.
     """
     words, beside = _methods()
     for path in _files(source):
         name = path.relative_to(source).as_posix()
         tree = ast.parse(path.read_text())
         own = _home(name, words)
-        if name in NAMES_METHODS or name.startswith("kernels/tools/"):
+        if name in NAMES_METHODS:
             continue
         declared = {own, *(OPERATORS if name.startswith("kernels/") else beside).get(own, ())}
         for module in _imports(tree):

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from benchmarks.kernel_bytes import RESULTS as BYTES
-from memopt.kernels.tools.occupancy import LIMITS
 from tests.aot.cases import resident, rows
+from tools.kernels.occupancy import LIMITS
 
 
 def table() -> str:

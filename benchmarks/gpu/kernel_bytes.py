@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-from memopt.kernels.tools.launches import VARIANTS, CallShape, Variant
+from tools.kernels.launches import VARIANTS, CallShape, Variant
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernel_bytes.json"
 #: More than the programs that share the rows where there is no GPU: their partial sums are smaller than the input.

@@ -20,9 +20,9 @@ from typing import Any
 
 import triton
 
-from memopt.kernels.tools.aot import TARGETS
-from memopt.kernels.tools.launches import VARIANTS
 from tests.aot.cases import Case, binaries, cases, named
+from tools.kernels.aot import TARGETS
+from tools.kernels.launches import VARIANTS
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernel_resources.json"
 

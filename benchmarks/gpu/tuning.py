@@ -4,9 +4,9 @@
     python -m benchmarks.tuning --minutes 7   start no further entry after so many minutes (default 7.5)
     python -m benchmarks.tuning --dry-run     a few entries on tiny tensors; the numbers mean nothing
 
-An entry is a kernel, the bits of an element and a length of rows (`memopt.kernels.tools.tune`), the most important
+An entry is a kernel, the bits of an element and a length of rows (`tools.kernels.tune`), the most important
 first: 16 bits, long rows. Times are medians with a cold cache, of the kernel's heaviest variants added up. A table made
-from timings is written by ``python -m memopt.kernels.tools.tune --measure --out FILE`` (about fifteen minutes).
+from timings is written by ``python -m tools.kernels.tune --measure --out FILE`` (about fifteen minutes).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from memopt.kernels.base.device import INTERPRETED
 from memopt.kernels.base.launch import LaunchConfig, launch_config, override
 
 if TYPE_CHECKING:
-    from memopt.kernels.tools.tune import TuningCase
+    from tools.kernels.tune import TuningCase
 
 MODULE = "benchmarks.tuning"
 #: Bytes of one tensor: larger than any cache.
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entries(*, dry_run: bool) -> list[TuningCase]:
     """What is timed, the most important first."""
-    from memopt.kernels.tools.tune import cases
+    from tools.kernels.tune import cases
 
     found = sorted(cases(), key=lambda case: (case.bits != "16", -case.hidden))
     return [case for case in found if case.hidden <= _DRY_LONGEST][:_DRY_ENTRIES] if dry_run else found
@@ -105,7 +105,7 @@ def _run(result: Result, minutes: float, watch: Stopwatch, device: str, *, dry_r
 
 def measure(case: TuningCase, watch: Stopwatch, device: str, *, dry_run: bool) -> Row:
     """Milliseconds of the shipped configuration and of every candidate; one that fails says why."""
-    from memopt.kernels.tools.tune import candidates
+    from tools.kernels.tune import candidates
 
     shipped = launch_config(case.kernel, case.hidden, case.dtype)
     configs = [shipped, *(each for each in candidates(case) if each != shipped)]
@@ -132,7 +132,7 @@ def measure(case: TuningCase, watch: Stopwatch, device: str, *, dry_run: bool) -
 
 
 def _milliseconds(case: TuningCase, config: LaunchConfig, watch: Stopwatch, device: str, nbytes: int) -> float:
-    from memopt.kernels.tools.launches import VARIANTS, CallShape
+    from tools.kernels.launches import VARIANTS, CallShape
 
     rows = max(1, nbytes // (case.hidden * case.dtype.itemsize))
     total = 0.0

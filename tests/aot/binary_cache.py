@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that only a kernel whose binary can have changed is compiled again.
 
 Triton's own cache also counts the line on which a kernel starts. Here an edit above a kernel keeps its binary, and a
-folder holds nothing but what :mod:`memopt.kernels.tools.aot` reads, compressed. `tests/aot/conftest.py` installs it.
+folder holds nothing but what :mod:`tools.kernels.aot` reads, compressed. `tests/aot/conftest.py` installs it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITCallable
 
-from memopt.kernels.tools import aot
-from memopt.kernels.tools.aot import Compiled
+from tools.kernels import aot
+from tools.kernels.aot import Compiled
 
 #: Environment variable that names the folder; without it every process compiles for itself.
 FOLDER = "MEMOPT_AOT_CACHE"

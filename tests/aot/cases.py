@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from memopt.kernels.tools.aot import TARGETS, Binary, capture
-from memopt.kernels.tools.launches import CallShape, Variant
-from memopt.kernels.tools.occupancy import LIMITS, resident_warps
+from tools.kernels.aot import TARGETS, Binary, capture
+from tools.kernels.launches import CallShape, Variant
+from tools.kernels.occupancy import LIMITS, resident_warps
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ def _reason_to_skip() -> str | None:
 REASON = _reason_to_skip()
 
 if REASON is None:
-    from memopt.kernels.tools import aot
     from tests.aot.binary_cache import compile_cached
+    from tools.kernels import aot
 
     aot.compile_kernel = compile_cached
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from memopt.kernels.tools.aot import TARGETS, Binary, capture
 from tests.aot import binary_cache
 from tests.aot.binary_cache import binary_key, source_key
+from tools.kernels.aot import TARGETS, Binary, capture
 
 SOURCE = """\
 import triton

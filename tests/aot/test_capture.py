@@ -11,7 +11,7 @@ from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
 from memopt.kernels.base.launch import launch_config
-from memopt.kernels.tools.aot import TARGETS, Binary, capture
+from tools.kernels.aot import TARGETS, Binary, capture
 
 BLOCK = 2048
 

@@ -8,8 +8,8 @@ import torch
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK
-from memopt.kernels.tools.aot import SHARED_LIMIT, Binary, capture
 from tests.aot.cases import WHOLE, dealt
+from tools.kernels.aot import SHARED_LIMIT, Binary, capture
 
 CODES = [("relu", "mask"), ("gelu_erf", "published"), ("silu", "3bit"), ("mish", "4bit"), ("mish", "8bit-stochastic")]
 #: Whole groups, whole vectors, neither.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from memopt.kernels.dropout.function_triton import launch_dropout
-from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary, capture
 from tests.aot.cases import BACKENDS
+from tools.kernels.aot import SHARED_LIMIT, TARGETS, Binary, capture
 
 DTYPES = [torch.bfloat16, torch.float32]
 #: A whole number of tiles, a whole number of vectors, neither.

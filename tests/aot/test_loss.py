@@ -9,8 +9,8 @@ import torch
 
 from memopt.kernels.loss.function_triton import launch_gradient, launch_statistics
 from memopt.kernels.loss.reference import RowFactors
-from memopt.kernels.tools.aot import capture
 from tests.aot.cases import BACKENDS
+from tools.kernels.aot import capture
 
 
 def test_the_loop_has_no_barrier_and_little_more_than_one_exponential_an_element() -> None:

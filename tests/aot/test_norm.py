@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memopt.kernels.norm.forward_triton import launch_affine, launch_forward
 from memopt.kernels.norm.function import NormSpec
-from memopt.kernels.tools.aot import capture
+from tools.kernels.aot import capture
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memopt.kernels.quantize.quantize_triton import launch_dequantize, launch_quantize
-from memopt.kernels.tools.aot import SHARED_LIMIT, Binary, capture
 from tests.aot.cases import BACKENDS, WHOLE, dealt
+from tools.kernels.aot import SHARED_LIMIT, Binary, capture
 
 #: A whole number of tiles, a whole number of vectors, neither.
 SIZES = [2**20, 2**20 + 128 * 3, 2**20 + 3]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.kernels.tools.aot import SHARED_LIMIT, TARGETS, Binary
-from memopt.kernels.tools.launches import VARIANTS
-from memopt.kernels.tools.occupancy import LIMITS, resident_warps
 from tests.aot.cases import (
     SAME_CODE,
     WHOLE,
@@ -21,6 +18,9 @@ from tests.aot.cases import (
     rows,
     share_of_registers,
 )
+from tools.kernels.aot import SHARED_LIMIT, TARGETS, Binary
+from tools.kernels.launches import VARIANTS
+from tools.kernels.occupancy import LIMITS, resident_warps
 
 VECTOR_BITS = 128
 

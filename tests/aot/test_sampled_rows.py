@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows, launch_row_norms, launch_weight_gradient
-from memopt.kernels.tools.aot import SHARED_LIMIT, Binary, capture
 from tests.aot.cases import BACKENDS, WHOLE, dealt
+from tools.kernels.aot import SHARED_LIMIT, Binary, capture
 
 #: Rows, kept rows, in, out: whole tiles; a budget's number of rows; a small dW; nothing that a vector fits.
 SIZES = [(4096, 1024, 2048, 2048), (4096, 1229, 2048, 2048), (4096, 1229, 384, 1536), (4097, 1229, 999, 1001)]

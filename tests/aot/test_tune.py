@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from memopt.kernels.base.launch import LARGEST_TILE, LaunchConfig, parse_table, read_table
-from memopt.kernels.tools import tune
-from memopt.kernels.tools.launches import VARIANTS
-from memopt.kernels.tools.tune import TuningCase, candidates, cases, choose, main, render
+from tools.kernels import tune
+from tools.kernels.launches import VARIANTS
+from tools.kernels.tune import TuningCase, candidates, cases, choose, main, render
 
 CASES = list(cases())
 CASE = TuningCase("activation_forward", "16", None, 4096)

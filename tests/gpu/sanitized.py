@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memopt.kernels.tools.launches import VARIANTS, CallShape
+from tools.kernels.launches import VARIANTS, CallShape
 
 for variant in VARIANTS:
     for hidden in (1, 100, 1000, 4096, 20001):

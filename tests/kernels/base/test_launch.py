@@ -154,7 +154,7 @@ def test_an_entry_that_does_not_fit_is_refused_with_the_file_and_the_reason(laun
     with pytest.raises(LaunchTableError, match=reason) as error:
         parse_table(own_table(launches), "own.json")
     assert "own.json" in str(error.value)
-    assert "memopt.kernels.tools.tune" in str(error.value)
+    assert "tools.kernels.tune" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"launches": []}'])

@@ -1,6 +1,6 @@
 """How a Triton kernel is launched: tile sizes and warps by hidden size and dtype, looked up in a table.
 
-``python -m memopt.kernels.tools.tune`` writes the table (launch.json). ``MEMOPT_LAUNCH_TABLE=path`` in the environment
+``python -m tools.kernels.tune`` writes the table (launch.json). ``MEMOPT_LAUNCH_TABLE=path`` in the environment
 names another one, written by the same command on the GPU at hand: its kernels replace those of launch.json, one by one.
 It is read at the first launch. Nothing here imports Triton.
 """
@@ -81,7 +81,7 @@ def launch_config(kernel: str, hidden: int, dtype: torch.dtype) -> LaunchConfig:
 
 
 def read_table(path: Path) -> Table:
-    """The table in a file that ``python -m memopt.kernels.tools.tune`` wrote.
+    """The table in a file that ``python -m tools.kernels.tune`` wrote.
 
     Raises:
         LaunchTableError: the file cannot be read or is not valid.
@@ -91,7 +91,7 @@ def read_table(path: Path) -> Table:
     except OSError as error:
         raise LaunchTableError(
             f"The launch table {path} cannot be read: {error.strerror or error}.",
-            f"Correct or unset {VARIABLE}; python -m memopt.kernels.tools.tune makes a table.",
+            f"Correct or unset {VARIABLE}; in a clone of memopt, python -m tools.kernels.tune makes a table.",
         ) from error
     except UnicodeDecodeError as error:
         raise _does_not_fit(str(path), "it is not text") from error
@@ -204,5 +204,6 @@ def _is_positive(value: Any) -> bool:
 
 def _does_not_fit(source: str, what: str) -> LaunchTableError:
     return LaunchTableError(
-        f"The launch table {source} does not fit: {what}.", "Make it anew with: python -m memopt.kernels.tools.tune"
+        f"The launch table {source} does not fit: {what}.",
+        "Make it anew, in a clone of memopt, with: python -m tools.kernels.tune",
     )

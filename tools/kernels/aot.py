@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from memopt.kernels.base.launch import warps_of
-from memopt.kernels.tools.occupancy import LIMITS
+from tools.kernels.occupancy import LIMITS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

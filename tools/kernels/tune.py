@@ -1,12 +1,12 @@
 """Makes the table of launch configurations.
 
-    python -m memopt.kernels.tools.tune --check               exit 1 where launch.json differs from the result
-    python -m memopt.kernels.tools.tune --out PATH            from binaries compiled ahead of time; needs no GPU
-    python -m memopt.kernels.tools.tune --measure --out PATH  from timings on the GPU at hand
+    python -m tools.kernels.tune --check               exit 1 where launch.json differs from the result
+    python -m tools.kernels.tune --out PATH            from binaries compiled ahead of time; needs no GPU
+    python -m tools.kernels.tune --measure --out PATH  from timings on the GPU at hand
 
 MEMOPT_LAUNCH_TABLE=PATH in the environment then uses the table. Without a GPU a candidate is refused where one of its
 binaries spills registers or reads less than 128 bits a thread. The choice is the one with the fewest warps among those
-that fill a multiprocessor to three quarters (`memopt.kernels.tools.occupancy`): these kernels are bound by memory, more
+that fill a multiprocessor to three quarters (`tools.kernels.occupancy`): these kernels are bound by memory, more
 warps hide no more latency, and sums over a row cost a barrier where they cross warps.
 """
 
@@ -26,12 +26,13 @@ from typing import Any
 import torch
 import triton
 
+from memopt.kernels.base import launch
 from memopt.kernels.base.launch import LaunchConfig, override
-from memopt.kernels.tools.aot import Binary, capture
-from memopt.kernels.tools.launches import VARIANTS, CallShape, Variant
-from memopt.kernels.tools.occupancy import LIMITS, resident_warps
+from tools.kernels.aot import Binary, capture
+from tools.kernels.launches import VARIANTS, CallShape, Variant
+from tools.kernels.occupancy import LIMITS, resident_warps
 
-SHIPPED = Path(__file__).parents[1] / "base" / "launch.json"
+SHIPPED = Path(launch.__file__).with_name("launch.json")
 ENOUGH_WARPS = 48
 _DTYPES = {"16": torch.bfloat16, "32": torch.float32}
 _VECTOR_BYTES = 16
@@ -215,7 +216,7 @@ def render(table: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m memopt.kernels.tools.tune", description="Make the table of launch configurations."
+        prog="python -m tools.kernels.tune", description="Make the table of launch configurations."
     )
     parser.add_argument("--measure", action="store_true", help="time the candidates on the GPU at hand")
     action = parser.add_mutually_exclusive_group(required=True)
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"launch.json was made with Triton {shipped['made'].get('triton')}, this is {triton.__version__}.")
         return 1
     if SHIPPED.read_text() != render(make(False)):
-        print("launch.json is not what this makes. Make it with: python -m memopt.kernels.tools.tune --out", SHIPPED)
+        print("launch.json is not what this makes. Make it with: python -m tools.kernels.tune --out", SHIPPED)
         return 1
     print("launch.json is what this makes.")
     return 0

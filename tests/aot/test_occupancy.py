@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.kernels.tools.occupancy import resident_warps
+from tools.kernels.occupancy import resident_warps
 
 
 @pytest.mark.parametrize(
