@@ -48,6 +48,7 @@ from memopt.prediction.planner.plan import Task, choose
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace, trace
 from memopt.prediction.tracer import Tracer
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -161,13 +162,13 @@ def rows(case: Case) -> Iterator[Row]:
     fused = replace(card, bandwidth=math.inf)
 
     def traced(recipe: Recipe, batch: int) -> Trace:
-        return Tracer(config, sites, recipe).at(replace(case.training, batch=batch))
+        return Tracer(Step(config, case.training, sites, recipe)).at(replace(case.training, batch=batch))
 
     task = Task(case.name, case.training, SETUP, card, levels_of(sites, EXACT), traced, splits=False)
     for way in WAYS:
         step = replace(case.training, checkpointing="full" if way.switch else "none")
         prepare = partial(way.prepare, blocks=sites.blocks)
-        other = combine(trace(config, step, sites=sites, recipe=way.recipe, prepare=prepare), SETUP)
+        other = combine(trace(Step(config, step, sites, way.recipe), prepare=prepare), SETUP)
         seconds, products = (nanoseconds(other.trace.operations, each) / 1e9 for each in (card, fused))
         plan, of_products = (fastest(replace(task, card=each), other.total + ROUNDING) for each in (card, fused))
         row = Row(

@@ -45,6 +45,7 @@ from memopt.prediction.measure import RealStep
 from memopt.prediction.peak import MARGIN, predict
 from memopt.prediction.setup import Setup
 from memopt.reporting.estimate import quiet
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -222,8 +223,8 @@ def measure(pair: Pair) -> Row:
         BATCH, SEQ, pair.precision, pair.train, checkpointing=checkpointing, cuda_kernels=False, adapter_fp32=True
     )
     recipe = None if name is None else memopt.load_recipe(name)
-    found = predict(config, training, pair.setup, sites=sites, recipe=recipe)
-    step = RealStep(config_of(pair), training, pair.setup, sites=sites, recipe=recipe)
+    found = predict(Step(config, training, sites, recipe), pair.setup)
+    step = RealStep(Step(config_of(pair), training, sites, recipe), pair.setup)
     with quiet():
         step.run()
         live = step.live_peak()

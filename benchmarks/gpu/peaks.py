@@ -154,9 +154,9 @@ def measure(case: Case, *, dry_run: bool) -> Row:
 
 
 def _compare(case: Case, dry_run: bool) -> Any:
-    from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+    from memopt.plan.recipe import load_recipe
     from memopt.prediction.measure import compare
-    from memopt.reporting.subject import Subject
+    from memopt.reporting.step import Step
     from memopt.reporting.training import Training
 
     config, sites = _model(case.model, dry_run)
@@ -165,8 +165,7 @@ def _compare(case: Case, dry_run: bool) -> Any:
     if dry_run:
         rows, tokens = 2, 16 if tokens else None
     training = Training(rows, tokens, case.precision, case.train, checkpointing=checkpointing, adapter_fp32=True)
-    subject = Subject(config, training, sites, load_recipe(recipe or DEFAULT_MEMORY_RECIPE))
-    return compare(subject, stock=recipe is None)
+    return compare(Step(config, training, sites, None if recipe is None else load_recipe(recipe)))
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from benchmarks.settings import deit, t5
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.peak import predict
 from memopt.reporting.estimate import trace_account
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from memopt.walk.calls.batch import Batch
 from memopt.walk.models.build import build_meta
@@ -65,7 +66,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """The memory of a whole step: published (MiB), and as it is predicted for the same setting."""
 
     paper: str
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_SHORT if arguments.check and short else EXIT_OK
 
 
-def shortfalls(blocks: Sequence[Block], steps: Sequence[Step]) -> Iterator[str]:
+def shortfalls(blocks: Sequence[Block], steps: Sequence[StepMemory]) -> Iterator[str]:
     """One sentence for each number that is not the paper's."""
     for block in blocks:
         for counted, published, tolerance in zip(block.counted, block.published, (0.005, 0.015, 0.005), strict=True):
@@ -155,7 +156,7 @@ def _units_of_block(config: PreTrainedConfig) -> dict[str, float]:
     }
     units = {}
     for name, (recipe, training) in recipes.items():
-        account = trace_account(config, training, sites=sites, recipe=recipe)
+        account = trace_account(Step(config, training, sites, recipe))
         kept = account.per_cause(sites.blocks[1])
         kept.pop("weight copy", None)  # autocast's, whose size is not the tokens'
         units[name] = account.units(sum(kept.values()))
@@ -166,18 +167,18 @@ def _training(precision: str) -> Training:
     return Training(batch=4, seq=512, precision=precision, dropout=False)  # type: ignore[arg-type]
 
 
-def mesa() -> Iterator[Step]:
+def mesa() -> Iterator[StepMemory]:
     """Its README: DeiT at 224 x 224, batch 128, AMP, AdamW; attention as PyTorch had it, without a fused kernel."""
     published = {"Ti": (192, 3, 4171, 1858), "S": (384, 6, 8459, 3840), "B": (768, 12, 17691, 8616)}
     for name, (hidden, heads, stock, int8) in published.items():
         config = deit("paper", hidden, heads)
         training, sites = Training(batch=128, seq=None, precision="fp16-mixed"), find_sites(build_meta(config))
         stock_recipe, recipe = load_recipe("exact-unfolded", [*NOTHING, _EAGER]), load_recipe("int8", [_EAGER])
-        yield Step("Mesa", f"DeiT-{name}", stock, _peak(config, training, sites, stock_recipe))
-        yield Step("Mesa", f"DeiT-{name}, 8 bits", int8, _peak(config, training, sites, recipe), False)
+        yield StepMemory("Mesa", f"DeiT-{name}", stock, _peak(config, training, sites, stock_recipe))
+        yield StepMemory("Mesa", f"DeiT-{name}, 8 bits", int8, _peak(config, training, sites, recipe), False)
 
 
-def wta_crs() -> Iterator[Step]:
+def wta_crs() -> Iterator[StepMemory]:
     """Its Table 2: T5-base, batch 100 x 128 tokens, fp32, AdamW."""
     config = t5("paper")
     sites = find_sites(build_meta(config))
@@ -193,13 +194,13 @@ def wta_crs() -> Iterator[Step]:
         ("LoRA, sampled 0.3", lora, sampled, 6.50),
     ):
         predicted = _peak(config, training, sites, recipe, batch)
-        yield Step("WTA-CRS", f"T5-base, {case}", published * 1000 / 1.048576, predicted, recipe is stock)
+        yield StepMemory("WTA-CRS", f"T5-base, {case}", published * 1000 / 1.048576, predicted, recipe is stock)
 
 
 def _peak(
     config: PreTrainedConfig, training: Training, sites: Sites, recipe: Recipe, inputs: Batch | None = None
 ) -> float:
-    return predict(config, training, sites=sites, recipe=recipe, inputs=inputs).peak.nbytes / 2**20
+    return predict(Step(config, training, sites, recipe, inputs=inputs)).peak.nbytes / 2**20
 
 
 def block_table(blocks: Sequence[Block]) -> Table:
@@ -220,7 +221,7 @@ def block_table(blocks: Sequence[Block]) -> Table:
     return table
 
 
-def step_table(steps: Sequence[Step]) -> Table:
+def step_table(steps: Sequence[StepMemory]) -> Table:
     """Measured by the papers and predicted, MiB."""
     table = Table("paper", "step", title="Memory of a step, MiB", title_justify="left")
     for name in ("published", "predicted", "difference"):

@@ -24,8 +24,7 @@ from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.reporting.subject import chosen_recipe
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
@@ -166,7 +165,6 @@ def bytes_saved(result: PatchResult) -> Comparison | None:
         return None
 
 
-@generators_kept()
 def report(
     model: str | Path,
     recipe: str | Path | Recipe | None = None,
@@ -208,26 +206,27 @@ def report(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    training = training_of(batch, precision, train, lora_rank, lora_targets, checkpointing)
-    comparison = compare_training(
+    request = Request(
         model,
-        training,
+        recipe,
+        batch=batch,
         seq=seq,
-        recipe=recipe,
+        precision=precision,
+        train=train,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        checkpointing=checkpointing,
         inputs=inputs,
-        any_size=batch is None and seq is None,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    sections = report_sections(
-        comparison.model,
-        chosen_recipe(model, recipe),
-        trains_all=train == "full",
-        inputs=given_batch(inputs),
-        trust_remote_code=trust_remote_code,
-        note=note or (lambda text: None),
-    )
-    return replace(comparison, sections=sections)
+    return report_on(request, note)
+
+
+@generators_kept()
+def report_on(request: Request, note: Note | None = None) -> Comparison:
+    """:func:`report` with its arguments as one object."""
+    return replace(compare_training(request), sections=report_sections(request, note))
 
 
 def unpatch_checkpoint(

@@ -14,6 +14,7 @@ import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
 from memopt.prediction.trace import Trace, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 
@@ -40,7 +41,7 @@ def _nothing(model: PreTrainedModel) -> None:
 
 def traced(prepare: object) -> Trace:
     config = named_config("llama")
-    return trace(config, Training(2, 24), sites=sites_of(config), prepare=prepare)  # type: ignore[arg-type]
+    return trace(Step(config, Training(2, 24), sites_of(config)), prepare=prepare)  # type: ignore[arg-type]
 
 
 def flops(found: Trace) -> int:

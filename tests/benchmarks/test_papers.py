@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers import Block, Step, shortfalls, terms
+from benchmarks.papers import Block, StepMemory, shortfalls, terms
 
 VIT = Block("ViT", tuple(terms(4.0, gated=False)), (19.0, 11.5, -39.47), {"exact-unfolded": 10.05})
 LLAMA = Block("LLaMA-13B", tuple(terms(2.7, gated=True)), (21.8, 15.45, -29.19), {"exact-unfolded": 11.4})
@@ -21,5 +21,5 @@ def test_the_rule_of_lowmemory_bp_gives_the_numbers_that_it_prints() -> None:
 def test_another_number_a_large_block_and_a_far_prediction_fall_short() -> None:
     wrong = replace(VIT, published=(19.0, 11.4, -39.47))
     large = replace(VIT, traced={"exact-unfolded": 12.0})
-    far = Step("Mesa", "DeiT-Ti", 4171, 8000)
+    far = StepMemory("Mesa", "DeiT-Ti", 4171, 8000)
     assert len(list(shortfalls([wrong, large], [far, replace(far, stock=False)]))) == 3

@@ -13,6 +13,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words, point_of
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER
+from memopt.reporting.training import Request
 from tests.factories import tiny_config
 from tests.reporting.builders import named_config
 
@@ -27,8 +28,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the planner was asked; it answers with a plan and another one, or with a frontier of one point."""
     found: dict[str, Any] = {}
 
-    def plan_training(model: str, budget: str | None, **options: Any) -> Choice | Frontier:
-        found.update(options, model=model, budget=budget)
+    def plan_training(request: Request, budget: str | None, **options: Any) -> Choice | Frontier:
+        model = str(request.model)
+        found.update(options, request=request, budget=budget)
         if budget is None:
             return Frontier(model, "batch 1", "RTX 4090", (point_of(PLAN),))
         return Choice(model, "batch 1", "RTX 4090", 24 * GIB, PLAN, (SPLIT,))
@@ -45,7 +47,8 @@ def test_the_plan_and_the_next_ones_are_printed(asked: dict[str, Any], capsys: p
         "Plan: 1 block as in 'exact-unfolded', 1 checkpointed: 20.00 GiB, +25.0% time",
         "Next: 2 blocks checkpointed; 4 micro-batches of 2: about 19.00 GiB, +50.0% time",
     ]
-    assert (asked["budget"], asked["seq"], asked["train"], asked["card"]) == ("24GiB", 4096, "lora", None)
+    assert (asked["budget"], asked["card"]) == ("24GiB", None)
+    assert asked["request"] == Request("MODEL", seq=4096, train="lora")
 
 
 def test_out_writes_a_recipe_that_can_be_used(asked: dict[str, Any], tmp_path: Path) -> None:

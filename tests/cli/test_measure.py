@@ -94,15 +94,15 @@ def test_a_script_that_measures_is_not_run_again(tmp_path: Path) -> None:
     named_config("llama").save_pretrained(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
+        "import dataclasses\n"
         "from memopt.errors import ModelError\n"
         "from memopt.prediction.measure import measure\n"
-        "from memopt.prediction.setup import Setup\n"
-        "from memopt.reporting.subject import subject\n"
-        "from memopt.reporting.training import Training\n"
-        f"of = subject({str(tmp_path)!r}, Training(1, precision='fp32'), seq=8)\n"
-        "print(measure(of.config, of.training, Setup(), sites=of.sites).device)\n"
+        "from memopt.reporting.subject import step_of\n"
+        "from memopt.reporting.training import Request\n"
+        f"of = step_of(Request({str(tmp_path)!r}, precision='fp32', seq=8)).stock\n"
+        "print(measure(of).device)\n"
         "try:\n"
-        "    measure(of.config, None, Setup(), sites=of.sites)\n"
+        "    measure(dataclasses.replace(of, training=None))\n"
         "except ModelError as error:\n"
         "    print(error.message)\n"
     )

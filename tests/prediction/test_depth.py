@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from transformers import Gemma3TextConfig, MixtralConfig
+from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import Tracer, _form
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
@@ -20,7 +21,11 @@ from tests.reporting.builders import named_config
 
 def tracer(name: str, recipe: str | None = None) -> Tracer:
     config = named_config(name, num_hidden_layers=12)
-    return Tracer(config, find_sites(build_meta(config)), recipe and load_recipe(recipe))
+    return Tracer(step_of(config, recipe))
+
+
+def step_of(config: PreTrainedConfig, recipe: str | None) -> Step:
+    return Step(config, Training(), find_sites(build_meta(config)), recipe and load_recipe(recipe))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_experts_with_adapters_extend_too() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = MixtralConfig(**sizes, vocab_size=64, num_hidden_layers=7, num_local_experts=2)
     config.architectures = ["MixtralForCausalLM"]
-    short = Tracer(config, find_sites(build_meta(config)), load_recipe("exact-unfolded"))
+    short = Tracer(step_of(config, "exact-unfolded"))
     short.at(Training(1, 8, train="lora"))
     assert short.extends
 
@@ -51,7 +56,7 @@ def test_experts_with_adapters_extend_too() -> None:
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
 def test_decoders_whose_blocks_add_to_one_gradient_extend_too(recipe: str | None) -> None:
     config = named_config("t5", num_layers=8, num_decoder_layers=8)
-    short = Tracer(config, find_sites(build_meta(config)), recipe and load_recipe(recipe))
+    short = Tracer(step_of(config, recipe))
     training = Training(2, 16, checkpointing="full")  # the sum over the blocks begins in the last one
     assert _form(short.at(training)) == _form(short._trace(training))
     assert short.extends
@@ -79,7 +84,7 @@ def test_blocks_of_unlike_levels_do_not_stand_for_one_another(levels: list[int])
     config, training = named_config("llama", num_hidden_layers=12), Training(2, 16)
     sites = find_sites(build_meta(config))
     recipe = levels_of(sites, load_recipe("exact-unfolded")).recipe_at((*levels, 0))
-    short = Tracer(config, sites, recipe, extends=True)
+    short = Tracer(Step(config, training, sites, recipe), extends=True)
     runs = short._trace(training, LEAST_GROUPS).runs
     assert len(runs) == (2 if levels.count(levels[-1]) == 6 else 1)  # four of each six are traced
     assert _form(short.at(training)) == _form(short._trace(training))
@@ -91,12 +96,12 @@ def test_blocks_that_are_not_alike_are_all_traced() -> None:
     config = named_config("llama", num_hidden_layers=12, layer_types=None)
     model = build_meta(config)
     model.model.layers[5].mlp.act_fn = nn.GELU()
-    assert [run.left_out for run in take_out(model, short.sites.blocks)] == [2]  # of the six behind the odd one
+    assert [run.left_out for run in take_out(model, short.of.sites.blocks)] == [2]  # of the six behind the odd one
 
 
 def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
     short = tracer("llama")
-    whole = trace(short.config, Training(2, 16), sites=short.sites, groups=4)
+    whole = trace(short.of.trained(batch=2, seq=16), groups=4)
     (run,) = whole.runs
     odd = next(k for k, e in enumerate(whole.events) if e.allocated and "layers.2." in e.storage.module)
     events = [e for e in whole.events if e.storage is not whole.events[odd].storage]
@@ -106,6 +111,6 @@ def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
 
 def test_blocks_that_share_parameters_are_all_traced() -> None:
     short = tracer("llama")
-    model = build_meta(short.config)
+    model = build_meta(short.of.config)
     model.model.layers[5].mlp.up_proj.weight = model.model.layers[4].mlp.up_proj.weight
-    assert take_out(model, short.sites.blocks) == ()
+    assert take_out(model, short.of.sites.blocks) == ()

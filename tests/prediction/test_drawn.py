@@ -15,6 +15,7 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.prediction.snapshot import snapshot
 from memopt.prediction.trace import Trace, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 
@@ -32,7 +33,7 @@ OPCODES = {
 def traces() -> list[Trace]:
     config, training = named_config("llama"), Training(batch=2, seq=64)
     sites = sites_of(config)
-    return [trace(config, training, sites=sites, recipe=recipe) for recipe in (None, load_recipe("exact-unfolded"))]
+    return [trace(Step(config, training, sites, recipe)) for recipe in (None, load_recipe("exact-unfolded"))]
 
 
 @pytest.fixture(params=[False, True], ids=["segments", "expandable"])

@@ -10,6 +10,7 @@ import torch
 from memopt.prediction.optimizers import OptimizerTrace, _repeated, _step, follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
 from memopt.prediction.setup import Setup
+from memopt.reporting.step import Step
 from memopt.reporting.timeline import Timeline
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
@@ -18,7 +19,7 @@ from tests.reporting.builders import named_config, sites_of
 def predicted(name: str, setup: Setup | None = None, **training: Any) -> Prediction:
     config = named_config(name)
     sizes = {"batch": 2, "seq": 24, "precision": "fp32", "cuda_kernels": False, **training}
-    return predict(config, Training(**sizes), setup, sites=sites_of(config))
+    return predict(Step(config, Training(**sizes), sites_of(config)), setup)
 
 
 def test_a_step_frees_what_it_allocates_and_its_parts_add_up_to_the_peak() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import Trace, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Checkpointing, Training
 from tests.reporting.builders import named_config, sites_of
 
@@ -16,7 +17,7 @@ from tests.reporting.builders import named_config, sites_of
 def traced(name: str, patched: bool, checkpointing: Checkpointing = "none") -> Trace:
     config = named_config(name)
     recipe = load_recipe("exact-unfolded") if patched else None
-    return trace(config, Training(2, 24, checkpointing=checkpointing), sites=sites_of(config), recipe=recipe)
+    return trace(Step(config, Training(2, 24, checkpointing=checkpointing), sites_of(config), recipe))
 
 
 def flops(found: Trace, itemsize: int | None = None) -> int:

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from memopt.prediction.peak import Prediction, combine, predict
 from memopt.prediction.setup import Setup, Sharding
 from memopt.prediction.trace import Trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 
@@ -26,7 +27,7 @@ from tests.reporting.builders import named_config, sites_of
 @cache
 def _trace() -> Trace:
     config = named_config("llama")
-    return predict(config, Training(1, 16), sites=sites_of(config)).trace
+    return predict(Step(config, Training(1, 16), sites_of(config))).trace
 
 
 @pytest.fixture
@@ -82,10 +83,8 @@ def test_gradients_are_divided_where_they_are(sharding: Sharding) -> None:
 def test_the_peak_under_fsdp_is_that_of_pytorchs_tracker(fake_group: DeviceMesh) -> None:
     config = named_config("llama", num_hidden_layers=4)
     found = predict(
-        config,
-        Training(1, 16, precision="fp32", cuda_kernels=False),
+        Step(config, Training(1, 16, precision="fp32", cuda_kernels=False), sites_of(config)),
         Setup(sharding="fsdp", devices=fake_group.size()),
-        sites=sites_of(config),
     )
     model = LlamaForCausalLM(config).train()
     for block in model.model.layers:

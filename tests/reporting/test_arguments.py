@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from memopt.reporting.arguments import example_of
 from memopt.reporting.build import compare_training
 from memopt.reporting.estimate import trace_account
-from memopt.reporting.training import Training
+from memopt.reporting.step import Step
+from memopt.reporting.training import Request, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.factories import tiny_config
@@ -83,7 +84,7 @@ def test_a_forward_that_reads_what_it_computes_is_traced_with_its_loss(config: P
     assert sites.loss_head is not None
     example = example_of(config, sites, Training(batch=3, seq=24))
     assert "labels" in example.targets
-    account = trace_account(config, Training(batch=3, seq=24), sites=sites)
+    account = trace_account(Step(config, Training(batch=3, seq=24), sites))
     assert account.total > 0
 
 
@@ -107,7 +108,7 @@ def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(
     config: PreTrainedConfig, said: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    found = compare_training(tmp_path, Training(batch=3), seq=24)
+    found = compare_training(Request(tmp_path, batch=3, seq=24))
     assert 0 < found.after.total <= found.before.total
     assert found.before.step is not None
     assert found.after.step is not None

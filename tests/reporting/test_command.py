@@ -16,13 +16,14 @@ from transformers import AutoConfig
 
 from memopt.cli.main import main
 from memopt.errors import ModelError
-from memopt.pipeline import patch_checkpoint, report
+from memopt.pipeline import patch_checkpoint, report_on
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.answer import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
 from memopt.prediction.planner.training import plan_training
-from memopt.reporting.training import Training
+from memopt.reporting.step import Step
+from memopt.reporting.training import Request, Training
 from tests.factories import tiny_model
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_estimate import LLAMA_8B
@@ -82,7 +83,7 @@ def test_the_answer_for_a_card_comes_first_and_is_the_same_in_json(
     config = AutoConfig.from_pretrained(llama)
     sites, rules, card = sites_of(config), load_recipe("exact-unfolded"), find_card("572MiB").memory
     for batch, fits in ((most, True), (most + 1, False)):
-        found = predict(config, Training(batch, 128), sites=sites, recipe=rules)
+        found = predict(Step(config, Training(batch, 128), sites, rules))
         assert (found.total + found.margin <= card) == fits
     assert code == 0
 
@@ -170,7 +171,7 @@ def test_the_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("ask", [report, headline, plan_training])
+@pytest.mark.parametrize("ask", [report_on, headline, plan_training])
 def test_without_peft_a_report_for_lora_builds_nothing(
     ask: Callable[..., object], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_without_peft_a_report_for_lora_builds_nothing(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
     monkeypatch.setattr("memopt.reporting.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
-        ask(str(llama), train="lora")
+        ask(Request(llama, train="lora"))
 
 
 @pytest.mark.slow
@@ -186,5 +187,5 @@ def test_the_longest_sequence_is_all_of_an_odd_number_of_positions(tmp_path: Pat
     config = named_config("llama")
     config.max_position_embeddings = 77
     config.save_pretrained(tmp_path)
-    found = headline(tmp_path, gpu="1GiB")
+    found = headline(Request(tmp_path), gpu="1GiB")
     assert str(found.patched.seq) == "77 or more"

@@ -23,6 +23,7 @@ from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
 from memopt.reporting.emulate import unpadded_masks
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake import make_fake
+from memopt.reporting.step import Step
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.models.build import build_meta
@@ -52,7 +53,7 @@ GIB = 2**30
 
 def traced(name: str, sites: Sites | None = None, **training: Any) -> Account:
     config = named_config(name)
-    return trace_account(config, Training(**{"batch": 2, "seq": 24, **training}), sites=sites or sites_of(config))
+    return trace_account(Step(config, Training(**{"batch": 2, "seq": 24, **training}), sites or sites_of(config)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_the_trace_has_the_bytes_of_the_real_run_stock_and_patched(name: str) ->
         if rules is not None:
             apply(model, make_plan(sites, rules))
         real = real_account(name, model, sites, batch=2, seq=24)
-        fake = trace_account(config, training, sites=sites, recipe=rules)
+        fake = trace_account(Step(config, training, sites, rules))
         assert fake.per_block() == real.per_block()
         assert fake.per_cause() == real.per_cause()
 
@@ -102,14 +103,14 @@ def test_what_transformers_loads_in_fp32_is_traced_in_fp32(
     sites = Sites(type(model).__name__, "t5", blocks=("encoder.block.1", "decoder.block.1"), hidden_size=64)
     real = real_account("t5", model, sites, batch=2, seq=24)
     training = Training(batch=2, seq=24, precision=precision, dropout=False, cuda_kernels=False)
-    traced = trace_account(model.config, training, sites=sites, inputs=tiny_inputs("t5", 2, 24))
+    traced = trace_account(Step(model.config, training, sites, inputs=tiny_inputs("t5", 2, 24)))
     assert traced.per_block() == real.per_block()
     assert traced.per_cause() == real.per_cause()
 
 
 def test_an_8b_model_keeps_26_6_gib_for_a_row_of_4096_tokens() -> None:
     config = transformers.LlamaConfig(**LLAMA_8B)
-    counted = trace_account(config, Training(batch=1, seq=4096), sites=BLOCKS_8B)
+    counted = trace_account(Step(config, Training(batch=1, seq=4096), BLOCKS_8B))
     assert counted.total / GIB == pytest.approx(26.60, rel=0.001)
     assert counted.units(counted.per_block()["model.layers.16"]) == pytest.approx(24.52, abs=0.01)
 
@@ -132,7 +133,7 @@ def test_fused_attention_keeps_grouped_keys_and_values_unrepeated() -> None:
 
 def test_attention_dropout_keeps_no_scores() -> None:
     without, dropped = (
-        trace_account(config, Training(batch=1, seq=64), sites=sites_of(config))
+        trace_account(Step(config, Training(batch=1, seq=64), sites_of(config)))
         for config in (named_config("bert"), named_config("bert", attention_probs_dropout_prob=0.1))
     )
     assert dropped.total == without.total
@@ -140,7 +141,7 @@ def test_attention_dropout_keeps_no_scores() -> None:
 
 def test_dropout_keeps_one_byte_an_element() -> None:
     config = named_config("bert", hidden_dropout_prob=0.1)
-    counted = trace_account(config, Training(batch=2, seq=24), sites=sites_of(config))
+    counted = trace_account(Step(config, Training(batch=2, seq=24), sites_of(config)))
     masks = [kept for kept in counted.of_block("bert.encoder.layer.1") if kept.cause == "dropout mask"]
     assert [(kept.dtype, kept.nbytes) for kept in masks] == [("bool", 2 * 24 * 64)] * 2
 
@@ -194,13 +195,13 @@ def test_lora_on_experts_names_their_weights_with_the_adapter_and_says_what_to_d
     sites = find_sites(build_meta(config))
 
     def lora(*targets: str, recipe: Recipe | None = None) -> Account:
-        return trace_account(config, Training(seq=24, train="lora", lora_targets=targets), sites=sites, recipe=recipe)
+        return trace_account(Step(config, Training(seq=24, train="lora", lora_targets=targets), sites, recipe))
 
     weights = sum(2 * each.numel() for each in build_meta(config).parameters() if each.dim() == 3)
     assert lora("all-linear").per_cause()[EXPERTS] == weights
     assert EXPERTS_NOTE in lora("all-linear").notes
     patched = lora("all-linear", recipe=load_recipe("exact-unfolded"))
-    for other in (patched, lora("q", "v"), trace_account(config, Training(seq=24), sites=sites)):
+    for other in (patched, lora("q", "v"), trace_account(Step(config, Training(seq=24), sites))):
         assert EXPERTS not in other.per_cause()
         assert EXPERTS_NOTE not in other.notes
 
@@ -234,7 +235,7 @@ def test_a_linear_to_which_peft_cannot_add_is_named_with_the_remedy() -> None:
         pad_token_id=0, architectures=["Llama4ForCausalLM"],
     )  # fmt: skip
     with pytest.raises(ModelError, match="'router': it returns a tuple") as caught:
-        trace_account(config, Training(seq=24, train="lora"), sites=find_sites(build_meta(config)))
+        trace_account(Step(config, Training(seq=24, train="lora"), find_sites(build_meta(config))))
     assert "--lora-targets down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj;" in caught.value.hint
 
 
@@ -265,8 +266,8 @@ def test_a_folded_norm_is_traced_as_frozen_and_keeps_no_copy_of_its_weight() -> 
     config = named_config("llama")
     sites, training = sites_of(config), Training(batch=2, seq=24)
     recipe = load_recipe("exact-unfolded")
-    shared = trace_account(config, training, sites=sites, recipe=recipe)
-    folded = trace_account(config, training, sites=sites, recipe=recipe, folded=["model.layers.0.input_layernorm"])
+    shared = trace_account(Step(config, training, sites, recipe))
+    folded = trace_account(Step(config, training, sites, recipe, folded=["model.layers.0.input_layernorm"]))
     copy_of_its_weight = config.hidden_size * 2
     assert folded.total == shared.total - copy_of_its_weight
     assert folded.notes == shared.notes
@@ -286,7 +287,7 @@ def test_experts_are_traced_as_they_are_trained() -> None:
     )  # fmt: skip
     blocks = Sites("MixtralForCausalLM", "mixtral", blocks=("model.layers.0", "model.layers.1"), hidden_size=64)
     for precision in ("bf16", "fp32"):
-        counted = trace_account(config, Training(batch=2, seq=64, precision=precision), sites=blocks)
+        counted = trace_account(Step(config, Training(batch=2, seq=64, precision=precision), blocks))
         assert counted.units(counted.per_block()["model.layers.1"]) < 40
 
 
@@ -303,7 +304,7 @@ def test_a_step_whose_backward_cannot_be_traced_is_said(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(estimate, "step", fails)
     config = named_config("llama")
-    traced = trace_account(config, Training(seq=8), sites=sites_of(config), peak=True)
+    traced = trace_account(Step(config, Training(seq=8), sites_of(config)), peak=True)
     assert traced.step is None
     assert traced.total > 0
     assert "Peak of a step: unknown, since backward fails (RuntimeError: no rule for this)." in traced.notes
@@ -312,6 +313,6 @@ def test_a_step_whose_backward_cannot_be_traced_is_said(monkeypatch: pytest.Monk
 def test_what_an_adapted_linear_saves_is_a_linear_s_input() -> None:
     config = named_config("llama")
     options: dict[str, Any] = {"sites": sites_of(config), "recipe": load_recipe("exact-unfolded")}
-    counted = trace_account(config, Training(2, 24, train="lora"), **options).per_cause("model.layers.1")
+    counted = trace_account(Step(config, Training(2, 24, train="lora"), **options)).per_cause("model.layers.1")
     assert "linear input" in counted
     assert "other" not in counted

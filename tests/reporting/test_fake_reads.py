@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from memopt.reporting.build import compare_training
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
-from memopt.reporting.training import Training
+from memopt.reporting.step import Step
+from memopt.reporting.training import Request, Training
 from memopt.torch_compat import know_values, known_values
 from memopt.walk.sites import Sites
 
@@ -107,7 +108,7 @@ def test_a_classifier_that_looks_for_its_labels_is_traced() -> None:
     blocks = Sites(
         "DebertaV2ForSequenceClassification", "deberta-v2", blocks=("deberta.encoder.layer.0",), hidden_size=16
     )
-    counted = trace_account(config, Training(batch=4, seq=10), sites=blocks)
+    counted = trace_account(Step(config, Training(batch=4, seq=10), blocks))
     # Its loss computes the rows of labels that count, here all, in fp32.
     assert (4, 2) in [kept.shape for kept in counted.storages if kept.dtype == "float32" and kept.part == "head"]
 
@@ -123,7 +124,7 @@ def test_a_clamp_in_case_of_overflow_is_traced_as_not_taken(given: bool) -> None
     ids = torch.arange(20).reshape(2, 10) + 3
     batch = {"input_ids": ids, "labels": ids} if given else None
     training = Training(batch=2, seq=10, precision="fp16")
-    counted = trace_account(config, training, sites=blocks, inputs=batch)
+    counted = trace_account(Step(config, training, blocks, inputs=batch))
     assert counted.total > 0
     assert not any(operation == "clamp" for kept in counted.storages for _, operation in kept.savers)
 
@@ -140,7 +141,7 @@ def test_a_model_that_counts_its_placeholders_is_traced_with_a_batch(tmp_path: P
     ids = torch.arange(20).reshape(2, 10)
     ids[:, 2:6] = 80
     batch = {"input_ids": ids, "pixel_values": torch.ones(2, 3, 16, 16), "labels": ids}
-    comparison = compare_training(tmp_path, Training(), inputs=batch)
+    comparison = compare_training(Request(tmp_path, inputs=batch))
     assert (comparison.training.batch, comparison.training.seq) == (2, 10)
     assert any("vision_tower" in kept.savers[0][0] for kept in comparison.before.storages)
     assert comparison.change < 0

@@ -13,7 +13,7 @@ from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
 from memopt.reporting.headline import Headline, Largest, Way, headline_tables
-from memopt.reporting.subject import Subject
+from memopt.reporting.step import Step
 from memopt.reporting.text import as_text
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
@@ -104,7 +104,7 @@ def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = named_config("llama")
-    about = Subject(config, Training(1, 8, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
+    about = Step(config, Training(1, 8, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
     monkeypatch.setattr(measure, "predict", lambda *_, **__: pytest.fail("traced"))
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="need bitsandbytes to be measured"):
@@ -113,6 +113,6 @@ def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced
 
 def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
     config = named_config("vit")
-    about = Subject(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
+    about = Step(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
     remedy = answer("a model", about, Setup(), find_card("40MiB")).remedy
     assert remedy == "nothing here fits: the CUDA context alone takes 512 MiB; a larger card"

@@ -23,7 +23,7 @@ from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.html.page import PageTable, page, size
 from memopt.reporting.html.shapes import Frontier, Plan
-from memopt.reporting.subject import Subject
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_headline import HEADLINE
@@ -71,10 +71,10 @@ def comparison() -> Comparison:
         model_class="LlamaForCausalLM",
         recipe="exact-unfolded",
         training=training,
-        before=trace_account(config, training, sites=sites, peak=True),
-        after=trace_account(config, training, sites=sites, recipe=recipe, peak=True),
+        before=trace_account(Step(config, training, sites), peak=True),
+        after=trace_account(Step(config, training, sites, recipe), peak=True),
         notes=("A note.",),
-        subject=Subject(config, training, sites, recipe),
+        step=Step(config, training, sites, recipe),
     )
 
 
@@ -196,7 +196,7 @@ def test_every_colour_has_the_contrast_of_aa(dark: bool) -> None:
 def test_the_command_writes_the_page_and_the_snapshot_beside_its_result(
     comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: comparison)
+    monkeypatch.setattr("memopt.pipeline.report_on", lambda *arguments, **options: comparison)
     html, snapshot = tmp_path / "page.html", tmp_path / "step.pickle"
     html.write_text("old")
     html.chmod(0o640)
@@ -218,7 +218,7 @@ def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
     def fail(*arguments: object) -> list[object]:
         raise ModelError("Its backward fails.")
 
-    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: comparison)
+    monkeypatch.setattr("memopt.pipeline.report_on", lambda *arguments, **options: comparison)
     monkeypatch.setattr("memopt.prediction.charts.predictions", fail)
     assert main(["report", "acme/tiny", "--html", str(tmp_path / "page.html")]) == 0
     assert "Memory over the step: unknown. Its backward fails." in (tmp_path / "page.html").read_text()
@@ -240,7 +240,7 @@ def test_a_page_that_cannot_be_written_is_one_sentence_before_any_work(
     target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("memopt.pipeline.report", lambda *arguments, **options: pytest.fail("it was traced"))
+    monkeypatch.setattr("memopt.pipeline.report_on", lambda *arguments, **options: pytest.fail("it was traced"))
     assert main(["report", "acme/tiny", "--html", target]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --html")

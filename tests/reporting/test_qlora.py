@@ -15,8 +15,9 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import parameters_of
 from memopt.reporting.estimate import build_trained, trace_account
 from memopt.reporting.fake import make_fake
-from memopt.reporting.subject import subject
-from memopt.reporting.training import Train, Training
+from memopt.reporting.step import Step
+from memopt.reporting.subject import step_of
+from memopt.reporting.training import Request, Train, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.sites import Sites
 from tests.reporting.builders import named_config, sites_of
@@ -34,7 +35,7 @@ def quantised_folder(folder: Path, **settings: Any) -> Path:
 
 def weights(config: transformers.PreTrainedConfig, sites: Sites, **training: Any) -> dict[str, int]:
     """Bytes of the tensors that are not trained."""
-    _, model, _ = build_trained(config, Training(**training), sites=sites)
+    _, model, _ = build_trained(Step(config, Training(**training), sites))
     make_fake(model, FakeTensorMode())
     return {each.name: each.nbytes for each in parameters_of(model) if not each.trained}
 
@@ -55,23 +56,23 @@ def test_an_8b_model_in_4_bits(double: bool, bits: float) -> None:
 def test_adapters_are_in_fp32_and_a_linear_saves_nothing_of_its_own() -> None:
     config, sites = named_config("llama"), sites_of(named_config("llama"))
     settings: dict[str, Any] = {"batch": 2, "seq": 24, "adapter_fp32": True}
-    lora, qlora = (trace_account(config, Training(train=train, **settings), sites=sites) for train in ("lora", "qlora"))
+    lora, qlora = (trace_account(Step(config, Training(train=train, **settings), sites)) for train in ("lora", "qlora"))
     assert lora.per_block() == qlora.per_block()
-    assert trace_account(config, Training(train="qlora", batch=2, seq=24), sites=sites).per_block() == qlora.per_block()
+    assert trace_account(Step(config, Training(train="qlora", batch=2, seq=24), sites)).per_block() == qlora.per_block()
 
 
 def test_a_checkpoint_in_4_bits_is_told_by_its_config(tmp_path: Path) -> None:
     folder = quantised_folder(
         tmp_path, **NF4, bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["down_proj", "lm_head"]
     )
-    of = subject(folder, Training(train="lora"))
+    of = step_of(Request(folder, train="lora"))
     assert of.training.train == "qlora"
     found = weights(of.config, of.sites, train="qlora")
     packed = {name.split(".")[-2] for name in found if name.endswith("nested_absmax")}
     assert packed == {"base_layer"}
     assert not any("down_proj" in name for name in found if name.endswith("absmax"))
     with pytest.raises(ModelError, match="4 bits, which cannot be trained"):
-        subject(folder, Training())
+        step_of(Request(folder))
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,14 @@ def test_another_quantisation_is_said_not_to_be_counted(
 ) -> None:
     folder = quantised_folder(tmp_path, quant_method=method, bits=4)
     said = f"The checkpoint is quantised ({method}), which is not counted: {counted}."
-    assert subject(folder, Training(train=train)).notes == (said,)
+    assert step_of(Request(folder, train=train)).notes == (said,)
 
 
 @pytest.mark.parametrize(("train", "asked"), [("lora", True), ("qlora", False)])
 def test_peft_asks_no_gradient_of_the_embeddings_of_a_model_in_4_bits(train: Train, asked: bool) -> None:
     config = named_config("bert")
     levels = load_recipe("exact-levels")  # it checkpoints blocks
-    model, _, _ = build_trained(config, Training(train=train), sites=sites_of(config), recipe=levels)
+    model, _, _ = build_trained(Step(config, Training(train=train), sites_of(config), levels))
     assert bool(model.get_input_embeddings()._forward_hooks) is asked
 
 

@@ -18,6 +18,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import _form
 from memopt.reporting import timeline
+from memopt.reporting.step import Step
 from memopt.reporting.timeline import Timeline, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import FakeTensorMode
@@ -67,10 +68,10 @@ def test_a_step_of_counted_pieces_is_that_of_all(
     monkeypatch.setattr(parts, "LEAST", 64)
     config = named_config(name)
     options: dict[str, Any] = {"sites": sites_of(config), "recipe": load_recipe("exact-unfolded")}
-    counted = trace(config, training, **options)
+    counted = trace(Step(config, training, **options))
     assert [count for count, put_in in repeated if put_in and count > 1]
     with not_counted(monkeypatch):
-        whole = trace(config, training, **options)
+        whole = trace(Step(config, training, **options))
     assert _form(counted) == _form(whole)
     assert counted.operations == whole.operations
 

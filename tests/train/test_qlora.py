@@ -16,8 +16,9 @@ import benchmarks.prediction as benchmark
 import memopt
 from memopt.prediction.peak import predict
 from memopt.reporting.account import account
-from memopt.reporting.build import compare_training
-from memopt.reporting.training import Precision, Training
+from memopt.reporting.estimate import trace_account
+from memopt.reporting.subject import step_of
+from memopt.reporting.training import Precision, Request
 from tests.factories import tiny_inputs, tiny_model
 from tests.train.test_quantised import _WIDTH
 
@@ -78,13 +79,10 @@ def test_a_folder_in_4_bits_has_the_bytes_that_its_model_holds_and_saves(
     model = loaded(folder, nested=nested, prepared=mixed)
     base = model.get_base_model()
     base.config.save_pretrained(tmp_path)
-    predicted = compare_training(
-        tmp_path, Training(BATCH, precision=precision, train="lora", cuda_kernels=False), seq=SEQ
-    )
-    of = predicted.subject
-    assert of is not None
+    request = Request(tmp_path, batch=BATCH, seq=SEQ, precision=precision, train="lora")
+    of = step_of(request).trained(cuda_kernels=False)
     assert of.training.train == "qlora"
-    assert sum(each.nbytes for each in predict(of.config, of.training, sites=of.sites).trace.parameters) == held(model)
+    assert sum(each.nbytes for each in predict(of.stock).trace.parameters) == held(model)
     inputs = tiny_inputs("llama", BATCH, SEQ)
     base.config.use_cache = False
 
@@ -96,9 +94,9 @@ def test_a_folder_in_4_bits_has_the_bytes_that_its_model_holds_and_saves(
     def per_block() -> dict[str, int]:
         return account(base, run, blocks=of.sites.blocks, sites=of.sites).per_block()
 
-    assert predicted.before.per_block() == per_block()
+    assert trace_account(of.stock).per_block() == per_block()
     memopt.patch(model)
-    assert predicted.after.per_block() == per_block()
+    assert trace_account(of).per_block() == per_block()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])

@@ -20,6 +20,7 @@ from memopt.prediction.measure import RealStep
 from memopt.prediction.setup import Setup
 from memopt.reporting.account import Account, account
 from memopt.reporting.estimate import quiet, trace_account
+from memopt.reporting.step import Step
 from memopt.reporting.subject import reads_tokens
 from memopt.reporting.training import Precision, Training
 from memopt.walk.models.build import build_meta
@@ -74,7 +75,7 @@ def compare(model_type: str) -> Iterator[Compared]:
     for recipe in (None, load_recipe(DEFAULT_MEMORY_RECIPE)):
         real = stock if recipe is None else steps.real(recipe)
         try:
-            found = trace_account(form, steps.training, sites=steps.sites, recipe=recipe)
+            found = trace_account(Step(form, steps.training, steps.sites, recipe))
         except MemoptError as error:
             yield Compared(model_type, recipe is not None, saved=real.total, left_out=f"not traced: {_said(error)}")
             return
@@ -94,7 +95,7 @@ class _Steps:
 
     def real(self, recipe: Recipe | None) -> Account:
         torch.manual_seed(0)
-        step = RealStep(self.config, self.training, Setup("sgd"), sites=self.sites, recipe=recipe)
+        step = RealStep(Step(self.config, self.training, self.sites, recipe), Setup("sgd"))
         return account(step.model, step.forward, blocks=self.sites.blocks, sites=self.sites)
 
 

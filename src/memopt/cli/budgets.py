@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +14,8 @@ from memopt.forks import forking
 
 if TYPE_CHECKING:
     from memopt.prediction.planner.choice import Choice
+    from memopt.prediction.setup import Setup
+    from memopt.reporting.training import Request
 
 Allowed = Literal["approximate"]
 BudgetOption = Annotated[
@@ -63,12 +65,12 @@ def asked(budget: str | None, frontier: bool, out: Path | None, allow: Allowed |
 
 
 def show(
-    model: str,
+    request: Request,
+    setup: Setup,
     budget: str | None,
     frontier: bool,
     out: Path | None,
     allow: Allowed | None,
-    step: dict[str, Any],
     html: Path | None = None,
     snapshot: Path | None = None,
     emit: Sequence[str] = (),
@@ -76,9 +78,9 @@ def show(
     *,
     json_output: bool,
 ) -> int:
-    """Print the plan for `budget`, or the frontier with its rates; `step` are arguments of `plan_training`."""
+    """Print the plan for `budget`, or the frontier with its rates; arguments as `plan_training`'s."""
     if emit:
-        _check_expressible(model, step, emit)
+        _check_expressible(request, setup, emit)
     if emit and out is not None:
         from memopt.emit.engines import files_named
         from memopt.files import check_output_folder
@@ -93,16 +95,16 @@ def show(
             from memopt.prediction.planner.training import plan_training
 
         chosen = plan_training(
-            model,
+            request,
             None if frontier else budget,
             card=budget if frontier else None,
+            setup=setup,
             allow=allowed,
-            **step,
         )
-        drawings.write_plan(chosen, model, step, html, snapshot)
+        drawings.write_plan(chosen, request, setup, html, snapshot)
     written: list[str] = []
     if file is not None and isinstance(chosen, Choice):
-        written = _write(model, chosen, file, emit)
+        written = _write(str(request.model), chosen, file, emit)
     if json_output:
         key = "plan" if isinstance(chosen, Choice) else "frontier"
         common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}, written=written))
@@ -111,18 +113,17 @@ def show(
     return common.EXIT_OK
 
 
-def _check_expressible(model: str, step: Mapping[str, Any], emit: Sequence[str]) -> None:
+def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> None:
     """Refuse, before minutes of tracing, what a file of `emit` cannot express whatever the plan will be."""
     from memopt.emit.engines import files_of
     from memopt.emit.planned import planned_step
     from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
     from memopt.prediction.planner.choice import Choice, Plan
-    from memopt.reporting.training import training_of
 
-    names = ("batch", "precision", "train", "lora_rank", "lora_targets")
-    plan = Plan(load_recipe(step["recipe"] or DEFAULT_MEMORY_RECIPE), "", 1, 1, 0, 0.0, 0.0)
-    training = training_of(**{name: step[name] for name in names})
-    files_of(planned_step(model, "", Choice(model, "", "", 0, plan, step=training, setup=step["setup"])), emit)
+    model = str(request.model)
+    plan = Plan(load_recipe(request.recipe or DEFAULT_MEMORY_RECIPE), "", 1, 1, 0, 0.0, 0.0)
+    choice = Choice(model, "", "", 0, plan, step=request.training, setup=setup)
+    files_of(planned_step(model, "", choice), emit)
 
 
 def _write(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:

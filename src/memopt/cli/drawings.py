@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memopt.prediction.setup import Setup
     from memopt.reporting.compare import Comparison
     from memopt.reporting.headline import Headline
+    from memopt.reporting.training import Request
 
 HtmlOption = Annotated[
     Path | None,
@@ -48,24 +49,21 @@ def checked(html: Path | None, snapshot: Path | None, *, force: bool) -> tuple[P
 
 
 def write_plan(
-    planned: Choice | Frontier, model: str, step: dict[str, Any], html: Path | None, snapshot: Path | None
+    planned: Choice | Frontier, request: Request, setup: Setup, html: Path | None, snapshot: Path | None
 ) -> None:
     """The files for what the planner answered: a plan beside the stock model, or plans by memory and time."""
     if html is None and snapshot is None:
         return
-    from memopt.pipeline import report
+    from memopt.pipeline import report_on
     from memopt.prediction.planner.choice import Choice
-    from memopt.prediction.setup import Setup
 
-    setup: Setup = step.get("setup") or Setup()
-    arguments = {key: value for key, value in step.items() if key != "setup"}
     if isinstance(planned, Choice):
         plan = planned.plan
-        comparison = report(model, **{**arguments, "recipe": plan.recipe, "batch": plan.batch})
+        comparison = report_on(dataclasses.replace(request, recipe=plan.recipe, batch=plan.batch))
         setup = dataclasses.replace(setup, accumulation=plan.accumulation)
         write(comparison, setup, html, snapshot, lines=list(planned.lines())[1:])
     else:
-        write(report(model, **arguments), setup, html, snapshot, frontier=planned)
+        write(report_on(request), setup, html, snapshot, frontier=planned)
 
 
 def write(

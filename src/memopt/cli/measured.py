@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memopt.cli import common
 
 if TYPE_CHECKING:
     from memopt.prediction.measure import Comparison
     from memopt.prediction.setup import Setup
+    from memopt.reporting.training import Request
 
 
-def show(model: str, options: dict[str, Any], setup: Setup, *, json_output: bool, **training: Any) -> int:
-    """Predict and run a step of the stock and of the patched model, and print both.
-
-    Args:
-        options: arguments of `memopt.reporting.subject.subject`.
-        setup: the optimizer.
-        training: fields of `memopt.reporting.training.Training`.
-    """
+def show(request: Request, setup: Setup, *, json_output: bool) -> int:
+    """Predict and run a step of the stock and of the patched model, and print both."""
     with common.only_results_on_stdout(), common.waiting("Running real steps"):
         from memopt.prediction.measure import check_measurable, compare
-        from memopt.reporting.subject import subject
-        from memopt.reporting.training import Training
+        from memopt.reporting.subject import step_of
 
         check_measurable(setup)
-        of = subject(model, Training(**training), **options)
-        found = {"stock": compare(of, setup, stock=True), of.recipe.name: compare(of, setup)}
+        of = step_of(request)
+        found = {"stock": compare(of.stock, setup), of.rules.name: compare(of, setup)}
     if json_output:
         from dataclasses import asdict
 
         rows = {name: asdict(each) for name, each in found.items()}
-        words = f"{of.training}, {setup}"
-        common.print_json(common.document("report", "pass", model={"id": model}, training=words, measured=rows))
+        words, name = f"{of.training}, {setup}", str(request.model)
+        common.print_json(common.document("report", "pass", model={"id": name}, training=words, measured=rows))
     else:
-        common.print_rich(f"{model}: {of.training}, {setup}")
+        common.print_rich(f"{request.model}: {of.training}, {setup}")
         _print(found)
     return common.EXIT_OK
 

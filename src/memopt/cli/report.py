@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train
+from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 
 _Given = Mapping[str, bool]
 """Options, and whether they are on the command line."""
@@ -128,53 +128,42 @@ def report(
         raise UsageError(str(error), "Change --sharding or --optimizer.") from error
     for card in (gpu, budget):
         setup = setup if card is None else setup_on(find_card(card), setup)
-    step: dict[str, Any] = {
-        "batch": batch,
-        "seq": seq,
-        "precision": precision,
-        "train": train,
-        "lora_rank": lora_rank,
-        "lora_targets": targets,
-        "inputs": inputs,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-    }
+    request = Request(
+        model,
+        recipe,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        train=train,
+        lora_rank=lora_rank,
+        lora_targets=targets,
+        checkpointing=checkpointing,
+        inputs=inputs,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
     if planned:
-        step |= {"recipe": recipe, "setup": setup}
         drawn, written = (html, snapshot), (emit or (), force)
-        return budgets.show(model, budget, frontier, out, allow, step, *drawn, *written, json_output=json_output)
+        return budgets.show(request, setup, budget, frontier, out, allow, *drawn, *written, json_output=json_output)
     if measure:
-        options = {"seq": seq, "recipe": recipe, "inputs": inputs, "revision": revision}
-        options["trust_remote_code"] = trust_remote_code
-        return measured.show(
-            model,
-            options,
-            setup,
-            json_output=json_output,
-            batch=batch or 1,
-            precision=precision,
-            train=train,
-            lora_rank=lora_rank,
-            lora_targets=targets,
-            checkpointing=checkpointing,
-        )
+        return measured.show(request, setup, json_output=json_output)
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
         with common.importing():
-            from memopt.pipeline import report as in_detail
+            from memopt.pipeline import report_on
             from memopt.prediction.answer import headline
 
         first, comparison = None, None
         if verbose or json_output or html or snapshot:
-            comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
-        about = None if comparison is None else comparison.subject
+            comparison = report_on(request, common.note)
+        known = None if comparison is None else comparison.step
         try:
-            first = headline(model, recipe, gpu=gpu, setup=setup, checkpointing=checkpointing, about=about, **step)
+            first = headline(request, gpu=gpu, setup=setup, step=known)
         except ModelError:
             if gpu is not None:
                 raise
             # What is saved may be known all the same, or the report says why not.
         if comparison is None and (first is None or first.approximate):
-            comparison = in_detail(model, recipe, checkpointing=checkpointing, **step, note=common.note)
+            comparison = report_on(request, common.note)
         if comparison is not None:
             drawings.write(comparison, setup, html, snapshot, headline=first)
     if json_output and comparison is not None:

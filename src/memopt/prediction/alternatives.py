@@ -16,7 +16,7 @@ from memopt.prediction.trace import Trace
 from memopt.prediction.tracer import Tracer, trace_ahead
 from memopt.reporting.estimate import max_positions
 from memopt.reporting.headline import Headline, Largest, Way
-from memopt.reporting.subject import Subject
+from memopt.reporting.step import Step
 from memopt.reporting.training import Checkpointing, Train, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
@@ -50,7 +50,7 @@ class _Candidate:
 
 @dataclass
 class _Answer:
-    subject: Subject
+    step: Step
     setup: Setup
     card: Card | None
     tell: Callable[[str], None]
@@ -59,8 +59,8 @@ class _Answer:
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
 
     def headline(self, source: str) -> Headline:
-        subject, training = self.subject, self.subject.training
-        patched = self.candidate("memopt", subject.recipe, training.checkpointing)
+        step, training = self.step, self.step.training
+        patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
         if self.card:  # two small traces gain less than a fork costs
             trace_ahead(patched.tracer, training, (stock.tracer, training))
@@ -75,8 +75,8 @@ class _Answer:
         after = patched.at()
         return Headline(
             source,
-            subject.sites.model_class,
-            subject.recipe.name,
+            step.sites.model_class,
+            step.rules.name,
             f"{training}, {self.setup}",
             ways[stock.name],
             ways[patched.name],
@@ -84,33 +84,32 @@ class _Answer:
             memory=None if self.card is None else self.card.memory,
             others=tuple(ways[each.name] for each in others),
             remedy=remedy,
-            notes=tuple(dict.fromkeys((*subject.notes, *after.assumptions, *self._remarks(after)))),
-            approximate=bool(subject.recipe.effects),
+            notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self._remarks(after)))),
+            approximate=bool(step.rules.effects),
         )
 
     def candidate(self, name: str, recipe: Recipe | None, checkpointing: Checkpointing, **training: str) -> _Candidate:
-        subject = self.subject
-        folded = () if recipe is None else subject.folded
+        way = self.step.stock if recipe is None else replace(self.step, recipe=recipe)
         extends = self.extends if recipe is not None else self.extends or None
-        tracer = Tracer(subject.config, subject.sites, recipe, folded, subject.inputs, extends)
+        tracer = Tracer(way, extends)
         steps = []
         if recipe is not None:
             named = "" if recipe.name == "exact-unfolded" else f', "{recipe.name}"'
             steps.append(f"memopt.patch(model{named})")
         if checkpointing == "full":
             steps.append("gradient_checkpointing=True")
-        changed = replace(subject.training, checkpointing=checkpointing, **training)  # type: ignore[arg-type]
+        changed = replace(way.training, checkpointing=checkpointing, **training)  # type: ignore[arg-type]
         return _Candidate(name, " and ".join(steps), tracer, changed, self.setup)
 
     def _others(self) -> Iterator[_Candidate]:
-        rules, checkpointed = self.subject.recipe, self.subject.training.checkpointing == "full"
+        rules, checkpointed = self.step.rules, self.step.training.checkpointing == "full"
         if not checkpointed:
             yield self.candidate("stock + checkpointing", None, "full")
             if not rules.effects:
                 yield self.candidate("memopt, levels", load_recipe("exact-levels"), "none")
             yield self.candidate("memopt + checkpointing", rules, "full")
         if rules.name != "int8":
-            yield self.candidate("memopt, int8", load_recipe("int8"), self.subject.training.checkpointing)
+            yield self.candidate("memopt, int8", load_recipe("int8"), self.step.training.checkpointing)
 
     def _ways(self, candidates: Sequence[_Candidate]) -> dict[str, Way]:
         def work(candidate: _Candidate) -> tuple[Way, Trace | None]:
@@ -140,23 +139,23 @@ class _Answer:
             {str(part): size for part, size in found.parts.items()},
             flops / max(1, self.stock_cost[0]),
             moved / max(1, self.stock_cost[1]),
-            candidate.tracer.recipe.gradient_error if candidate.tracer.recipe else 0.0,
+            candidate.tracer.of.rules.gradient_error if candidate.tracer.of.recipe else 0.0,
             batch=self._batch(candidate),
             seq=self._seq(candidate) if candidate.name in ("stock", "memopt") else None,
         )
 
     def _batch(self, candidate: _Candidate) -> Largest | None:
-        if self.card is None or self.subject.inputs is not None:
+        if self.card is None or self.step.inputs is not None:
             return None
-        rows = self.subject.training.batch
+        rows = self.step.training.batch
         memory, base = self.card.memory, _base(candidate.at())
         return largest(lambda n: candidate.need(batch=n), memory, start=rows, most=max(rows, MOST_ROWS), base=base)
 
     def _seq(self, candidate: _Candidate) -> Largest | None:
-        now = self.subject.training.seq
-        if self.card is None or self.subject.inputs is not None or now is None:
+        now = self.step.training.seq
+        if self.card is None or self.step.inputs is not None or now is None:
             return None
-        most = max(now, max_positions(self.subject.config) or 1 << 17)
+        most = max(now, max_positions(self.step.config) or 1 << 17)
         stretch = max(1, min(_STRETCH, most // 8))
         start, base = max(1, now // stretch), _base(candidate.at())
         memory = self.card.memory
@@ -178,7 +177,7 @@ class _Answer:
         for way in exact:
             if way.fits(memory):
                 return f"{way.name} fits: {_gib(way.total)}, {_more(way, now)}, exact; {way.how}"
-        best = self.candidate("memopt + checkpointing", self.subject.recipe, "full")
+        best = self.candidate("memopt + checkpointing", self.step.rules, "full")
         best = next((each for each in others if each.name == best.name), patched)
         for words, candidate in self._further(best):
             if candidate.need() <= memory:
@@ -188,7 +187,7 @@ class _Answer:
             return f"int8 fits: {_gib(int8.total)}, approximate; {int8.how}"
         shorter = self._seq(best)
         if shorter is not None and shorter.value:
-            return f"{best.name} fits with --seq {shorter.value} and batch {self.subject.training.batch}"
+            return f"{best.name} fits with --seq {shorter.value} and batch {self.step.training.batch}"
         weights = _gib(now.by_what()["weights"])
         if patched.at().context >= memory:
             return f"nothing here fits: the CUDA context alone takes {_gib(patched.at().context)}; a larger card"
@@ -221,13 +220,13 @@ class _Answer:
 
 
 def answer(
-    source: str, subject: Subject, setup: Setup, card: Card | None, tell: Callable[[str], None] = lambda text: None
+    source: str, step: Step, setup: Setup, card: Card | None, tell: Callable[[str], None] = lambda text: None
 ) -> Headline:
     """What `memopt report` says first.
 
     Args:
         source: the model, as it was named.
-        subject: the model and how it is trained.
+        step: the model, and how it is patched and trained.
         setup: optimizer and devices.
         card: what it is to fit; without one only the peaks are told.
         tell: called with what is traced next.
@@ -235,7 +234,7 @@ def answer(
     Raises:
         ModelError: the model cannot be traced from its config.
     """
-    return _Answer(subject, setup if card is None else setup_on(card, setup), card, tell).headline(source)
+    return _Answer(step, setup if card is None else setup_on(card, setup), card, tell).headline(source)
 
 
 def _cost(found: Prediction) -> tuple[int, int]:

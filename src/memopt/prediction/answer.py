@@ -2,66 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from memopt.checkpoint.patched import is_patched, patched_folder
-from memopt.plan.recipe import Recipe
 from memopt.prediction.alternatives import answer
 from memopt.prediction.cards import find_card
 from memopt.prediction.setup import Setup
 from memopt.reporting.headline import Headline
-from memopt.reporting.subject import Subject, subject
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Train, training_of
+from memopt.reporting.step import Step
+from memopt.reporting.subject import record_of, step_of
+from memopt.reporting.training import Request
 
 
 def headline(
-    model: str | Path,
-    recipe: str | Path | Recipe | None = None,
+    request: Request,
     *,
     gpu: str | None = None,
     setup: Setup | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    precision: Precision = "bf16",
-    train: Train = "full",
-    lora_rank: int = 8,
-    lora_targets: Sequence[str] = (ALL_LINEAR,),
-    checkpointing: Checkpointing = "none",
-    inputs: Mapping[str, Any] | str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    about: Subject | None = None,
+    step: Step | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Headline:
-    """Whether a training step of `model` fits, what it needs, and what else there is; `memopt report` says it first.
+    """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
-    Arguments and errors are those of `memopt.report`, and:
+    Errors are those of `memopt.report`, and:
 
     Args:
+        request: the model and the step.
         gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
         setup: optimizer and devices, else AdamW on one device.
-        about: the model and how it is trained, where that is known: of `Comparison.subject`.
+        step: what `request` comes to, where that is known: `Comparison.step`.
         tell: called with what is traced next.
 
     Raises:
         UsageError: no card is named so.
     """
     card = None if gpu is None else find_card(gpu)
-    if about is not None:
-        return answer(str(model), about, setup or Setup(), card, tell)
-    folder = Path(model).expanduser()
-    if batch is None and seq is None and inputs is None and folder.is_dir() and is_patched(folder):
-        inputs = patched_folder(folder).batch()
-    training = training_of(batch, precision, train, lora_rank, lora_targets, checkpointing)
-    about = subject(
-        model,
-        training,
-        seq=seq,
-        recipe=recipe,
-        inputs=inputs,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    return answer(str(model), about, setup or Setup(), card, tell)
+    if step is None:
+        if request.batch is None and request.seq is None and request.inputs is None:
+            record = record_of(request.model)
+            request = replace(request, inputs=None if record is None else record.batch())
+        step = step_of(request)
+    return answer(str(request.model), step, setup or Setup(), card, tell)

@@ -25,11 +25,9 @@ def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
     Raises:
         ModelError: one of them cannot be traced.
     """
-    of = comparison.subject
+    of = comparison.step
     assert of is not None, "a comparison by compare_training has one"
-    stock = Tracer(of.config, of.sites, inputs=of.inputs)
-    patched = Tracer(of.config, of.sites, of.recipe, of.folded, of.inputs)
-    return [combine(tracer.at(of.training), setup) for tracer in (stock, patched)]
+    return [combine(Tracer(way).at(of.training), setup) for way in (of.stock, of)]
 
 
 def chart(name: str, prediction: Prediction) -> Chart:

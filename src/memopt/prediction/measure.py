@@ -9,17 +9,16 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.plan.recipe import Recipe
 from memopt.prediction.events import peak_of
 from memopt.prediction.optimizers import make_optimizer
 from memopt.prediction.peak import predict
@@ -29,14 +28,11 @@ from memopt.reporting.arguments import DTYPES, example_of, step_arguments
 from memopt.reporting.estimate import build_trained, quiet
 from memopt.reporting.fake import replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
+from memopt.reporting.step import Step
 from memopt.reporting.storages import storages
-from memopt.reporting.subject import Subject
 from memopt.reporting.timeline import losses_of, record
-from memopt.reporting.training import Training
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
-from memopt.walk.calls.batch import Batch
 from memopt.walk.models.config import one_line
-from memopt.walk.sites import Sites
 
 _SECONDS = 3600
 
@@ -65,23 +61,13 @@ class Comparison:
     measured: Measurement
 
 
-def compare(of: Subject, setup: Setup | None = None, *, stock: bool = False) -> Comparison:
-    """Predict a step and run it, on the CUDA device where there is one, else on the CPU; errors as `measure`'s.
-
-    Args:
-        of: the model, patched with its recipe.
-        setup: optimizer and allocator.
-        stock: do not patch it.
-    """
-    training = replace(of.training, cuda_kernels=torch.cuda.is_available())
-    options: dict[str, Any] = {"sites": of.sites, "inputs": of.inputs}
-    if not stock:
-        options.update(recipe=of.recipe, folded=of.folded)
-    if training.train == "qlora":
+def compare(of: Step, setup: Setup | None = None) -> Comparison:
+    """Predict a step and run it, on the CUDA device where there is one, else on the CPU; errors as `measure`'s."""
+    of = of.trained(cuda_kernels=torch.cuda.is_available())
+    if of.training.train == "qlora":
         _check_bitsandbytes()
-    found = predict(of.config, training, setup, **options)
-    measured = measure(of.config, training, setup, **options)
-    return Comparison(found.moment, found.peak.nbytes, found.reserved, measured)
+    found = predict(of, setup)
+    return Comparison(found.moment, found.peak.nbytes, found.reserved, measure(of, setup))
 
 
 def check_measurable(setup: Setup) -> None:
@@ -95,26 +81,16 @@ def check_measurable(setup: Setup) -> None:
         raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
 
 
-def measure(
-    config: PreTrainedConfig,
-    training: Training,
-    setup: Setup | None = None,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
-    inputs: Batch | None = None,
-) -> Measurement:
-    """Train the model of `config` for two steps, on the CUDA device where there is one; arguments as `predict`'s.
+def measure(of: Step, setup: Setup | None = None) -> Measurement:
+    """Train for two steps, on the CUDA device where there is one.
 
     Raises:
         ModelError: the steps cannot run: out of memory, a missing library, a setup of several devices.
     """
     setup = setup or Setup()
     check_measurable(setup)
-    options = {"sites": sites, "recipe": recipe, "folded": folded, "inputs": inputs}
     try:
-        found = _apart(config, training, setup, options)
+        found = _apart(of, setup)
     except (OSError, EOFError, pickle.PickleError, subprocess.SubprocessError) as error:  # the process was killed
         raise _failed(error) from error
     if isinstance(found, ModelError):
@@ -159,9 +135,9 @@ def answer() -> None:
 
 
 @quiet()
-def _measured(config: PreTrainedConfig, training: Training, setup: Setup, options: dict[str, Any]) -> Measurement:
+def _measured(of: Step, setup: Setup) -> Measurement:
     cuda = torch.cuda.is_available()
-    step = RealStep(config, training, setup, device="cuda" if cuda else "cpu", **options)
+    step = RealStep(of, setup, device="cuda" if cuda else "cpu")
     step.run()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -176,24 +152,12 @@ def _measured(config: PreTrainedConfig, training: Training, setup: Setup, option
 class RealStep:
     """A model with random weights, a batch and an optimizer."""
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        training: Training,
-        setup: Setup,
-        *,
-        device: str = "cpu",
-        sites: Sites,
-        recipe: Recipe | None = None,
-        folded: Collection[str] = (),
-        inputs: Batch | None = None,
-    ) -> None:
-        base, self.model, _ = build_trained(
-            config, training, sites=sites, recipe=recipe, folded=folded, quantised=_by_bitsandbytes
-        )
+    def __init__(self, of: Step, setup: Setup, *, device: str = "cpu") -> None:
+        training = of.training
+        base, self.model, _ = build_trained(of, quantised=_by_bitsandbytes)
         replace_tensors(self.model, _random(torch.device(device)))
-        _pack(self.model, quantisation_of(config) or Quantisation())
-        source = example_of(config, sites, training) if inputs is None else inputs
+        _pack(self.model, quantisation_of(of.config) or Quantisation())
+        source = example_of(of.config, of.sites, training) if of.inputs is None else of.inputs
         arguments = step_arguments(base, training, source, real=True)
         self.arguments = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments)
         trained = [each for each in self.model.parameters() if each.requires_grad]

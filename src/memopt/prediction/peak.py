@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from transformers import PreTrainedConfig
-
-from memopt.plan.recipe import Recipe
 from memopt.prediction.allocator import reserved
 from memopt.prediction.events import Event, Moment, Part, Peak, Storage, peak_of
 from memopt.prediction.optimizers import follow
 from memopt.prediction.setup import Setup
 from memopt.prediction.sharding import shard
 from memopt.prediction.trace import Trace, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
-from memopt.walk.calls.batch import Batch
-from memopt.walk.sites import Sites
 
 #: Of what is reserved: how far a prediction may be off on a CUDA device.
 MARGIN = 0.03
@@ -75,31 +70,17 @@ class Prediction:
         return round(MARGIN * self.reserved)
 
 
-def predict(
-    config: PreTrainedConfig,
-    training: Training,
-    setup: Setup | None = None,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
-    inputs: Batch | None = None,
-) -> Prediction:
-    """Predict the peak of a training step of the model of `config`, stock or patched.
+def predict(of: Step, setup: Setup | None = None) -> Prediction:
+    """Predict the peak of a training step, stock or patched.
 
     Args:
-        config: the model's config; nothing else of the model is read.
-        training: how it is trained; ``cuda_kernels=False`` predicts for the CPU.
+        of: the model, and how it is patched and trained.
         setup: optimizer, devices and allocator.
-        sites: what the walk found in this model.
-        recipe: patch with it first; None for the stock model.
-        folded: norms whose affine is folded in the checkpoint.
-        inputs: a batch of the size in `training`; by default one is made.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
-    return combine(trace(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs), setup or Setup())
+    return combine(trace(of), setup or Setup())
 
 
 def combine(traced: Trace, setup: Setup) -> Prediction:

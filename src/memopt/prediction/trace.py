@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from memopt.plan.recipe import Recipe
 from memopt.prediction.events import Event, Moment, Part, Storage
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
 from memopt.reporting.quantised import quantisation_state
+from memopt.reporting.step import Step
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import Kind, Lifetime, Record, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import storage_id, tree_leaves
-from memopt.walk.calls.batch import Batch
 from memopt.walk.models.alike import Run, places, take_out
-from memopt.walk.sites import Sites
 
 _PARTS: dict[Kind, Part] = {
     "saved": "saved tensors",
@@ -74,19 +72,12 @@ class Trace:
 
 @quiet()
 def trace(
-    config: PreTrainedConfig,
-    training: Training,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
-    inputs: Batch | None = None,
-    groups: int | None = None,
-    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
+    of: Step, *, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
 ) -> Trace:
-    """Follow one step of the model of `config`; arguments and errors as `memopt.reporting.estimate.traced`'s.
+    """Follow one step; errors as `memopt.reporting.estimate.traced`'s.
 
     Args:
+        of: the model, and how it is patched and trained.
         groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
         prepare: called with the model on the meta device, patched and without adapters.
     """
@@ -94,11 +85,11 @@ def trace(
 
     def shrink(model: PreTrainedModel) -> None:
         # Adapters come later and go to alike blocks alike, unless single modules are named.
-        if groups is not None and not any("." in target for target in training.lora_targets):
-            runs.extend(take_out(model, sites.blocks, groups, several=True))
+        if groups is not None and not any("." in target for target in of.training.lora_targets):
+            runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)
 
-    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs, shrink=shrink) as model:
+    with traced(of, shrink) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
         found = record(model.trained, model.run, during_backward=model.choices())
         events, numbers = step_events(found)
@@ -107,13 +98,13 @@ def trace(
     for run in runs:
         parameters = with_all_blocks(parameters, run)
     return Trace(
-        training,
+        of.training,
         parameters,
         batch,
         events,
         living(events),
         model.notes,
-        sites.blocks,
+        of.sites.blocks,
         operations,
         tuple(runs),
     )

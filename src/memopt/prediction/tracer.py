@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
-from transformers import PreTrainedConfig
-
 from memopt.errors import ModelError
 from memopt.forks import each, processes
-from memopt.plan.recipe import Recipe
 from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.trace import Trace, living, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
-from memopt.walk.calls.batch import Batch
 from memopt.walk.models.alike import LEAST_GROUPS
-from memopt.walk.sites import Sites
 
 
 @dataclass(eq=False)
 class Tracer:
-    """Traces steps of the model of `config`; arguments as those of `memopt.prediction.trace.trace`.
+    """Traces the step `of` at any size.
 
     That blocks may be left out is shown once for each way to patch and train: what four groups of alike blocks extend
     to with a fifth has to be, event by event, the trace of five.
     """
 
-    config: PreTrainedConfig
-    sites: Sites
-    recipe: Recipe | None = None
-    folded: Collection[str] = ()
-    inputs: Batch | None = None
+    of: Step
     extends: bool | None = None
     """Whether blocks may be left out; None where that is not known yet."""
     traces: dict[Training, Trace] = field(default_factory=dict, init=False)
@@ -53,15 +45,7 @@ class Tracer:
     def _trace(self, training: Training, groups: int | None = None) -> Trace:
         if groups is not None and (training, groups) in self._parts:
             return self._parts.pop((training, groups))
-        return trace(
-            self.config,
-            training,
-            sites=self.sites,
-            recipe=self.recipe,
-            folded=self.folded,
-            inputs=self.inputs,
-            groups=groups,
-        )
+        return trace(replace(self.of, training=training), groups=groups)
 
     def _extended(self, training: Training) -> Trace | None:
         if self.extends is False:
@@ -82,7 +66,7 @@ class Tracer:
 
 def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Training]) -> None:
     """Trace at the same time, where forks are allowed, what `first.at(training)` needs and then `others`."""
-    if processes() < 2 or len(first.sites.blocks) <= LEAST_GROUPS + 1 or first.extends is not None:
+    if processes() < 2 or len(first.of.sites.blocks) <= LEAST_GROUPS + 1 or first.extends is not None:
         return
     wanted = [(first, training, LEAST_GROUPS + 1), (first, training, LEAST_GROUPS)]
     wanted += [(tracer, its, LEAST_GROUPS) for tracer, its in others]

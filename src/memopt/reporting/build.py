@@ -16,38 +16,26 @@ from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import Recipe
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
-from memopt.reporting.subject import chosen_recipe, default_seq, reads_tokens, record_of, subject_of
-from memopt.reporting.training import Training
+from memopt.reporting.step import Step
+from memopt.reporting.subject import chosen_recipe, default_seq, reads_tokens, record_of, step_with
+from memopt.reporting.training import Request, Training
 from memopt.walk.calls.batch import Batch, describe, given_batch
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import load_config
 
 
-def compare_training(
-    source: str | Path,
-    training: Training,
-    *,
-    seq: int | None = None,
-    recipe: str | Path | Recipe | None = None,
-    inputs: Batch | str | Path | None = None,
-    any_size: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Comparison:
-    """Which bytes a training step of `source` saves for backward, before and after patching.
+def compare_training(request: Request) -> Comparison:
+    """Which bytes a training step saves for backward, before and after patching; errors as `memopt.report`'s.
 
-    Arguments and errors are those of `memopt.report`, and:
-
-    Args:
-        training: how it is trained; `seq` replaces its `seq`, and the sizes of `inputs` its sizes.
-        any_size: allow a batch of another size: that of a patched folder's manifest, or, where no inputs can be
-            guessed, one from the folder's processor.
+    Without sizes and inputs a batch of another size may be taken: that of a patched folder's manifest, or, where no
+    inputs can be guessed, one from the folder's processor.
     """
+    inputs, folder = request.inputs, Path(request.model).expanduser()
+    any_size = request.batch is None and request.seq is None
     batch = given_batch(inputs)
-    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    folder = Path(source).expanduser()
-    record, rules = record_of(folder), chosen_recipe(source, recipe)
+    config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+    record, rules = record_of(folder), chosen_recipe(request)
     manifest = record.manifest if record else None
     if batch is None and any_size and record is not None:
         batch = record.batch()
@@ -57,12 +45,12 @@ def compare_training(
         if inputs is None and batch is not None:
             yield None
         if inputs is None and any_size and has_processor(folder):
-            yield from processed_batches(build_meta(config), folder, trust_remote_code=trust_remote_code)
+            yield from processed_batches(build_meta(config), folder, trust_remote_code=request.trust_remote_code)
 
     first: MemoptError | None = None
     for attempt in attempts():
         try:
-            comparison = _compare(str(source), config, training, seq, rules, record, attempt, trust_remote_code)
+            comparison = _compare(config, request, rules, record, attempt)
         except (ModelError, InputsError) as error:
             first = first or error
             continue
@@ -85,31 +73,23 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
     """
     training = Training(seq=default_seq(config) if reads_tokens(config) else None)
     sites, folded = plan.sites, frozenset(norm.name for norm in plan.folds())
-    before = trace_account(config, training, sites=sites)
-    after = trace_account(config, training, sites=sites, recipe=plan.recipe, folded=folded)
+    of = Step(config, training, sites, plan.recipe, folded)
+    before, after = trace_account(of.stock), trace_account(of)
     return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
 
 
 def _compare(
-    source: str,
-    config: PreTrainedConfig,
-    training: Training,
-    seq: int | None,
-    rules: Recipe,
-    record: PatchedFolder | None,
-    batch: Batch | None,
-    trust_remote_code: bool,
+    config: PreTrainedConfig, request: Request, rules: Recipe, record: PatchedFolder | None, batch: Batch | None
 ) -> Comparison:
-    of = subject_of(config, training, seq, rules, record, batch, trust_remote_code)
+    of = step_with(config, request, rules, record, batch)
     sites, notes = of.sites, list(of.notes)
-    stock = partial(trace_account, config, of.training, sites=sites, inputs=batch, peak=True)
-    before, after = each([stock, partial(stock, recipe=rules, folded=of.folded)])
+    before, after = each([partial(trace_account, way, peak=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
     notes += plan.notes
     return Comparison(
-        model=source,
+        model=str(request.model),
         model_class=sites.model_class,
         recipe=rules.name,
         training=of.training,
@@ -117,5 +97,5 @@ def _compare(
         after=after,
         notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),
         inputs=None if batch is None else describe(batch),
-        subject=of,
+        step=of,
     )

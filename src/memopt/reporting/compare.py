@@ -12,7 +12,7 @@ from typing import Any
 from memopt.patches.base import Section
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
-from memopt.reporting.subject import Subject
+from memopt.reporting.step import Step
 from memopt.reporting.timeline import KINDS, Kind
 from memopt.reporting.training import Training
 
@@ -86,7 +86,7 @@ class Comparison:
     """Form of the given batch (`memopt.walk.calls.batch.describe`); None where one was made."""
     sections: tuple[Section, ...] = ()
     """Sections that patches add."""
-    subject: Subject | None = field(default=None, repr=False, compare=False)
+    step: Step | None = field(default=None, repr=False, compare=False)
     """What was traced."""
 
     def __str__(self) -> str:

@@ -30,10 +30,10 @@ from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_ma
 from memopt.reporting.fake import make_fake
 from memopt.reporting.fake_reads import FakeReads, FiniteValues
 from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
+from memopt.reporting.step import Step
 from memopt.reporting.timeline import step
-from memopt.reporting.training import Training
 from memopt.torch_compat import FakeTensorMode
-from memopt.walk.calls.batch import PASS_INPUTS, Batch
+from memopt.walk.calls.batch import PASS_INPUTS
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import config_nodes, one_line
 from memopt.walk.sites import NormSite, Sites
@@ -53,32 +53,18 @@ def quiet() -> Iterator[None]:
 
 
 @quiet()
-def trace_account(
-    config: PreTrainedConfig,
-    training: Training,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
-    inputs: Batch | None = None,
-    peak: bool = False,
-) -> Account:
-    """What one forward of the model of `config` saves for backward, stock or patched.
+def trace_account(of: Step, *, peak: bool = False) -> Account:
+    """What one forward of the model saves for backward, stock or patched.
 
     Args:
-        config: the model's config; nothing else of the model is read.
-        training: how it is trained.
-        sites: what the walk found in this model (`memopt.walk.observe.walk_config`).
-        recipe: patch with it first; None for the stock model.
-        folded: norms whose affine is folded in the checkpoint.
-        inputs: a batch of the size in `training`; by default one is made.
+        of: the model, and how it is patched and trained.
         peak: trace a whole step as well, for ``Account.step``.
 
     Raises:
         ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
     """
-    with traced(config, training, sites=sites, recipe=recipe, folded=folded, inputs=inputs) as model:
-        saved = account(model.model, model.run, blocks=sites.blocks, sites=sites, notes=model.notes)
+    with traced(of) as model:
+        saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
         if not peak:
             return saved
         try:
@@ -106,25 +92,18 @@ class TracedModel:
 
 
 @contextlib.contextmanager
-def traced(
-    config: PreTrainedConfig,
-    training: Training,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
-    inputs: Batch | None = None,
-    shrink: Callable[[PreTrainedModel], None] = lambda model: None,
-) -> Iterator[TracedModel]:
-    """The model of `config` on fake tensors; inside, forward and backward can run. Arguments as `trace_account`'s.
+def traced(of: Step, shrink: Callable[[PreTrainedModel], None] = lambda model: None) -> Iterator[TracedModel]:
+    """The model of `of` on fake tensors; inside, forward and backward can run.
 
     Args:
+        of: the model, and how it is patched and trained.
         shrink: called with the model on the meta device, patched and without adapters.
 
     Raises:
         ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
     """
-    model, trained, notes = build_trained(config, training, sites=sites, recipe=recipe, folded=folded, shrink=shrink)
+    config, training, inputs = of.config, of.training, of.inputs
+    model, trained, notes = build_trained(of, shrink)
     weights, autocast = DTYPES[training.precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
@@ -137,7 +116,7 @@ def traced(
             return trained(**arguments)
 
     try:
-        source = example_of(config, sites, training) if inputs is None else inputs
+        source = example_of(config, of.sites, training) if inputs is None else inputs
         by_shapes = isinstance(source, Example) and not source.is_read
         reads = contextlib.nullcontext() if by_shapes else FakeReads()
         with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads:
@@ -176,16 +155,11 @@ def _sizes(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def build_trained(
-    config: PreTrainedConfig,
-    training: Training,
-    *,
-    sites: Sites,
-    recipe: Recipe | None = None,
-    folded: Collection[str] = (),
+    of: Step,
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
     quantised: Callable[..., None] = quantise,
 ) -> tuple[PreTrainedModel, nn.Module, list[str]]:
-    """The model of `config` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
+    """The model of `of` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
 
     Args:
         quantised: puts 4-bit linears into a model, as `memopt.reporting.quantised.quantise`.
@@ -193,6 +167,7 @@ def build_trained(
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
     """
+    config, training = of.config, of.training
     weights, autocast = DTYPES[training.precision]
     model = build_meta(config, dtype=weights)
     _widen_as_loaded(model, weights)
@@ -204,13 +179,13 @@ def build_trained(
         quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
         # Else PEFT lets the embeddings' output have a gradient; of 4 bits it leaves that to its own preparation.
         model.is_loaded_in_4bit = True  # type: ignore[assignment]
-    patched = [] if recipe is None else _patch(model, sites, recipe, folded)
+    patched = [] if of.recipe is None else _patch(model, of.sites, of.recipe, of.folded)
     shrink(model)
     model.train(training.dropout)
     trained: nn.Module = model
     if training.has_adapters:
         fp32 = training.adapter_fp32 or training.train == "qlora"
-        trained = add_adapters(model, sites, rank=training.lora_rank, targets=training.lora_targets, fp32=fp32)
+        trained = add_adapters(model, of.sites, rank=training.lora_rank, targets=training.lora_targets, fp32=fp32)
     if training.checkpointing == "full":
         _checkpoint(model)
     return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]

@@ -1,9 +1,9 @@
-"""What a report is of: a model and a training step, known well enough to be traced from the config alone."""
+"""From what a user asks about to a step that can be traced from the config alone."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,7 +15,8 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.reporting.adapters import check_peft
 from memopt.reporting.estimate import max_positions
 from memopt.reporting.quantised import other_method, quantisation_of
-from memopt.reporting.training import Training
+from memopt.reporting.step import Step
+from memopt.reporting.training import Request
 from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta
@@ -26,52 +27,23 @@ from memopt.walk.sites import Sites
 _LONGEST_DEFAULT_SEQ = 2048
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model and a training step, ready to be traced from the config alone."""
-
-    config: PreTrainedConfig
-    training: Training
-    sites: Sites
-    recipe: Recipe
-    folded: frozenset[str] = frozenset()
-    """Norms whose affine is folded in the checkpoint."""
-    inputs: Batch | None = None
-    """The batch that was given."""
-    notes: tuple[str, ...] = ()
+def step_of(request: Request) -> Step:
+    """The step that `request` asks about; errors are those of `memopt.report`."""
+    config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+    record, rules = record_of(request.model), chosen_recipe(request)
+    return step_with(config, request, rules, record, given_batch(request.inputs))
 
 
-def subject(
-    source: str | Path,
-    training: Training,
-    *,
-    seq: int | None = None,
-    recipe: str | Path | Recipe | None = None,
-    inputs: Batch | str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Subject:
-    """The model of `source` and what is known of it; arguments and errors are those of `memopt.report`."""
-    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    record, rules = record_of(Path(source).expanduser()), chosen_recipe(source, recipe)
-    return subject_of(config, training, seq, rules, record, given_batch(inputs), trust_remote_code)
-
-
-def subject_of(
-    config: PreTrainedConfig,
-    training: Training,
-    seq: int | None,
-    rules: Recipe,
-    record: PatchedFolder | None,
-    batch: Batch | None,
-    trust_remote_code: bool,
-) -> Subject:
-    """:func:`subject` of a config that is loaded and a recipe that is known.
+def step_with(
+    config: PreTrainedConfig, request: Request, rules: Recipe, record: PatchedFolder | None, batch: Batch | None
+) -> Step:
+    """:func:`step_of` with a config that is loaded and a recipe that is known.
 
     Args:
         record: of the patched folder that the config is of, if it is of one.
         batch: the inputs that were given.
     """
+    training, seq = request.training, request.seq
     if quantisation_of(config) is not None:
         if training.train == "full":
             raise ModelError(
@@ -100,23 +72,24 @@ def subject_of(
         sites = _sites_alone(build_meta(config), batch)
         folded = record.folded_norms() if record is not None else frozenset()
     else:
-        sites = walk_config(config, inputs=batch, trust_remote_code=trust_remote_code)
+        sites = walk_config(config, inputs=batch, trust_remote_code=request.trust_remote_code)
         folded = frozenset(norm.name for norm in make_plan(sites, rules).folds())
-    return Subject(config, training, sites, rules, folded, batch, tuple(notes))
+    return Step(config, training, sites, rules, folded, batch, tuple(notes))
 
 
-def chosen_recipe(source: str | Path, recipe: str | Path | Recipe | None) -> Recipe:
-    """`recipe`, else that of the patched folder `source`, else ``exact-unfolded``.
+def chosen_recipe(request: Request) -> Recipe:
+    """The recipe of `request`, else that of its patched folder, else ``exact-unfolded``.
 
     Raises:
         RecipeError: the recipe is unknown.
     """
-    record = None if recipe is not None else record_of(Path(source).expanduser())
-    return load_recipe(recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
+    record = None if request.recipe is not None else record_of(request.model)
+    return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
 
 
-def record_of(folder: Path) -> PatchedFolder | None:
-    """What `folder` says of itself; None where it is no patched folder."""
+def record_of(model: str | Path) -> PatchedFolder | None:
+    """What the folder `model` says of itself; None where it is no patched folder."""
+    folder = Path(model).expanduser()
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 
 

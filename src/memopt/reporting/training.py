@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from memopt.plan.recipe import Recipe
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 Train = Literal["full", "lora", "qlora"]
@@ -71,20 +75,31 @@ class Training:
         return ", ".join(words)
 
 
-def training_of(
-    batch: int | None,
-    precision: Precision,
-    train: Train,
-    lora_rank: int,
-    lora_targets: Sequence[str],
-    checkpointing: Checkpointing = "none",
-) -> Training:
-    """The training that arguments of `memopt.report` name: one row without `batch`, every linear without targets."""
-    return Training(
-        batch=batch or 1,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=tuple(lora_targets) or (ALL_LINEAR,),
-        checkpointing=checkpointing,
-    )
+@dataclass(frozen=True)
+class Request:
+    """A training step as a user asks about it, with nothing loaded; the fields are the arguments of `memopt.report`."""
+
+    model: str | Path
+    recipe: str | Path | Recipe | None = None
+    batch: int | None = None
+    seq: int | None = None
+    precision: Precision = "bf16"
+    train: Train = "full"
+    lora_rank: int = 8
+    lora_targets: Sequence[str] = (ALL_LINEAR,)
+    checkpointing: Checkpointing = "none"
+    inputs: Mapping[str, Any] | str | Path | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def training(self) -> Training:
+        """One row without `batch`, every linear without targets; the config, or `inputs`, may change its sizes."""
+        return Training(
+            batch=self.batch or 1,
+            precision=self.precision,
+            train=self.train,
+            lora_rank=self.lora_rank,
+            lora_targets=tuple(self.lora_targets) or (ALL_LINEAR,),
+            checkpointing=self.checkpointing,
+        )

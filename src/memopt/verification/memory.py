@@ -29,6 +29,7 @@ from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped
 from memopt.reporting.account import Account, account, live_by_module, live_bytes
 from memopt.reporting.estimate import trace_account
+from memopt.reporting.step import Step
 from memopt.reporting.training import Precision, Training
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
@@ -104,9 +105,7 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     recipe = record.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
-        predicted = trace_account(
-            stock.config, training, sites=sites, recipe=recipe, folded=record.folded_norms(), inputs=driven
-        )
+        predicted = trace_account(Step(stock.config, training, sites, recipe, record.folded_norms(), driven))
     except ModelError as error:
         return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]

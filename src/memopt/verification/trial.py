@@ -14,10 +14,12 @@ from memopt.patches.base import Section
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
+from memopt.reporting.subject import chosen_recipe
+from memopt.reporting.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import load_patched, load_stock
 from memopt.verification.step import Gradients, training_step
-from memopt.walk.calls.batch import Batch
+from memopt.walk.calls.batch import Batch, given_batch
 
 #: Everything runs in fp32, whose rounding (1e-6 of a gradient) is far below the error of any approximation.
 DTYPE = torch.float32
@@ -54,23 +56,15 @@ class CheckpointTrial:
         return step.loss, step.gradients
 
 
-def report_sections(
-    source: str | Path,
-    recipe: Recipe,
-    *,
-    trains_all: bool,
-    inputs: Batch | None = None,
-    trust_remote_code: bool = False,
-    note: Callable[[str], None] = lambda text: None,
-) -> tuple[Section, ...]:
-    """The sections that patches add to a report of `recipe` on `source`.
+def report_sections(request: Request, note: Callable[[str], None] | None = None) -> tuple[Section, ...]:
+    """The sections that patches add to a report; only a local folder has weights to measure with.
 
     Args:
-        source: a hub id or a local folder; only the latter has weights to measure with.
-        trains_all: whether all parameters are trained, and not adapters alone.
-        inputs: a batch to measure with.
+        request: what the report is about.
         note: called with a sentence before a step that takes long.
     """
-    trial = CheckpointTrial(Path(source).expanduser(), recipe, trust_remote_code, inputs)
-    sections = (patch.report(trial, trains_all=trains_all, note=note) for patch in patches())
+    folder, inputs = Path(request.model).expanduser(), given_batch(request.inputs)
+    trial = CheckpointTrial(folder, chosen_recipe(request), request.trust_remote_code, inputs)
+    trains_all, tell = request.train == "full", note or (lambda text: None)
+    sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in patches())
     return tuple(section for section in sections if section is not None)

@@ -17,6 +17,7 @@ from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace, trace
+from memopt.reporting.step import Step
 from memopt.reporting.training import Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -37,7 +38,7 @@ def task_of(name: str, *, few: bool = True, layers: int = 2, **training: object)
         levels = replace(levels, beyond=tuple(level for level in levels.beyond if level.words in FEW), heads={})
 
     def traced(recipe: Recipe, rows: int) -> Trace:
-        return trace(config, replace(step, batch=rows), sites=sites, recipe=recipe)
+        return trace(Step(config, replace(step, batch=rows), sites, recipe))
 
     return Task(name, step, Setup(), find_card("rtx4090"), levels, traced)
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from memopt.errors import ModelError
 from memopt.plan.recipe import Recipe
 from memopt.prediction.planner.choice import Choice
-from memopt.prediction.planner.training import plan_subject
+from memopt.prediction.planner.training import plan_step
 from memopt.prediction.trace import parameters_of
 from memopt.reporting.quantised import quantisation_of
-from memopt.reporting.subject import Subject, default_seq, reads_tokens
+from memopt.reporting.step import Step
+from memopt.reporting.subject import default_seq, reads_tokens
 from memopt.reporting.training import ALL_LINEAR, Precision, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
@@ -74,8 +75,7 @@ def plan_model(
         adapter_fp32=precision != "fp32" and any(each.trained and each.dtype == torch.float32 for each in parameters),
     )
     held = sum(each.nbytes for each in parameters)
-    of = Subject(config, training, sites, recipe)
-    return plan_subject(type(base).__name__, of, budget, held=held)
+    return plan_step(type(base).__name__, Step(config, training, sites, recipe), budget, held=held)
 
 
 def _short(adapted: Sequence[str], sites: Sites) -> tuple[str, ...]:

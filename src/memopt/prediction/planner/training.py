@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from memopt.generators import generators_kept
 from memopt.patches.base import Effect
@@ -18,8 +16,9 @@ from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_wi
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace
 from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.subject import Subject, subject
-from memopt.reporting.training import ALL_LINEAR, Precision, Train, training_of
+from memopt.reporting.step import Step
+from memopt.reporting.subject import step_of
+from memopt.reporting.training import Request
 
 #: Whose rates are taken where none is named.
 _USUAL_CARD = "A100 80GB"
@@ -27,31 +26,21 @@ _USUAL_CARD = "A100 80GB"
 
 @generators_kept()
 def plan_training(
-    model: str | Path,
+    request: Request,
     budget: str | int | None = None,
     *,
     card: str | None = None,
-    recipe: str | Path | Recipe | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    precision: Precision = "bf16",
-    train: Train = "full",
-    lora_rank: int = 8,
-    lora_targets: Sequence[str] = (ALL_LINEAR,),
     setup: Setup | None = None,
     allow: Sequence[Effect] = (),
-    inputs: Mapping[str, Any] | str | Path | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
 ) -> Choice | Frontier:
-    """The fastest plan for training `model` that fits into `budget`; without one, the frontier of memory against time.
+    """The fastest plan for training a model that fits into `budget`; without one, the frontier of memory against time.
 
-    Computed from the config alone. Arguments and errors are those of `memopt.report`, and:
+    Computed from the config alone. Errors are those of `memopt.report`, and:
 
     Args:
+        request: the model, how it is trained, and the recipe that a plan changes.
         budget: memory of the device, all of it usable: ``24GiB``, ``24GB``, the name of a card, or a number of bytes.
         card: whose rates are taken; by default those of the card that `budget` names.
-        recipe: what a plan changes; by default ``exact-unfolded``.
         setup: optimizer, devices and allocator.
         allow: ``approximate``: shipped recipes whose gradients are off by a bounded error may be taken.
 
@@ -59,16 +48,12 @@ def plan_training(
         NegativeVerdict: nothing fits; says what the smallest plan takes.
         UsageError: `budget` or `card` is not known.
     """
-    training = training_of(batch, precision, train, lora_rank, lora_targets)
     rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
-    of = subject(
-        model, training, seq=seq, recipe=recipe, inputs=inputs, revision=revision, trust_remote_code=trust_remote_code
-    )
-    task = _task(str(model), of, setup or Setup(), rates)
+    task = _task(str(request.model), step_of(request), setup or Setup(), rates)
     return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
 
 
-def plan_subject(name: str, of: Subject, budget: str | int, *, held: int) -> Choice:
+def plan_step(name: str, of: Step, budget: str | int, *, held: int) -> Choice:
     """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever those of its config do."""
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
     task = _task(name, of, Setup(), rates)
@@ -77,13 +62,13 @@ def plan_subject(name: str, of: Subject, budget: str | int, *, held: int) -> Cho
     return choose(replace(task, setup=replace(task.setup, context=context)), _size(budget))
 
 
-def _task(name: str, of: Subject, setup: Setup, card: Card) -> Task:
-    levels = levels_of(of.sites, of.recipe.unfolded())
+def _task(name: str, of: Step, setup: Setup, card: Card) -> Task:
+    levels = levels_of(of.sites, of.rules.unfolded())
     extends: bool | None = None
 
     def traced(rules: Recipe, rows: int) -> Trace:
         nonlocal extends
-        tracer = Tracer(of.config, of.sites, rules, of.folded, of.inputs, extends)
+        tracer = Tracer(replace(of, recipe=rules), extends)
         training = replace(of.training, batch=rows)
         trace_ahead(tracer, training)
         found = tracer.at(training)
