@@ -60,6 +60,14 @@ def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_codes_of_what_other_modules_save_are_not_a_norms_own(name, tmp_path):
+    tiny_model(name, torch.bfloat16).save_pretrained(tmp_path / "original")
+    patch_checkpoint(tmp_path / "original", tmp_path / "out", "int8")
+    verdict = verify(tmp_path / "out", level="memory")
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
 def test_another_model_as_the_original_fails_in_a_sentence(folders):
     verdict = verify(folders / "bert-patched", against=str(folders / "llama"))
     assert verdict.status == "fail"
