@@ -105,7 +105,12 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
         predicted = trace_account(
-            stock.config, training, sites=sites, recipe=recipe, folded=record.folded_norms(), inputs=driven
+            stock.config,
+            training,
+            sites=sites,
+            recipe=recipe,
+            folded=record.folded_norms(),
+            inputs=probes.batches[0],
         )
     except ModelError as error:
         return [*checks, _skip(str(error))]
