@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.saved.kept import alias_of
 from memopt.saved.savers import is_function
-from memopt.torch_compat import is_operator, operator_schema
+from memopt.torch_compat import is_operator, operator_schema, storage_id
 
 CHECKPOINT = "checkpoint"
 """Name of the operation that saves a checkpointed region's inputs."""
@@ -45,6 +45,8 @@ class Save:
     """Without a function: name of the `torch.autograd.Function` or memopt's step that saved it; empty if unknown."""
     differentiable: bool
     """Whether the tensor is part of the graph (an attention mask is not)."""
+    instead_of: int = 0
+    """The id of the storage in whose place it is kept, since its operation saved that; 0 where it saved this one."""
 
     @property
     def module(self) -> str:
@@ -72,7 +74,7 @@ class SavedTensorObserver:
     ) -> None:
         self.modules = RunningModules(model, entered=entered, left=left)
         self.functions = RunningFunctions(stand_ins)
-        self._saves: list[tuple[weakref.ref[ObservedTensor], Save]] = []
+        self._saves: Saves = []
         self._active = ExitStack()
         self.pack = self._make_pack()
 
@@ -108,9 +110,7 @@ class SavedTensorObserver:
                 saver="" if function else _saver(sys._getframe(1)),
                 differentiable=tensor.requires_grad,
             )
-            slot = ObservedTensor(alias_of(tensor))
-            self._saves.append((weakref.ref(slot), save))
-            return slot
+            return ObservedTensor(alias_of(tensor), save, self._saves)
 
         pack.memopt_observer = True  # type: ignore[attr-defined]
         return pack
@@ -123,14 +123,31 @@ SavedTensorObserver.unpack.memopt_observer = True  # type: ignore[attr-defined]
 class ObservedTensor:
     """What autograd holds in the place of a tensor, for as long as it would hold the tensor."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "_save", "_saves", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, save: Save, saves: Saves) -> None:
+        self.tensor, self._save, self._saves = tensor, save, saves
+        saves.append((weakref.ref(self), save))
 
     def keep(self, tensor: Tensor) -> None:
         """Hold a copy instead (`memopt.saved.pinned`)."""
         self.tensor = tensor
+
+    def instead(self, tensor: Tensor) -> ObservedTensor:
+        """`tensor`, held in the place of this one: the operation that saved this one counts as its saver."""
+        save = replace(self._save, instead_of=storage_id(self.tensor.untyped_storage()))
+        return ObservedTensor(tensor, save, self._saves)
+
+    def beside(self, tensor: Tensor) -> ObservedTensor:
+        """`tensor`, held beside this one for the same operation."""
+        return ObservedTensor(tensor, self._save, self._saves)
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+#: The tensors that are or were held, in the order of their saves.
+Saves = list[tuple[weakref.ref[ObservedTensor], Save]]
 
 
 _observers = 0

@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memopt.checks import Check
+from memopt.plan.shipped import shipped
 from memopt.verification.run import verify
 from tests.mutation.folders import Workshop, workshop
-from tests.mutation.models import ARCHITECTURES, DTYPES, KINDS, PRETRAINED, Checkpoint
+from tests.mutation.models import ARCHITECTURES, DTYPES, FAMILIES, KINDS, PRETRAINED, Checkpoint
 from tests.mutation.options import add_options, choose, summary, write_json
 
 SEEDS = (0, 1, 2)
+#: Of the runs of every recipe.
+WIDTHS = ("fp32", "bf16")
 
 
 #: Outcomes that are as they should be: a check may warn, which is a pass with a reason.
@@ -32,10 +35,22 @@ GOOD = ("clean", "warned")
 
 
 @dataclass(frozen=True)
+class Case:
+    """One right checkpoint, and the recipe that it is patched with."""
+
+    checkpoint: Checkpoint
+    recipe: str = "exact"
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} {self.recipe}"
+
+
+@dataclass(frozen=True)
 class Run:
-    """What became of one checkpoint."""
+    """What became of one case."""
 
     checkpoint: str
+    recipe: str
     outcome: str
     """``clean``; ``warned``: a check did; ``ALARM``: a check failed; ``SKIPPED``: one was; ``NOISE``: a Python warning;
     ``CRASH``."""
@@ -44,17 +59,22 @@ class Run:
     """Of the processor."""
 
 
-def checkpoints() -> list[Checkpoint]:
-    """All that is run, pretrained ones last."""
+def cases() -> list[Case]:
+    """All that is run: many checkpoints with the default recipe, then one of each family with every other one."""
     random = itertools.product(ARCHITECTURES, KINDS, SEEDS, DTYPES)
     pretrained = itertools.product(PRETRAINED, SEEDS, DTYPES)
+    families = [Checkpoint(name, dtype) for name, dtype in itertools.product(FAMILIES, WIDTHS)]
+    new = [each for each in families if each.architecture not in ARCHITECTURES]
+    others = [recipe for recipe in shipped() if recipe != "exact"]
     return [
-        *(Checkpoint(name, dtype, kind, seed) for name, kind, seed, dtype in random),
-        *(Checkpoint(name, dtype, "pretrained", seed) for name, seed, dtype in pretrained),
+        *(Case(Checkpoint(name, dtype, kind, seed)) for name, kind, seed, dtype in random),
+        *(Case(Checkpoint(name, dtype, "pretrained", seed)) for name, seed, dtype in pretrained),
+        *map(Case, new),
+        *itertools.starmap(Case, itertools.product(families, others)),
     ]
 
 
-def run(checkpoint: Checkpoint, place: Workshop) -> Run:
+def run(case: Case, place: Workshop) -> Run:
     """Patch and verify one."""
     started = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +82,7 @@ def run(checkpoint: Checkpoint, place: Workshop) -> Run:
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         try:
-            outcome, detail = _judged(verify(place.patched(checkpoint)).checks)
+            outcome, detail = _judged(verify(place.patched(case.checkpoint, case.recipe)).checks)
         except Exception as error:  # whatever it is, it is a finding
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
@@ -72,7 +92,7 @@ def run(checkpoint: Checkpoint, place: Workshop) -> Run:
     if caught and outcome in GOOD:
         outcome = "NOISE"
         detail = "; ".join(dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught))
-    return Run(str(checkpoint), outcome, detail, round(time.process_time() - started, 2))
+    return Run(str(case.checkpoint), case.recipe, outcome, detail, round(time.process_time() - started, 2))
 
 
 def _judged(checks: Sequence[Check]) -> tuple[str, str]:
@@ -95,18 +115,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_options(parser)
     options = parser.parse_args(arguments)
-    chosen = choose(checkpoints(), options)
+    chosen = choose(cases(), options)
     if options.list:
         print(*chosen, sep="\n")
         return 0
     done = []
     with workshop() as place:
-        for checkpoint in chosen:
-            found = run(checkpoint, place)
+        for case in chosen:
+            found = run(case, place)
             done.append(found)
-            print(f"{found.outcome:8} {found.seconds:5.1f} s  {found.checkpoint}  {found.detail}".rstrip(), flush=True)
-    families = len({each.architecture for each in chosen})
-    print(f"{len(done)} runs over {families} architectures: {summary(done)}")
+            print(f"{found.outcome:8} {found.seconds:5.1f} s  {case}  {found.detail}".rstrip(), flush=True)
+    families = len({each.checkpoint.architecture for each in chosen})
+    recipes = len({each.recipe for each in chosen})
+    print(f"{len(done)} runs over {families} architectures and {recipes} recipes: {summary(done)}")
     write_json(options, done)
     return 0 if {each.outcome for each in done} <= {*GOOD} else 1
 

@@ -42,6 +42,8 @@ _TYPES = (
 )  # fmt: skip
 ARCHITECTURES = (*NAMES, *_EXPERTS, *_TYPES)
 KINDS = ("random", "outliers")
+#: One checkpoint of each is patched with every shipped recipe: these, and convolutions and sounds.
+FAMILIES = (*ARCHITECTURES, "whisper", "resnet", "wav2vec2")
 
 #: Factors of the outlier channels of a norm, and the share of its channels that has each.
 _OUTLIERS, _SHARE = (50.0, 0.01), 0.03

@@ -130,6 +130,11 @@ def _(site: Site) -> Any:
     return together(*(_saves_too(site, each, lambda x, *_: x.detach().clone()) for each in _NORMS))
 
 
+@in_modules("memory", "a norm saves a second copy (int8)", "llama", "gpt2", levels=_MEMORY, recipe="int8")
+def _(site: Site) -> Any:
+    return together(*(_saves_too(site, each, lambda x, *_: x.detach().clone()) for each in _NORMS))
+
+
 @in_modules("memory", "a norm saves its input too", levels=_MEMORY)
 def _(site: Site) -> Any:
     return together(*(_saves_too(site, each, lambda x, *_: x) for each in _NORMS))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _each_once(records: list[_Record]) -> list[_Record]:
     """The last result of each row or run."""
-    names = ("kind", "fault", "size", "architecture", "dtype", "checkpoint")
+    names = ("kind", "fault", "size", "architecture", "dtype", "checkpoint", "recipe")
     return list({tuple(record.get(name) for name in names): record for record in records}.values())
 
 
@@ -49,9 +49,10 @@ def _section(faults: list[_Record], clean: list[_Record]) -> Iterator[str]:
     )
     if clean:
         families = {record["checkpoint"].rsplit("-", 3)[0] for record in clean}  # then weights, seed and dtype
+        recipes = {record["recipe"] for record in clean}
         yield ""
         yield (
-            f"{len(clean)} clean runs over {len(families)} architectures: "
+            f"{len(clean)} clean runs over {len(families)} architectures and {len(recipes)} recipes: "
             f"{_counts(Counter(record['outcome'] for record in clean))}."
         )
     yield ""

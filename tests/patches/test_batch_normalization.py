@@ -17,7 +17,7 @@ from transformers import (
 
 import memopt
 from memopt.patches.apply import apply
-from memopt.reporting.account import account
+from memopt.reporting.account import account, live_bytes
 from memopt.walk.aten.precision import precise
 
 
@@ -124,3 +124,24 @@ def test_an_activation_between_a_batch_norm_and_a_linear_is_patched_once() -> No
         model(x).square().sum().backward()
     for mine, each in zip(patched.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, each.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "int8", "mesa", "sampled"])
+@pytest.mark.parametrize("training", [False, True])
+def test_an_account_sees_all_that_a_patched_step_keeps(recipe: str, training: bool) -> None:
+    """In eval mode copies of the running statistics are kept, too; and no hook of an account changes what is kept."""
+    torch.manual_seed(0)
+    model, images = resnet().train(training), torch.randn(3, 3, 32, 32)
+
+    def run() -> torch.Tensor:
+        loss: torch.Tensor = model(pixel_values=images, labels=torch.tensor([0, 1, 0])).loss
+        return loss
+
+    stock = live_bytes(run)
+    memopt.patch(model, recipe)
+    model.train(training)
+    counted, live = account(model, run), live_bytes(run)
+    assert counted.unseen == 0
+    assert counted.saved == live < stock
+    copies = [each for each in counted.storages if each.cause == "weight copy"]
+    assert {each.savers[0][1] for each in copies} == {"batch_norm"}

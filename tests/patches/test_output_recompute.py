@@ -454,3 +454,13 @@ def test_hooks_that_watch_the_graph_or_draw_run_again(name):
     expected, random = step(stock, inputs), torch.get_rng_state()
     torch.testing.assert_close(step(patched, inputs), expected)
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_an_output_that_is_saved_outside_of_every_scope_is_left_and_the_plan_says_so() -> None:
+    """DistilBERT's head is three modules beside its blocks."""
+    config = transformers.DistilBertConfig(vocab_size=40, dim=32, hidden_dim=64, n_layers=2, n_heads=4, dropout=0.0)
+    model = transformers.DistilBertForMaskedLM(config)
+    entries = {entry.site: entry for entry in memopt.plan_for(model, recipe()).entries}
+    assert entries["vocab_transform.weight"].action == "keep"
+    assert "saved by gelu in activation" in entries["vocab_transform.weight"].reason
+    assert entries["distilbert.transformer.layer.0.ffn.lin1.weight"].action == "recompute output"

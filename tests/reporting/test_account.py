@@ -219,3 +219,31 @@ def test_an_account_sees_the_model_as_it_runs_without_it() -> None:
     of_block = [each for each in counted.of_block("model.layers.0") if each.cause in ("gate", "up")]
     assert {each.cause for each in of_block} == {"gate", "up"}
     assert {saver for each in of_block for saver in each.savers} == {("model.layers.0.mlp", "FusedLinearFunction")}
+
+
+def test_codes_count_where_their_tensor_was_saved_and_computed() -> None:
+    """Not where they were made: a tensor is quantised while a later module runs."""
+    model = tiny_model("llama", torch.bfloat16).train()
+    sites = walk_model(model)
+    apply(model, make_plan(sites, load_recipe("int8")))
+    inputs = tiny_inputs("llama")
+    counted = account(model, lambda: model(**inputs), blocks=sites.blocks, sites=sites)
+    block = "model.layers.0"
+    codes = [each for each in counted.of_block(block) if each.cause == "codes"]
+    norm, attention, mlp = (f"{block}.{name}" for name in ("post_attention_layernorm", "self_attn", "mlp"))
+    of_norm = [each.dtype for each in codes if norm in each.savers_modules]
+    assert sorted(of_norm) == ["float32", "uint8"]  # minimum and step of each group, and codes, of x_hat alone
+    assert {each.savers for each in codes} == {
+        ((f"{block}.input_layernorm", "NormFunction"),),
+        ((attention, "scaled_dot_product_attention"),),
+        ((attention, "scaled_dot_product_attention"), (f"{attention}.o_proj", "linear")),
+        ((norm, "NormFunction"),),
+        ((mlp, "FusedLinearFunction"),),
+    }
+    assert {each.module for each in codes} == {
+        f"{block}.input_layernorm",
+        attention,
+        norm,
+        f"{mlp}.gate_proj",
+        f"{mlp}.up_proj",
+    }

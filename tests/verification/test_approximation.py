@@ -44,6 +44,13 @@ def test_what_a_recipe_declares_holds_and_something_was_approximated(tmp_path: P
     assert error > 1e-5  # rounding in fp32 is 1e-7
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_published_codes_are_checked_against_the_published_tables(tmp_path: Path, name: str) -> None:
+    found = checks(patched(tmp_path, name, "lowmemory-bp").out)
+    assert {check.status for check in found.values()} == {"pass"}, found
+    assert {"codes.levels", "codes.table"} <= found.keys()
+
+
 def test_errors_of_codes_are_predicted_from_the_models_own_activations(tmp_path: Path) -> None:
     found = checks(patched(tmp_path, "bert", "approx-2bit", "gradient_error=1.0").out)
     predicted, measured = found["gradient.predicted_error"], found["gradient.declared_error"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import memopt.kernels.norm.function as norm_kernel
@@ -58,6 +59,27 @@ def test_grouped_attention_in_fp32_keeps_what_the_plan_says(name, tmp_path):
     patch_checkpoint(tmp_path / "original", tmp_path / "out")
     verdict = verify(tmp_path / "out", level="memory")
     assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_codes_of_what_other_modules_save_are_not_a_norms_own(name, tmp_path):
+    tiny_model(name, torch.bfloat16).save_pretrained(tmp_path / "original")
+    patch_checkpoint(tmp_path / "original", tmp_path / "out", "int8")
+    verdict = verify(tmp_path / "out", level="memory")
+    assert verdict.status == "pass", [check for check in verdict.checks if check.status != "pass"]
+
+
+def test_a_model_of_sounds_is_planned_for_the_sounds_that_are_measured(tmp_path):
+    """They are far shorter than those of a step that `memopt report` traces."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        conv_dim=[16, 16], conv_stride=[5, 4], conv_kernel=[10, 8], num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    transformers.Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "original")
+    patch_checkpoint(tmp_path / "original", tmp_path / "out")
+    found = {check.id: check for check in verify(tmp_path / "out", level="memory").checks}
+    assert found["memory.plan"].status == "pass", found["memory.plan"]
 
 
 def test_another_model_as_the_original_fails_in_a_sentence(folders):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import memopt.kernels.sampled_linear.function as sampled_linear
+import memopt.patches.sampled_linear.checks as sampling_checks
 import memopt.patches.sampled_linear.slot as sampled
 from memopt.cli.main import main
 from memopt.patches.sampled_linear.checks import DRAWS
@@ -94,7 +95,14 @@ def test_a_gradient_that_one_linear_scales_by_a_percent_fails_by_its_name(
 def test_a_model_in_which_nothing_is_sampled_is_told_so(tmp_path: Path) -> None:
     result = patched(tmp_path, "llama", "sampled")
     assert "samples no linear of this model" in " ".join(result.notes)
-    assert checks(result.out)["sampling.linears"].status == "skip"
+    assert checks(result.out)["sampling.linears"].status == "pass"
+
+
+def test_a_plan_that_samples_linears_of_which_none_is_sampled_fails(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sampling_checks, "samplings_in", lambda model: {})
+    check = checks(folder)["sampling.linears"]
+    assert check.status == "fail"
+    assert check.value
 
 
 def test_the_report_predicts_the_noise_and_names_the_exact_alternative(

@@ -45,7 +45,7 @@ class SavedStorage:
     cause: str
     """What it is: one of `memopt.reporting.causes.CAUSES`."""
     module: str = ""
-    """The innermost module that was running when it was allocated."""
+    """The innermost module that was running when it was allocated; of codes, the one of their tensor."""
 
     @property
     def savers_modules(self) -> frozenset[str]:
@@ -132,7 +132,7 @@ def account(
         graph = _graph(run())
     gc.collect()
     causes = Causes(sites)
-    saved = [entry for entry in running.saved() if tracker.birth(entry.storage) is not None]
+    saved = [entry for entry in running.saved() if tracker.birth(storage_id(entry.storage)) is not None]
     counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
     unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
     seen = {storage_id(entry.storage) for entry in saved}
@@ -173,10 +173,11 @@ def _graph(result: Any) -> list[Any]:
 
 
 def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> SavedStorage:
-    birth = tracker.birth(saved.storage)
+    birth = tracker.birth(storage_id(saved.storage))
     assert birth is not None
     savers = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
     first = saved.saves[0]
+    original = tracker.birth(first.instead_of)
     block, entered = running.of(first), running.entered_before(first)
     part: Part
     if len({running.of(save) for save in saved.saves} - {""}) > 1:
@@ -194,8 +195,8 @@ def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: C
         part=part,
         block=block,
         savers=savers,
-        cause=causes.of(birth, savers, differentiable=first.differentiable),
-        module=birth.module,
+        cause="codes" if original is not None else causes.of(birth, savers, differentiable=first.differentiable),
+        module=(original or birth).module,
     )
 
 

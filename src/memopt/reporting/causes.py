@@ -79,8 +79,7 @@ class Causes:
             return "weight copy"
         if operation in CAUSES:  # a step of memopt, named by its cause
             return operation
-        # Packed codes are one-dimensional bytes; the minimum and step of each group are a tensor of (groups, 2).
-        if (birth.dtype == "uint8" and len(birth.shape) == 1) or (not operation and birth.shape[-1:] == (2,)):
+        if birth.dtype == "uint8" and len(birth.shape) == 1:  # packed codes
             return "codes"
         if any("attention" in name for _, name in savers):
             if "attention" in origin.operation:

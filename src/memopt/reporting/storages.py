@@ -88,9 +88,9 @@ class StorageTracker(TorchDispatchMode):
         # The weak reference keeps the address of a freed storage from being used again.
         self._born: dict[int, tuple[Any, Birth]] = {}
 
-    def birth(self, storage: torch.UntypedStorage) -> Birth | None:
-        """The birth of `storage`; None if it was allocated before."""
-        entry = self._born.get(storage_id(storage))
+    def birth(self, storage: int) -> Birth | None:
+        """The birth of the storage with this id, even if it was freed; None if it was allocated before."""
+        entry = self._born.get(storage)
         return None if entry is None else entry[1]
 
     def alive_bytes(self) -> int:
@@ -129,7 +129,7 @@ class StorageTracker(TorchDispatchMode):
                 operation = _name(func)
                 source, of_parameter = None, False
                 if operation in _COPIES and inputs:
-                    source = self.birth(inputs[0])
+                    source = self.birth(storage_id(inputs[0]))
                     of_parameter = storage_id(inputs[0]) in self._parameters or (
                         source is not None and source.of_parameter
                     )

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
-from memopt.saved.pinned import Holder, stream_of
+from memopt.saved.pinned import Holder, Packed, stream_of
 from memopt.torch_compat import storage_id
-
-
-class Packed(Protocol):
-    """What a pack hook returns."""
-
-    def unpack(self) -> Tensor: ...
 
 
 class Compressible:
@@ -55,9 +48,8 @@ class Compressor(Protocol):
 class Compression(Protocol):
     """How a scope stores the saved tensors that are not recomputed; equal where it is the same."""
 
-    def compressor(self, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> Compressor:
+    def compressor(self, hidden: Tensor) -> Compressor:
         """
         Args:
             hidden: hidden states that the module is given; their size tells what is worth compressing.
-            keep: the pack hook for what is kept instead.
         """

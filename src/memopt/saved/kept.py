@@ -21,6 +21,9 @@ class Kept:
     def keep(self, tensor: Tensor) -> None:
         self.tensor, self._version = tensor, tensor._version
 
+    def instead(self, tensor: Tensor) -> Kept:
+        return Kept(tensor)
+
     def unpack(self) -> Tensor:
         check_version(self.tensor, self._version)
         return self.tensor
@@ -71,3 +74,8 @@ class Forwarded:
             tensor = self.memopt_unpack(self._packed)
         self._early = tensor if remaking.depth else None
         return tensor
+
+    def beside(self, tensor: Tensor) -> Any:
+        """What holds `tensor` for the node that saved this one: the outer hook, if it is an observer."""
+        seen = getattr(self._packed, "beside", None)
+        return tensor if seen is None else seen(tensor)

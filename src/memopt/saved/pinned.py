@@ -26,6 +26,12 @@ LARGEST_PART = 0.75
 WATCHED = 8
 
 
+class Packed(Protocol):
+    """What a pack hook returns."""
+
+    def unpack(self) -> Tensor: ...
+
+
 class Holder(Protocol):
     """What autograd holds in the place of a saved tensor; can be weakly referenced."""
 
@@ -34,6 +40,9 @@ class Holder(Protocol):
 
     def keep(self, tensor: Tensor) -> None:
         """Hold `tensor`, which has the same values, instead."""
+
+    def instead(self, tensor: Tensor) -> Packed:
+        """Holds `tensor`, which has other values, in the place of this one."""
 
 
 @dataclass

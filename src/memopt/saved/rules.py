@@ -57,22 +57,24 @@ def _copies_what_may_change(node: Node) -> bool:
             if any(each is None for each in statistics):
                 return False
             read += statistics
-        node.metadata[_COPIED_KEY] = [each.detach().clone() for each in read]
+        # An observer has to see the copies as well.
+        seen = getattr(held(node, "result1"), "beside", torch.Tensor.detach)
+        node.metadata[_COPIED_KEY] = [seen(each.detach().clone()) for each in read]
     return True
 
 
 def _at_hand(packed: Any) -> Tensor | None:
-    """What autograd, a scope of ours or an observer saved as it is; scopes add the version."""
+    """What autograd, a scope of ours or an observer saved as it is; scopes add the version, or a holder."""
     if (outer := getattr(packed, "memopt_unpack", None)) is not None:  # what a scope has handed on to it
         return packed.unpack() if getattr(outer, "memopt_observer", False) else None
-    tensor = packed[0] if type(packed) is tuple else packed
+    tensor = packed[0] if type(packed) is tuple else packed.tensor if hasattr(packed, "instead") else packed
     return tensor if isinstance(tensor, Tensor) else None
 
 
 def _batch_normalised(node: Node) -> Tensor:
     """By the statistics of the forward: of the batch, or in eval mode the running ones."""
     x, eps = saved(node, "input"), saved(node, BATCH_NORMS[node.name()])
-    weight, bias, *statistics = node.metadata[_COPIED_KEY]
+    weight, bias, *statistics = (getattr(each, "tensor", each) for each in node.metadata[_COPIED_KEY])
     if statistics:
         mean, variance = statistics
     else:

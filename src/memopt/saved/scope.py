@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute_rules import FAMILIES, Node, Rule, rule_of
-from memopt.saved.compressible import Compression, Compressor, Packed
+from memopt.saved.compressible import Compression, Compressor
 from memopt.saved.copies import Source, may_have_rule, source_of
 from memopt.saved.handles import Handle
 from memopt.saved.kept import Forwarded, Kept, alias_of, check_version
-from memopt.saved.pinned import Holder, PinnedStorages
+from memopt.saved.pinned import Holder, Packed, PinnedStorages
 from memopt.saved.savers import may_be_a_function, may_write_into_saved
 from memopt.saved.slots import Packing, Slot, settle
 from memopt.saved.versions import is_unchanged
@@ -136,7 +136,7 @@ class _Pack:
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
         if compression is not None and hidden is not None and exchanges:
-            self._compressor = compression.compressor(hidden, self._keep)
+            self._compressor = compression.compressor(hidden)
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []

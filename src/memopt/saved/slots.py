@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memopt.saved.compressible import Compressible, Packed
+from memopt.saved.compressible import Compressible
 from memopt.saved.handles import Handle
-from memopt.saved.pinned import Holder, only_held_by
+from memopt.saved.pinned import Holder, Packed, only_held_by
 from memopt.torch_compat import storage_id
 
 

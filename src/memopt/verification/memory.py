@@ -105,7 +105,8 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
     recipe = record.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     try:
-        predicted = trace_account(Step(stock.config, training, sites, recipe, record.folded_norms(), driven))
+        folded, inputs = record.folded_norms(), probes.batches[0]
+        predicted = trace_account(Step(stock.config, training, sites, recipe, folded, inputs))
     except ModelError as error:
         return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]

@@ -67,6 +67,11 @@ class DerivativeCode:
     """The activation, where `kind` is "other"."""
 
     @property
+    def scheme(self) -> str:
+        """The scheme by which `derivative_code` finds it: published codes have names of their own."""
+        return self.name if self.name in SCHEMES else "published"
+
+    @property
     def step(self) -> float:
         """Distance of a value code's levels."""
         return self.levels[1] - self.levels[0]

@@ -39,7 +39,7 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
         state = swap_state(module) if is_swapped(module) else None
         if isinstance(state, ActivationRewrite) and state.code is not None and state.is_always_coded:
             stock = functools.partial(original_class(module).forward, module)
-            shipped = derivative_code(state.kind, state.code.name) if state.kind in ACTIVATIONS else state.code
+            shipped = derivative_code(state.kind, state.code.scheme) if state.kind in ACTIVATIONS else state.code
             off[name] = _off_its_levels(module, stock, shipped)
             if not shipped.stochastic:
                 tables[name] = abs(_error(stock, state.code) / shipped.error - 1)

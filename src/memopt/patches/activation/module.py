@@ -83,11 +83,13 @@ def _forward(
     if rewrite.linear is not None:
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
-    if rewrite.code is not None and z.requires_grad:
+    # What can be recomputed costs less than a mask of it.
+    is_recomputed = rewrite.saves_its_output and recomputes(z)
+    if rewrite.code is not None and z.requires_grad and not is_recomputed:
         coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
         if coded is not None:
             return with_witness(coded)
-    is_stock = not recomputes(z) if rewrite.saves_its_output else rewrite.is_one_operation and not runs_triton(z)
+    is_stock = not is_recomputed if rewrite.saves_its_output else rewrite.is_one_operation and not runs_triton(z)
     if is_stock or not z.requires_grad:
         return with_witness(function(z))
     specifies = not rewrite.saves_its_output

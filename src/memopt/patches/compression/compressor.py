@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.quantize.layout import Quantized
 from memopt.kernels.quantize.quantize import dequantize, quantize
-from memopt.saved.compressible import Compressible, Packed
-from memopt.saved.pinned import Holder, only_held_by
+from memopt.saved.compressible import Compressible
+from memopt.saved.pinned import Holder, Packed, only_held_by
 from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 
 #: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the
@@ -45,8 +45,8 @@ class Compression:
     stochastic: bool = True
     """Round at random, without bias, by a seed that is drawn from torch's default CPU generator."""
 
-    def compressor(self, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> Compressor:
-        return Compressor(self, hidden, keep)
+    def compressor(self, hidden: Tensor) -> Compressor:
+        return Compressor(self, hidden)
 
 
 class Compressor:
@@ -55,14 +55,13 @@ class Compressor:
     Args:
         compression: how.
         hidden: what the scope's module was given; its last dimension is the hidden size.
-        keep: the pack hook for what is kept instead.
     """
 
     observers: ClassVar[list[Observer]] = []
     """Called with the elements of each quantised storage and how a tensor lies in it."""
 
-    def __init__(self, compression: Compression, hidden: Tensor, keep: Callable[[Tensor], Packed]) -> None:
-        self._compression, self._keep = compression, keep
+    def __init__(self, compression: Compression, hidden: Tensor) -> None:
+        self._compression = compression
         self._tokens = max(1, hidden.numel() // max(1, hidden.shape[-1] if hidden.dim() else 1))
         self._narrow = hidden.numel() // LEAST_PART
         self._kept: list[weakref.ref[Compressible]] = []
@@ -125,10 +124,11 @@ class Compressor:
 
     def _stored(self, elements: Tensor) -> _Stored:
         seed = draw_seed() if self._compression.stochastic else None
-        return _Stored(quantize(elements, self._compression.bits, seed), self._keep)
+        return _Stored(quantize(elements, self._compression.bits, seed))
 
     @classmethod
     def _replace(cls, member: Compressible, stored: _Stored, elements: Tensor, *view: Any) -> None:
+        stored.kept_in_the_place_of(member.holder)
         member.packed = _View(stored, view, [observer(elements, view) for observer in cls.observers])
         del member.holder
 
@@ -153,21 +153,24 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 class _Stored:
     """A compressed storage. Its values are decoded once for all who use them at the same time, and owned by these."""
 
-    __slots__ = ("_codes", "_rest", "_scales", "_values")
+    __slots__ = ("_held", "_quantized", "_values")
 
-    def __init__(self, quantized: Quantized, keep: Callable[[Tensor], Packed]) -> None:
-        self._codes, self._scales = keep(quantized.codes), keep(quantized.scales)
-        self._rest = (quantized.bits, quantized.numel, quantized.dtype)
+    def __init__(self, quantized: Quantized) -> None:
+        self._quantized = quantized
+        self._held: list[Packed] = []
         self._values: Any = None
 
+    def kept_in_the_place_of(self, holder: Holder) -> None:
+        self._held += map(holder.instead, (self._quantized.codes, self._quantized.scales))
+
     def values(self) -> Tensor:
-        codes = self._codes.unpack()
         if self._values is not None:
             storage = living_storage(self._values)
             if storage is not None:
-                return torch.empty(0, dtype=self._rest[2], device=codes.device).set_(storage)
+                like = self._quantized
+                return torch.empty(0, dtype=like.dtype, device=like.codes.device).set_(storage)
         with torch.no_grad():
-            values = dequantize(Quantized(codes, self._scales.unpack(), *self._rest))
+            values = dequantize(self._quantized)
         self._values = weak_storage(values.untyped_storage())
         return values
 

@@ -71,7 +71,12 @@ def _objection(site: LinearSite, plan: PlanView) -> str | None:
         return "no module computes it from the input alone, or no training forward has reached it"
     if any(activation.source == site.parameter for activation in plan.chosen("activation", "code")):
         return "a code of the derivative is saved in its place"
-    return None if _savers(site, plan) else "nothing saves it"
+    savers, scope = _savers(site, plan), site.output_module.rpartition(".")[0]
+    scopes = tuple(f"{each}." for each in (scope, *plan.sites.blocks) if each)
+    unseen = [each for each in savers if not f"{each.rpartition(' in ')[2]}.".startswith(scopes)]
+    if unseen:
+        return f"saved by {unseen[0]} as well, where no scope exchanges what is saved"
+    return None if savers else "nothing saves it"
 
 
 def _around(name: str) -> Iterator[str]:

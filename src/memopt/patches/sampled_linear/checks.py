@@ -20,6 +20,7 @@ from memopt.checks import Check, Status
 from memopt.generators import seed_cpu
 from memopt.kernels.sampled_linear.sampling import Method
 from memopt.patches.base import Trial
+from memopt.patches.record import record_of
 from memopt.patches.registry import patches
 from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
@@ -51,8 +52,12 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
     if not samplings:
+        record = record_of(model)
+        planned = record.plan.chosen("linear", "sample") if record is not None else ()
         yield Check(
-            id="sampling.linears", level="gradient", subject="linears", status="skip",
+            id="sampling.linears", level="gradient", subject="linears", status="fail" if planned else "pass",
+            metric="planned linears that are not sampled", value=float(len(planned)), threshold=0.0,
+            reference="the plan", n=len(planned),
             detail="no linear is sampled: each input is also held by somebody else, or can be recomputed",
         )  # fmt: skip
         return

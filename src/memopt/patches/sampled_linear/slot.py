@@ -16,8 +16,9 @@ from torch import Tensor
 
 from memopt.kernels.sampled_linear.rows import gather_rows, row_norms
 from memopt.kernels.sampled_linear.sampling import Method, rows_kept, sample_rows
-from memopt.saved.compressible import Compressible, Packed
+from memopt.saved.compressible import Compressible
 from memopt.saved.handles import Handle
+from memopt.saved.pinned import Packed
 from memopt.saved.scope import new_slot, saving_by
 from memopt.saved.slots import Packing, Slot, tensor_of
 
