@@ -26,7 +26,7 @@ from torch import Tensor
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
-from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, spec_of
+from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
 from memopt.torch_compat import is_selectively_checkpointed, is_transformed
 
 #: Bytes of a piece, the most pieces, and what their rows or columns are a multiple of: a tile of a product.
@@ -56,6 +56,7 @@ def adapted_linear(
     if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested or is_transformed(x):
         return None
     dtype = autocast_dtype(x)
+    x = shared_cast(x, dtype)
     of_adapter = dtype or a.dtype
     if dtype is None:
         dtype = weight.dtype
