@@ -207,19 +207,23 @@ def spec_of(x: object) -> RecomputeSpec | None:
     return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
 
 
-def shared_cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """`x` for a reader that casts it to `dtype`, autocast's, at once: the cast that all such readers share.
+def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None]) -> Tensor:
+    """`x` for a reader that casts it to autocast's dtype at once: the cast that all such readers share.
 
     It is made by the first of them, and has a spec of its own. `x` itself where its producer offers none.
     """
     spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
-    if not spec or spec.narrow is None or dtype is None or not torch.is_grad_enabled() or spec_of(x) is None:
+    if not spec or spec.narrow is None or x._version or not torch.is_grad_enabled():
         return x
-    if spec.cast is None:
+    dtype, cast = autocast_dtype(x), spec.cast
+    if cast is None:
+        if dtype is None or spec_of(x) is None:
+            return x
         assert spec.saved is not None
-        spec.cast, spec.recomputed.of_cast = x.to(dtype), Recomputed()
-        attach_spec(spec.cast, spec.saved, spec.narrow, spec.recomputed.of_cast, are_private=True)
-    return spec.cast if spec.cast.dtype is dtype else x
+        spec.cast = cast = x.to(dtype)
+        spec.recomputed.of_cast = own = Recomputed()
+        setattr(cast, _ATTRIBUTE, RecomputeSpec(spec.saved, spec.narrow, own, None, None, spec.hook, False, None))
+    return cast if cast.dtype is dtype else x
 
 
 def keep_producer(output: Tensor) -> None:

@@ -55,8 +55,8 @@ def adapted_linear(
         return None
     if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested or is_transformed(x):
         return None
+    x = shared_cast(x, autocast_dtype)
     dtype = autocast_dtype(x)
-    x = shared_cast(x, dtype)
     of_adapter = dtype or a.dtype
     if dtype is None:
         dtype = weight.dtype

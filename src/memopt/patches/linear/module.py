@@ -152,8 +152,7 @@ def _reading(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
         return stock(module, *args, **kwargs)
-    if carries_spec(x) and x.dtype is not torch.float64:
-        x = shared_cast(x, autocast_dtype(x))
+    x = shared_cast(x, autocast_dtype)
     spec = reads_spec(x, weight)
     casts = spec is None and saves_a_cast_weight(x, weight)
     if not (casts or spec) or steps_aside():

@@ -71,7 +71,7 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     x: Tensor = given[0]
     weight = module._parameters.get("weight")
     if weight is not None:  # no adapter reads it before it is cast
-        x = shared_cast(x, autocast_dtype(x))
+        x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # The partitioner takes a checkpointed region for an order: it saves no result of it.

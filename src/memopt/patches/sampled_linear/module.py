@@ -90,7 +90,7 @@ def _forward(
         or given[0].is_nested
     ):
         return stock(module, *args, **kwargs)
-    x = shared_cast(given[0], autocast_dtype(given[0]))
+    x = shared_cast(given[0], autocast_dtype)
     call = rewrite.visits.call(rewrite.number, x)
     importance, report = (None, None) if call is None else (call.importance, call.report)
     run = functools.partial(stock, module)
