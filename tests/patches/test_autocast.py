@@ -17,9 +17,10 @@ import memopt
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.norm.function import NormFunction, ms_norm
 from memopt.kernels.norm.reference import NormSpec
+from memopt.patches.swap import is_swapped, unswap
 from memopt.recompute_specs import shared_cast
 from tests.factories import NAMES, tiny_inputs, tiny_model
-from tests.support.autocast_programs import NORMS, WIDTH, Program
+from tests.support.autocast_programs import NORMS, WIDTH, OneBlock, Program
 
 #: Of 500 programs; the first ones are run by default.
 QUICK, PROGRAMS = 60, 500
@@ -50,16 +51,20 @@ def distance(found: list[Tensor], truth: list[Tensor]) -> float:
     return (off / sum(float(b.square().sum()) for b in truth)) ** 0.5
 
 
-def compare(seed: int) -> None:
+def compare(seed: int) -> tuple[float, float]:
+    """The errors of both gradients, stock's first; none where there is nothing to compare."""
     stock, x = Program(seed).train(), torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(seed))
-    ours = memopt.patch(copy.deepcopy(stock), inputs={"x": x})
+    ours = copy.deepcopy(stock)
+    memopt.patch(OneBlock(ours), inputs={"x": x})
     try:
         outputs, expected = trained(stock, x, seed)
     except Exception as error:
         with pytest.raises(type(error)):
             trained(ours, x, seed)
-        return
+        return 0.0, 0.0
     found_outputs, found = trained(ours, x, seed)
+    _, again = trained(ours, x, seed)
+    assert all(map(torch.equal, again, found))
     assert ours.seen == stock.seen
     assert [each.dtype for each in found_outputs] == [each.dtype for each in outputs]
     assert [each.dtype for each in found] == [each.dtype for each in expected]
@@ -68,11 +73,12 @@ def compare(seed: int) -> None:
     exact.wide = torch.float64
     _, truth = trained(exact, x.double(), seed, autocast=False)
     if not all(map(torch.equal, stock.choices(), exact.choices())):
-        return  # another function: rounding chose another expert in the stock model
+        return 0.0, 0.0  # another function: rounding chose another expert in the stock model
     # Twice stock's error, as `memopt verify` has it, and one rounding of each norm's x_hat, which is kept in 16 bits.
     norms = sum(kind in (*NORMS, "norm without autocast") for kind, *_ in stock.steps)
-    limit = 2 * distance(expected, truth) + norms * unit_roundoff(stock.dtype)
-    assert distance(found, truth) <= limit
+    errors = distance(expected, truth), distance(found, truth)
+    assert errors[1] <= 2 * errors[0] + norms * unit_roundoff(stock.dtype)
+    return errors
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, QUICK, 20)], ids=str)
@@ -84,8 +90,10 @@ def test_random_programs_are_the_stock_ones(seeds: range) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(first, first + 44) for first in range(QUICK, PROGRAMS, 44)], ids=str)
 def test_more_random_programs_are_the_stock_ones(seeds: range) -> None:
-    for seed in seeds:
-        compare(seed)
+    errors = [compare(seed) for seed in seeds]
+    rounds = [mine / theirs for theirs, mine in errors if theirs > torch.finfo(torch.float32).eps * 10]
+    wide = max(mine for theirs, mine in errors if theirs <= torch.finfo(torch.float32).eps * 10)
+    print(f"ratios: median {statistics.median(rounds):.2f}, at most {max(rounds):.2f}; in fp32 alone: {wide:.1e}")
 
 
 @contextmanager
@@ -138,7 +146,15 @@ class Block(nn.Module):
 def patched_block() -> tuple[Block, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16)
-    return memopt.patch(Block().train(), inputs={"x": x}), x.requires_grad_()
+    block = Block().train()
+    memopt.patch(OneBlock(block), inputs={"x": x})
+    return block, x.requires_grad_()
+
+
+def unpatched(block: Block) -> None:
+    for module in block.modules():
+        if is_swapped(module):
+            unswap(module)
 
 
 def test_linears_share_one_cast_of_a_norms_output_and_save_its_x_hat_alone() -> None:
@@ -173,7 +189,7 @@ def test_the_norms_output_has_its_place_in_the_graph() -> None:
         kept: list[Tensor] = []
         block.read = kept.append
         if not patched:
-            memopt.unpatch(block)
+            unpatched(block)
         with torch.autocast("cpu", BF16):
             y = block(x)
         seen: list[Tensor] = []
@@ -201,11 +217,12 @@ def test_readers_without_gradients_or_autocast_get_no_shared_cast() -> None:
         y = block(x)
     assert [each.dtype for each in read] == [BF16, torch.float32]
     y.sum().backward()
-    assert block.a.weight.grad is not None
-    memopt.unpatch(block)
+    unpatched(block)
     block.read = lambda h: None
-    expected = torch.autograd.grad(y_of(block, x).sum(), block.a.weight)[0]
-    assert distance([block.a.weight.grad], [expected.double()]) <= 2 * torch.finfo(BF16).eps
+    for weight in (block.a.weight, block.norm.weight):
+        assert weight.grad is not None
+        (expected,) = torch.autograd.grad(y_of(block, x).sum(), weight)
+        assert distance([weight.grad], [expected.double()]) <= 2 * torch.finfo(BF16).eps
 
 
 def y_of(block: Block, x: Tensor) -> Tensor:
@@ -220,7 +237,7 @@ def test_an_output_that_was_changed_in_place_is_cast_anew() -> None:
         block, x = patched_block()
         block.read = lambda h, block=block: (block.a(h), h.mul_(2))
         if not patched:
-            memopt.unpatch(block)
+            unpatched(block)
         with torch.no_grad() if not patched else torch.enable_grad():
             found.append(y_of(block, x))
     assert torch.equal(*found)
@@ -242,7 +259,10 @@ def test_a_norm_without_an_affine_keeps_16_bits_and_returns_32(kind: Any) -> Non
 EXPERTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "ERNIE-4.5-MoE": (
         "Ernie4_5_MoeConfig",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0,
+            "moe_num_shared_experts": 1,
+        },
     ),
     "Aria": ("AriaTextConfig", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
     "OLMoE": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -276,7 +296,6 @@ def mixture(name: str, seed: int) -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(config)
     for each in model.parameters():
         each.data = torch.empty_like(each).uniform_(0.5, 1.5) if each.dim() == 1 else each.data * 3
-    model.set_experts_implementation("eager")  # the one that there is in fp64
     return model.train()
 
 
@@ -285,7 +304,9 @@ def ratio_of_errors(name: str, seed: int) -> float:
     stock = mixture(name, seed)
     ids = torch.randint(1, 64, (2, 24), generator=torch.Generator().manual_seed(seed))
     gradients = []
-    for model in (copy.deepcopy(stock).double(), stock, memopt.patch(copy.deepcopy(stock))):
+    exact = copy.deepcopy(stock).double()
+    exact.set_experts_implementation("eager")  # the one that there is in fp64
+    for model in (exact, stock, memopt.patch(copy.deepcopy(stock))):
         with torch.autocast("cpu", BF16, enabled=bool(gradients)):
             model(input_ids=ids, labels=ids).loss.backward()
         named = {key: each.grad.double() for key, each in model.named_parameters() if each.grad is not None}

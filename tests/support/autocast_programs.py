@@ -199,3 +199,14 @@ class Program(nn.Module):
     def choices(self) -> list[Tensor]:
         """Which experts were chosen in the last call."""
         return [part.chosen for part in self.parts.values() if isinstance(part, Experts)]
+
+
+class OneBlock(nn.Module):
+    """A model of one block, in which linears look for recompute specs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.blocks[0](x)
