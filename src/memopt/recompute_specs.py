@@ -37,7 +37,7 @@ _ATTRIBUTE = "_memopt_recompute_spec"
 class Recomputed:
     """The recomputed output of one node while its readers need it. Refers to no node."""
 
-    __slots__ = ("_rows", "_spec", "_value", "readers", "served", "values")
+    __slots__ = ("_rows", "_spec", "_value", "of_cast", "readers", "served", "values")
 
     def __init__(self) -> None:
         self.readers = 0
@@ -48,6 +48,8 @@ class Recomputed:
         """The output, and the same as a matrix, for linears."""
         self.values: dict[Any, Tensor] = {}
         """(what was done to the output, strides, device) -> the result, for handles and for linears of other dtypes."""
+        self.of_cast: Recomputed | None = None
+        """That of the cast which linears share (`RecomputeSpec.cast`)."""
         self._spec: weakref.ref[RecomputeSpec] | None = None
 
     def as_produced(self) -> Tensor | None:
@@ -95,13 +97,18 @@ class Recomputed:
         self.release()
         spec = None if self._spec is None else self._spec()
         if spec is not None:
-            spec.saved = None
+            spec.saved = spec.cast = None
+        if self.of_cast is not None:
+            self.of_cast.finish()
 
 
 class RecomputeSpec:
     """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
 
-    __slots__ = ("__weakref__", "differentiate", "function", "hook", "is_recomputed", "recomputed", "saved", "versions")
+    __slots__ = (
+        "__weakref__", "cast", "differentiate", "function", "hook", "is_recomputed", "narrow", "recomputed", "saved",
+        "versions",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -112,11 +119,14 @@ class RecomputeSpec:
         versions: list[int] | None,
         hook: object,
         is_recomputed: bool,
+        narrow: Recompute | None,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
         self.function, self.recomputed = recompute, recomputed
         self.differentiate, self.versions = differentiate, versions
-        self.hook = hook
+        self.hook, self.narrow = hook, narrow
+        self.cast: Tensor | None = None
+        """The output in autocast's dtype, which all linears share that read it; None until the first one does."""
         self.is_recomputed = is_recomputed
         """Scopes find from the graph of the tensors in `saved` how to recompute these."""
         recomputed._spec = weakref.ref(self)
@@ -143,6 +153,7 @@ def attach_spec(
     *,
     are_private: bool = False,
     differentiate: Differentiate | None = None,
+    narrow: Recompute | None = None,
 ) -> None:
     """Say that ``recompute(*saved)`` is `output`.
 
@@ -151,6 +162,8 @@ def attach_spec(
         recomputed: that of the producer's node, whose backward calls its `finish`.
         are_private: nobody else can change `saved` in place.
         differentiate: the producer's backward, for a reader that takes its place; `saved` are then its inputs.
+        narrow: as `recompute`, in the dtype that autocast had at the producer, which is not that of `output`. Readers
+            that would cast the output to it share one cast (:func:`shared_cast`).
     """
     if not output.requires_grad:
         return
@@ -165,7 +178,7 @@ def attach_spec(
             return
     versions = None if are_private else _versions(saved)
     is_recomputed = top is not None and not are_private and any(map(_is_recomputed, saved))
-    spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed)
+    spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed, narrow)
     setattr(output, _ATTRIBUTE, spec)
 
 
@@ -192,6 +205,25 @@ def spec_of(x: object) -> RecomputeSpec | None:
     if spec.hook is not _foreign_pack_hook():
         return None
     return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
+
+
+def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None]) -> Tensor:
+    """`x` for a reader that casts it to autocast's dtype at once: the cast that all such readers share.
+
+    It is made by the first of them, and has a spec of its own. `x` itself where its producer offers none.
+    """
+    spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
+    if not spec or spec.narrow is None or x._version or not torch.is_grad_enabled():
+        return x
+    dtype, cast = autocast_dtype(x), spec.cast
+    if cast is None:
+        if dtype is None or spec_of(x) is None:
+            return x
+        assert spec.saved is not None
+        spec.cast = cast = x.to(dtype)
+        spec.recomputed.of_cast = own = Recomputed()
+        setattr(cast, _ATTRIBUTE, RecomputeSpec(spec.saved, spec.narrow, own, None, None, spec.hook, False, None))
+    return cast if cast.dtype is dtype else x
 
 
 def keep_producer(output: Tensor) -> None:

@@ -44,6 +44,24 @@ FAULTS: tuple[Fault, ...] = (
         _NORMS,
     ),
     Fault(
+        "under autocast a norm returns autocast's dtype, whoever reads it",
+        "dtype = _stock_dtype(rewrite, module, x, weight, bias, autocast)",
+        "dtype = autocast or x.dtype",
+        ("tests/patches/test_autocast.py", "-m", "not slow"),
+    ),
+    Fault(
+        "linears read a cast of a norm's output that was made before it changed",
+        "spec.narrow is None or x._version or",
+        "spec.narrow is None or",
+        ("tests/patches/test_autocast.py", "-k", "in_place"),
+    ),
+    Fault(
+        "linears read a cast of a norm's output that was made without gradients",
+        "x._version or not torch.is_grad_enabled():",
+        "x._version:",
+        ("tests/patches/test_autocast.py", "-k", "without_gradients"),
+    ),
+    Fault(
         "norm forward: a layer norm is not centred",
         "mean = wide.mean(-1, keepdim=True)",
         "mean = 0 * wide.mean(-1, keepdim=True)",

@@ -26,7 +26,7 @@ from torch import Tensor
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
-from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, spec_of
+from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
 from memopt.torch_compat import is_selectively_checkpointed, is_transformed
 
 #: Bytes of a piece, the most pieces, and what their rows or columns are a multiple of: a tile of a product.
@@ -55,6 +55,7 @@ def adapted_linear(
         return None
     if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested or is_transformed(x):
         return None
+    x = shared_cast(x, autocast_dtype)
     dtype = autocast_dtype(x)
     of_adapter = dtype or a.dtype
     if dtype is None:

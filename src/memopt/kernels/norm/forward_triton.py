@@ -33,22 +33,22 @@ def launch_forward(
     """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
     With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
-    sum. Without weight and bias y is None: the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps,
-    kind "layer" is contiguous.
+    sum. y is None where the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is
+    contiguous.
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and
     8 in fp32; 4 more per row. A residual adds 2 and 4; to write the sum and read it again would take 6 and 12. Rows
     longer than the tile are read a second time, mostly from the cache. `copies`, which is contiguous, is filled with
     weight and bias, one after the other, by the first program: a launch of its own would take longer.
     """
-    has_affine = weight is not None or bias is not None
+    has_output = arguments.recomputes(bare=weight is None and bias is None)
     kept_dtype, rms = arguments.kept_dtype, arguments.spec.kind == "rms"
     x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)
     if source is None or target is None:
         y, packed, rstd = launch_forward(x.contiguous(), weight, bias, arguments, residual, copies)
         return None if y is None else laid_out_like(x_hat, y), laid_out_like(x_hat, packed), rstd
-    y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_affine else None
+    y = torch.empty_like(x_hat, dtype=arguments.dtype) if has_output else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if not x.numel():
         return y, x_hat, rstd

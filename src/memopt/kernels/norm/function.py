@@ -14,6 +14,7 @@ the weight of output-based norms (Tempo, arXiv 2210.10246), which fails where a 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def ms_norm(
     spec: NormSpec,
     dtype: torch.dtype,
     kept_dtype: torch.dtype | None = None,
+    shares: bool = False,
 ) -> Tensor:
     """Norm over the last dimension that keeps x_hat and rstd for backward.
 
@@ -46,13 +48,14 @@ def ms_norm(
         x: (..., hidden), floating point.
         weight, bias: (hidden,) or None; without both, y is x_hat.
         spec: family, eps, offset, casting order.
-        dtype: dtype of the result: x.dtype, or the autocast dtype where all readers are linears.
-        kept_dtype: dtype of the kept x_hat where it is not the result; `dtype` by default.
+        dtype: dtype of the result.
+        kept_dtype: dtype of the kept x_hat where it is not the result's: autocast's; `dtype` by default.
+        shares: linears read the result, and share a cast of it to `kept_dtype`.
 
     Returns:
         y: (..., hidden) in `dtype`.
     """
-    return _norm(x, None, weight, bias, spec, dtype, kept_dtype or dtype)
+    return _norm(x, None, weight, bias, spec, dtype, kept_dtype or dtype, shares)
 
 
 def ms_norm_of_sum(
@@ -63,6 +66,7 @@ def ms_norm_of_sum(
     spec: NormSpec,
     dtype: torch.dtype,
     kept_dtype: torch.dtype | None = None,
+    shares: bool = False,
 ) -> Tensor:
     """``ms_norm(a + b, ...)``, rounding included; where Triton runs, the sum is not made.
 
@@ -72,7 +76,7 @@ def ms_norm_of_sum(
     Raises:
         ValueError: a and b differ in shape or dtype.
     """
-    return _norm(a, b, weight, bias, spec, dtype, kept_dtype or dtype)
+    return _norm(a, b, weight, bias, spec, dtype, kept_dtype or dtype, shares)
 
 
 def _norm(
@@ -83,6 +87,7 @@ def _norm(
     spec: NormSpec,
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
+    shares: bool,
 ) -> Tensor:
     y: Tensor
     bare = weight is None and bias is None
@@ -93,12 +98,14 @@ def _norm(
             options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
             y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
     else:
-        arguments, recompute = _plan(spec, x.dtype, dtype, dtype if bare else kept_dtype)
+        kept_dtype = kept_dtype if shares or not bare else dtype
+        arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype)
         saved: list[Any] = []
         y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
         x_hat, scale, shift, recomputed = saved
-        if not bare:
-            attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True)
+        if arguments.recomputes(bare=bare):
+            cast = narrow if shares and dtype is not kept_dtype else None
+            attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True, narrow=cast)
         elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
             attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
     return y
@@ -107,10 +114,14 @@ def _norm(
 @functools.lru_cache(maxsize=256)
 def _plan(
     spec: NormSpec, x_dtype: torch.dtype, dtype: torch.dtype, kept_dtype: torch.dtype
-) -> tuple[NormArguments, Recompute]:
-    """What a norm is called with beside its tensors, and how its output is recomputed."""
+) -> tuple[NormArguments, Recompute, Recompute]:
+    """What a norm is called with beside its tensors, and how its output is recomputed, in its dtype and in x_hat's."""
+
+    def recompute(arguments: NormArguments) -> Recompute:
+        return lambda x_hat, scale, shift: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
+
     arguments = NormArguments(spec, x_dtype, dtype, kept_dtype)
-    return arguments, lambda x_hat, scale, shift: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
+    return arguments, recompute(arguments), recompute(replace(arguments, dtype=kept_dtype))
 
 
 def _room(weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -134,7 +145,7 @@ def _rows(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Te
 
 
 class NormFunction(DirectFunction):
-    """Saves x_hat. With an affine the output is recomputed from it; without one it is the output."""
+    """Saves x_hat. The output is recomputed from it, or without an affine and a cast x_hat is the output."""
 
     @staticmethod
     def forward(
@@ -148,7 +159,7 @@ class NormFunction(DirectFunction):
     ) -> Tensor | None:
         """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
-        ctx.recomputes_output = weight is not None or bias is not None
+        ctx.recomputes_output = arguments.recomputes(bare=weight is None and bias is None)
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
         if weight is None:

@@ -29,7 +29,7 @@ def forward(
     residual: Tensor | None = None,
     copies: Tensor | None = None,
 ) -> Norm:
-    """y, x_hat (in the dtypes of `arguments`) and rstd. Without weight and bias y is None: the output is x_hat.
+    """y, x_hat (in the dtypes of `arguments`) and rstd. y is None where the output is x_hat.
 
     With a residual, in the shape and dtype of x, the norm is that of x + residual. `copies`, contiguous, is filled with
     weight and bias: (hidden,) where there is one of them, (2, hidden) for both.
@@ -54,7 +54,8 @@ def forward(
     if residual is not None:
         x = x + residual
     exact, rstd = normalize(x, arguments.spec)
-    y = None if weight is None and bias is None else _affine(exact, weight, bias, arguments)
+    has_output = arguments.recomputes(bare=weight is None and bias is None)
+    y = _affine(exact, weight, bias, arguments) if has_output else None
     return y, exact.to(arguments.kept_dtype), rstd
 
 
@@ -74,7 +75,8 @@ def _forward_by_parts(
     residual: Tensor | None,
     rows: int,
 ) -> Norm:
-    y = None if weight is None and bias is None else x.new_empty(x.shape, dtype=arguments.dtype)
+    has_output = arguments.recomputes(bare=weight is None and bias is None)
+    y = x.new_empty(x.shape, dtype=arguments.dtype) if has_output else None
     x_hat = x.new_empty(x.shape, dtype=arguments.kept_dtype)
     rstd = _fake_rstd(x)
     results = [None if tensor is None else tensor.view(-1, tensor.size(-1)) for tensor in (y, x_hat, rstd)]
@@ -91,6 +93,8 @@ def _forward_by_parts(
 
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
+    if not arguments.recomputes(bare=weight is None and bias is None):
+        return x_hat
     if runs_triton(x_hat, weight, bias):
         y: Tensor = _kernels().launch_affine(x_hat, weight, bias, arguments)
         return y

@@ -55,6 +55,10 @@ class NormArguments:
     kept_dtype: torch.dtype
     """Dtype of the saved x_hat."""
 
+    def recomputes(self, *, bare: bool) -> bool:
+        """Whether the output is another tensor than x_hat; `bare` is without weight and bias."""
+        return not bare or self.dtype is not self.kept_dtype
+
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """x_hat (..., hidden) and rstd (..., 1), both in the accumulation dtype (fp32; fp64 for fp64).

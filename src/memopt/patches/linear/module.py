@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
 from memopt.partitioned import shape_of
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
-from memopt.recompute_specs import carries_spec
+from memopt.recompute_specs import carries_spec, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
 from memopt.walk.probes.isolate import with_stand_ins
@@ -151,10 +152,11 @@ def _reading(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
         return stock(module, *args, **kwargs)
+    x = shared_cast(x, autocast_dtype)
     spec = reads_spec(x, weight)
     casts = spec is None and saves_a_cast_weight(x, weight)
     if not (casts or spec) or steps_aside():
-        return stock(module, *args, **kwargs)
+        return stock(module, x)
     matrix = weight.t() if rewrite.transposed else weight
     if spec is None:
         return cast_linear(x, matrix, bias)

@@ -22,6 +22,7 @@ from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
 from memopt.patches.repeated import RepeatedMode, active_modes, inside
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
+from memopt.recompute_specs import shared_cast
 from memopt.saved.scope import in_a_scope
 from memopt.saved.versions import with_witness
 from memopt.torch_compat import FakeTensor, is_checkpointed_region, module_hooks, no_dispatch
@@ -69,20 +70,22 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
         return stock(module, *args, **kwargs)
     x: Tensor = given[0]
     weight = module._parameters.get("weight")
+    if weight is not None:  # no adapter reads it before it is cast
+        x = shared_cast(x, autocast_dtype)
     is_saved = (rewrite.input_is_saved and x.requires_grad) or (weight is not None and weight.requires_grad)
     if is_saved and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
         # The partitioner takes a checkpointed region for an order: it saves no result of it.
-        return checkpoint(functools.partial(stock, module), *args, use_reentrant=False, **kwargs)
+        return checkpoint(functools.partial(stock, module), x, use_reentrant=False)
     if steps_aside() or not in_a_scope() or is_checkpointed_region():  # that would compute it three times
-        return stock(module, *args, **kwargs)
+        return stock(module, x)
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
     if not is_saved or _is_wrapped(module) or (_is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
-        return stock(module, *args, **kwargs)
+        return stock(module, x)
     held, autocast = _tensors(module), autocast_dtype(x)
     versions = _versions(held)
     may_draw = module.training and bool(module._modules)
     random = _random_states(x) if may_draw else ()
-    y = stock(module, *args, **kwargs)
+    y = stock(module, x)
     if (
         type(y) not in (Tensor, FakeTensor)
         or not y.requires_grad

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
-from memopt.patches.swap import Rewrite, is_swapped, is_watched, steps_aside, swap_forward, swap_state
-from memopt.torch_compat import module_forward_hooks
+from memopt.patches.swap import Rewrite, is_swapped, is_watched, original_class, steps_aside, swap_forward, swap_state
 from memopt.walk.sites import NormSite
 
 #: Width at which a norm that takes any is compared with the stock module.
@@ -35,8 +34,10 @@ class NormRewrite(Rewrite):
     weight: str | None
     bias: str | None
     only_linears_read: bool
-    """All readers are linears, so under autocast the output may be emitted in the dtype they would cast it to."""
+    """All readers that the walk saw are linears: under autocast they share one cast of the output."""
     frozen: Frozen = ()
+    dtypes: dict[object, torch.dtype | None] = field(default_factory=dict, compare=False, repr=False)
+    """(dtypes of the tensors and of autocast, device) -> dtype of the stock module's output, None if it has none."""
 
     def undo(self, module: nn.Module) -> None:
         thaw(module, self.frozen)
@@ -86,7 +87,7 @@ def _forward(
     return stock(module, *args, **kwargs) if call is None else ms_norm(given[0], *call)
 
 
-_Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype]
+_Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, bool]
 
 
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
@@ -98,17 +99,39 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
         tensor is not None and tensor.requires_grad for tensor in (*terms[1:], weight, bias)
     ):
         return None
-    dtype = x.dtype
-    autocast = None if dtype is torch.float64 else autocast_dtype(x)
-    # A hook of the user's may hand the output to anything, so it gets the dtype that the stock module gives.
-    if autocast is not None and rewrite.only_linears_read and not module_forward_hooks(module):
-        dtype = autocast
-    elif (weight is not None and weight.dtype != dtype) or (bias is not None and bias.dtype != dtype):
-        # What the stock module returns for mixed dtypes depends on its code and the device.
+    autocast = None if x.dtype is torch.float64 else autocast_dtype(x)
+    dtype = _stock_dtype(rewrite, module, x, weight, bias, autocast)
+    if dtype is None:
         return None
     if rewrite.frozen:
-        return None, None, rewrite.spec, dtype, dtype
-    return weight, bias, rewrite.spec, dtype, autocast or dtype
+        weight = bias = None
+    return weight, bias, rewrite.spec, dtype, autocast or dtype, rewrite.only_linears_read
+
+
+def _stock_dtype(
+    rewrite: NormRewrite,
+    module: nn.Module,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    autocast: torch.dtype | None,
+) -> torch.dtype | None:
+    """The dtype in which the stock module returns the norm of `x`; None where that has to run.
+
+    For mixed dtypes, and under autocast, it depends on the module's code and on the device.
+    """
+    dtype, mine = x.dtype, (weight is not None and weight.dtype, bias is not None and bias.dtype)
+    if autocast is None:
+        return dtype if all(each is False or each is dtype for each in mine) else None
+    form = dtype, *mine, autocast, x.is_cuda
+    if form not in rewrite.dtypes:
+        try:
+            with torch.no_grad():
+                row = x.new_zeros((1,) * (x.dim() - 1) + (x.size(-1),))
+                rewrite.dtypes[form] = original_class(module).forward(module, row).dtype
+        except Exception:  # the forward of somebody else's raises, and so it does for x
+            rewrite.dtypes[form] = None
+    return rewrite.dtypes[form]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

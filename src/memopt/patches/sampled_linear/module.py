@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
 from memopt.patches.linear.module import is_linear
@@ -20,6 +21,7 @@ from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
 from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
+from memopt.recompute_specs import shared_cast
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,15 @@ def _forward(
         or given[0].is_nested
     ):
         return stock(module, *args, **kwargs)
-    call = rewrite.visits.call(rewrite.number, given[0])
+    x = shared_cast(given[0], autocast_dtype)
+    call = rewrite.visits.call(rewrite.number, x)
     importance, report = (None, None) if call is None else (call.importance, call.report)
     run = functools.partial(stock, module)
     y = save_sampled(
         lambda slot: SampledLinearFunction.apply(  # type: ignore[no-untyped-call]
-            given[0], weight, bias, rewrite.transposed, run, slot, report
+            x, weight, bias, rewrite.transposed, run, slot, report
         ),
         rewrite.sampling,
         importance,
     )
-    return run(given[0]) if y is None else y
+    return run(x) if y is None else y
