@@ -149,14 +149,13 @@ def _reading(
     parameters = module._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
+    if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
     spec = reads_spec(x, weight)
-    casts = spec is None and saves_a_cast_weight(x, weight)
-    if not (casts or spec) or steps_aside():
+    if spec is None and not saves_a_cast_weight(x, weight):
         return stock(module, *args, **kwargs)
     matrix = weight.t() if rewrite.transposed else weight
     if spec is None:
         return cast_linear(x, matrix, bias)
     fuses = rewrite.fuses and spec.differentiate is not None and not is_watched(module)
-    return recomputed_linear(x, matrix, bias, spec, fuses=fuses)
+    return recomputed_linear(x, matrix, bias, spec, fuses)
