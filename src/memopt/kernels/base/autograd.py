@@ -24,7 +24,6 @@ from memopt.torch_compat import (
     storage_use_count,
 )
 
-
 R = TypeVar("R")
 
 
@@ -154,7 +153,7 @@ def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Ten
 
     @functools.wraps(backward)
     def outside(ctx: Any, dy: Tensor) -> R:
-        if autocast_dtype(dy) is None:
+        if not any_autocast_enabled():
             return backward(ctx, dy)
         with autocast_as(None, dy):
             return backward(ctx, dy)

@@ -31,6 +31,7 @@ from memopt.kernels.base.autograd import (
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     FakeTensor,
+    any_autocast_enabled,
     checkpointing_hook,
     current_graph_task_id,
     is_selectively_checkpointed,
@@ -75,12 +76,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
     spec = None if torch.compiler.is_compiling() else reads_spec(x, weight)
     if spec is None:
         return F.linear(x, weight, bias)
-    return recomputed_linear(x, weight, bias, spec, fuses)
+    return recomputed_linear(x, weight, bias, spec, fuses=fuses)
 
 
-def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, fuses: bool) -> Tensor:
+def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, *, fuses: bool) -> Tensor:
     """:func:`linear` of an `x` with this spec."""
-    dtype = autocast_dtype(x)
+    dtype = autocast_dtype(x) if any_autocast_enabled() else None
     if dtype is not None and x.dtype in (dtype, torch.float64):  # autocast leaves fp64 as it is
         dtype = None
     if fuses and dtype is None and spec.differentiate is not None and not tensor_hooks(x) and not x.retains_grad:
@@ -244,13 +245,16 @@ def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """dy^T h in the layout of the weight, so that nothing has to be transposed before it is added up."""
     has_rows = weight.is_contiguous() or weight.stride(-1) == 1
     left, right = (dy.t(), h) if has_rows else (h.t(), dy)
-    product = torch.mm(left, right, out_dtype=torch.float32) if _rounds_once(dy, weight) else left.mm(right)
+    if weight.dtype is not dy.dtype and _rounds_once(dy, weight):
+        product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = left.mm(right)
     return product if has_rows else product.t()
 
 
 def bias_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """The sum of the rows of dy."""
-    return dy.sum(0, dtype=torch.float32 if _rounds_once(dy, weight) else None)
+    return dy.sum(0, dtype=torch.float32) if weight.dtype is not dy.dtype and _rounds_once(dy, weight) else dy.sum(0)
 
 
 def _rounds_once(dy: Tensor, weight: Tensor) -> bool:

@@ -158,4 +158,4 @@ def _reading(
     if spec is None:
         return cast_linear(x, matrix, bias)
     fuses = rewrite.fuses and spec.differentiate is not None and not is_watched(module)
-    return recomputed_linear(x, matrix, bias, spec, fuses)
+    return recomputed_linear(x, matrix, bias, spec, fuses=fuses)
