@@ -202,7 +202,8 @@ def spec_of(x: object) -> RecomputeSpec | None:
     spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
     if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
-    if spec.hook is not _foreign_pack_hook():
+    top = top_saved_tensors_hooks(False)
+    if spec.hook is not (None if top is None else getattr(top[0], "memopt_outer_pack", top[0])):
         return None
     return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
 

@@ -1,11 +1,15 @@
 """The benchmark of host time: what it computes of its times, and that its stubs take the way of the kernels."""
 
 import gc
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+import memopt
 from benchmarks import host
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.norm import forward_triton
@@ -103,3 +107,32 @@ def test_stubbed_launches_give_the_shapes_of_the_stock_model_and_are_taken_back(
         model(**batch).loss.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     assert forward_triton.launch_forward is stock
+
+
+@pytest.mark.parametrize(("kind", "most"), [("llama", 220), ("bert", 240)])
+def test_a_patched_block_calls_few_python_functions(kind, most):
+    """Forward and backward of one more block. Calls are counted because their number does not depend on the machine's
+    load. A change that needs more of them costs host time at every step, and raises the limit on purpose."""
+    variant = host.Variant(kind, "memopt", "yes")
+    with host.launches_stubbed():
+        few, many = (calls_of_a_step(*host.built(variant, layers)) for layers in (1, 2))
+    assert 0 < many - few <= most
+
+
+def calls_of_a_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """How many functions of memopt a step calls, once its blocks know whether they need a scope."""
+    own, calls = str(Path(memopt.__file__).parent), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(own)
+
+    for _ in range(2):
+        host._run(model, batch, False)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        host._run(model, batch, False)
+    finally:
+        sys.setprofile(before)
+    return calls

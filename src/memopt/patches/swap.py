@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from memopt.patches.compiled import is_being_compiled
 from memopt.saved_tensors import is_observed
@@ -31,7 +31,6 @@ _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
 _WRAPS = "_memopt_wraps_any_forward"
 _ATTRIBUTES = "_memopt_attributes"
-_NOTHING = object()
 
 #: forward(original_forward, state, module, *args, **kwargs)
 Forward = Callable[..., Any]
@@ -121,8 +120,8 @@ def steps_aside(*, off: str = "") -> bool:
         off: as in `memopt.patches.compiled.is_being_compiled`.
     """
     return (
-        not torch.is_grad_enabled()
-        or (torch.compiler.is_compiling() and is_being_compiled(off))
+        not is_grad_enabled()
+        or (is_compiling() and is_being_compiled(off))
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None
@@ -135,8 +134,7 @@ def is_swapped(module: nn.Module) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks or another forward on `module` want it to be called."""
-    forward, forward_pre, backward, backward_pre = module_hooks(module)
-    if forward or forward_pre or backward or backward_pre or (has_any_global_hook() and not is_observed()):
+    if any(module_hooks(module)) or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules
 
@@ -205,10 +203,9 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Looked up at every call: somebody may replace the class's forward later.
             stock = cls.forward
-            state = self.__dict__.get(_STATE, _NOTHING)
-            if state is _NOTHING or not (stock is known or wraps_any):
-                return stock(self, *args, **kwargs)
-            return forward(stock, state, self, *args, **kwargs)
+            if (stock is known or wraps_any) and _STATE in self.__dict__:
+                return forward(stock, self.__dict__[_STATE], self, *args, **kwargs)
+            return stock(self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
             # The class has no importable name of its own: pickles say how to build it.

@@ -228,3 +228,16 @@ def test_a_cast_of_autocast_is_no_node_of_its_own_and_changes_no_gradient():
     for ours, stock in zip(*found, strict=True):
         assert ours.dtype == stock.dtype
         assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("fuses", [True, False], ids=["fused", "recomputed"])
+def test_a_backward_that_is_run_under_autocast_computes_in_the_dtype_of_the_forward(fuses: bool) -> None:
+    z, weight, bias = (draw(*shape, dtype=torch.float32, seed=n) for n, shape in enumerate(((3, 6), (4, 6), (4,))))
+
+    def gradients(region: bool) -> tuple[Tensor, ...]:
+        y = linear(offered(z, []), weight, bias, fuses=fuses)
+        with torch.autocast("cpu", torch.bfloat16, enabled=region):
+            return torch.autograd.grad(y, (z, weight, bias), torch.ones_like(y))
+
+    for inside, outside in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(inside, outside)

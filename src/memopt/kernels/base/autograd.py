@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from memopt.torch_compat import (
     storage_use_count,
 )
 
+R = TypeVar("R")
+
 
 class _Direct(FunctionMeta):
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)  # type: ignore[no-untyped-call]
         call_its_backward(cls)
+        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
 
 class DirectFunction(torch.autograd.Function, metaclass=_Direct):
@@ -40,7 +43,7 @@ class DirectFunction(torch.autograd.Function, metaclass=_Direct):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return cls._apply(*args)
 
 
 #: The code that runs while such a function saves its tensors.
@@ -143,6 +146,19 @@ def autocast_as(dtype: torch.dtype | None, tensor: Tensor) -> AbstractContextMan
         return _NOTHING_TO_DO
     # Some versions of PyTorch give the cast of a weight that is made here, without gradients, to a later forward.
     return torch.autocast(tensor.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
+    """`backward`, of a function of one output, with autocast off."""
+
+    @functools.wraps(backward)
+    def outside(ctx: Any, dy: Tensor) -> R:
+        if not any_autocast_enabled():
+            return backward(ctx, dy)
+        with autocast_as(None, dy):
+            return backward(ctx, dy)
+
+    return outside
 
 
 def not_a_view(output: Tensor) -> Tensor:

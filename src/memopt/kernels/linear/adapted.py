@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, autocast_dtype, refuse_double_backward, without_autocast
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
 from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
@@ -111,34 +111,34 @@ class AdaptedLinearFunction(DirectFunction):
         return _sum(rows, weight, bias, h, b, scaling, ctx.piece).view(shape).data if y is None else y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, a, b, h, *saved = ctx.saved_tensors
         needs_given, needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         scaling, (_, dtype), piece = ctx.scaling, ctx.dtypes, ctx.piece
         given = dx = da = db = None
-        with autocast_as(None, dy):
-            rows = added = dy.reshape(-1, dy.size(-1))
-            if rows.numel() * dtype.itemsize <= piece:
-                added, scaling = _scaled(rows, dtype, scaling), 1
-            if needs_b:
-                db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, piece, scaling)
-            if needs_a or needs_given:
-                matrix = b.to(dtype)
-                dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, piece, scaling)
-                del added
-                if needs_a:
-                    da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype, piece)
-            if needs_x:
-                dx = input_gradient(rows, weight, ctx.shape)
-            if needs_given:
-                nbytes = ctx.shape.numel() * (dtype.itemsize + dy.itemsize)
-                if dx is None or not ctx.is_shared or nbytes <= piece:
-                    given = input_gradient(dh, a, ctx.shape)
-                else:
-                    matrix, sums = a.to(dtype), dx.view(-1, dx.size(-1))
-                    for part in _slices(len(sums), nbytes, sums, piece):
-                        sums[part].add_(dh[part].mm(matrix).to(sums.dtype))
+        rows = added = dy.reshape(-1, dy.size(-1))
+        if rows.numel() * dtype.itemsize <= piece:
+            added, scaling = _scaled(rows, dtype, scaling), 1
+        if needs_b:
+            db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, piece, scaling)
+        if needs_a or needs_given:
+            matrix = b.to(dtype)
+            dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, piece, scaling)
+            del added
+            if needs_a:
+                da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype, piece)
+        if needs_x:
+            dx = input_gradient(rows, weight, ctx.shape)
+        if needs_given:
+            nbytes = ctx.shape.numel() * (dtype.itemsize + dy.itemsize)
+            if dx is None or not ctx.is_shared or nbytes <= piece:
+                given = input_gradient(dh, a, ctx.shape)
+            else:
+                matrix, sums = a.to(dtype), dx.view(-1, dx.size(-1))
+                for part in _slices(len(sums), nbytes, sums, piece):
+                    sums[part].add_(dh[part].mm(matrix).to(sums.dtype))
         return given, dx, None, None, da, db, None, None, None
 
 

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import (
     DirectFunction,
     are_given_once,
-    autocast_as,
     autocast_dtype,
     not_a_view,
     refuse_double_backward,
+    without_autocast,
 )
 from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     FakeTensor,
+    any_autocast_enabled,
     checkpointing_hook,
     current_graph_task_id,
     is_selectively_checkpointed,
@@ -49,18 +50,15 @@ def is_plain(weight: object) -> bool:
     return type(weight) in _PLAIN_TYPES
 
 
-def reads_spec(x: object, weight: Tensor) -> RecomputeSpec | None:
+def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
     """The spec by which :func:`linear` would recompute `x`; None where it would save `x`, or nothing.
 
     The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
     """
-    spec = spec_of(x) if weight.requires_grad and type(weight) in _PLAIN_TYPES else None
-    if spec is None:
+    if not weight.requires_grad or type(weight) not in _PLAIN_TYPES:
         return None
-    assert isinstance(x, Tensor)
-    if x.dtype is not weight.dtype and autocast_dtype(x) is None:
-        return None
-    return spec
+    spec = spec_of(x)
+    return None if spec is None or (x.dtype is not weight.dtype and autocast_dtype(x) is None) else spec
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True) -> Tensor:
@@ -83,10 +81,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, fuses: bool = True
 
 def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec, *, fuses: bool) -> Tensor:
     """:func:`linear` of an `x` with this spec."""
-    dtype = autocast_dtype(x)
-    if x.dtype is dtype or x.dtype is torch.float64:  # autocast leaves fp64 as it is
+    dtype = autocast_dtype(x) if any_autocast_enabled() else None
+    if dtype is not None and x.dtype in (dtype, torch.float64):  # autocast leaves fp64 as it is
         dtype = None
-    if fuses and spec.differentiate is not None and dtype is None and not tensor_hooks(x) and not x.retains_grad:
+    if fuses and dtype is None and spec.differentiate is not None and not tensor_hooks(x) and not x.retains_grad:
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
@@ -172,28 +170,28 @@ class RecomputedInputFunction(DirectFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None, dtype: torch.dtype | None
     ) -> Tensor:
         """`dtype` is autocast's where x has another. The cast is no node of its own; autograd casts the gradient."""
-        ctx.spec = None if spec is None else (spec.function, spec.recomputed)
+        ctx.spec, ctx.shape = spec if spec is None else (spec.function, spec.recomputed), x.shape
         saved = (x if weight.requires_grad else None,) if spec is None else spec.take()
         ctx.save_for_backward(weight, *saved)
         return _linear(x if dtype is None else x.to(dtype), weight, bias)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Without a spec it can be differentiated twice."""
         weight, *saved = ctx.saved_tensors
         of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
-        with autocast_as(None, dy):
-            rows = dy.reshape(-1, dy.size(-1))
-            dweight: Tensor | None = None
-            # First what reads x: its last reader frees it.
-            if ctx.spec is not None:
-                refuse_double_backward()
-                recompute, recomputed = ctx.spec
-                dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
-            elif of_weight:
-                dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
-            dx = input_gradient(rows, weight, (*dy.shape[:-1], weight.size(1))) if of_x else None
-            dbias = bias_gradient(rows, weight) if of_bias else None
+        rows = dy.reshape(-1, dy.size(-1))
+        dweight: Tensor | None = None
+        # First what reads x: its last reader frees it.
+        if ctx.spec is not None:
+            refuse_double_backward()
+            recompute, recomputed = ctx.spec
+            dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
+        elif of_weight:
+            dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
+        dx = input_gradient(rows, weight, ctx.shape) if of_x else None
+        dbias = bias_gradient(rows, weight) if of_bias else None
         return dx, dweight, dbias, None, None
 
 
@@ -217,23 +215,23 @@ class FusedLinearFunction(DirectFunction):
         return _linear(h, weight, bias) if y is None else y
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         weight, *inputs = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        with autocast_as(None, dy):
-            rows = dy.reshape(-1, dy.size(-1))
-            of_weight: list[Tensor] = []
+        rows = dy.reshape(-1, dy.size(-1))
+        of_weight: list[Tensor] = []
 
-            def use(h: Tensor) -> None:
-                of_weight.append(weight_gradient(rows, h.reshape(-1, h.size(-1)), weight))
+        def use(h: Tensor) -> None:
+            of_weight.append(weight_gradient(rows, h.reshape(-1, h.size(-1)), weight))
 
-            def of_input() -> Tensor:
-                return input_gradient(rows, weight, ctx.shape)
+        def of_input() -> Tensor:
+            return input_gradient(rows, weight, ctx.shape)
 
-            gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None, ctx.given_once)
-            dweight = of_weight[0] if of_weight else None
-            dbias = bias_gradient(rows, weight) if needs[3] else None
+        gradients = ctx.differentiate(of_input, tuple(inputs), use if needs[2] else None, ctx.given_once)
+        dweight = of_weight[0] if of_weight else None
+        dbias = bias_gradient(rows, weight) if needs[3] else None
         wanted = (gradient if need else None for gradient, need in zip(gradients, needs[4:], strict=True))
         return None, None, dweight, dbias, *wanted
 
@@ -245,14 +243,18 @@ def input_gradient(dy: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor
 
 def weight_gradient(dy: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     """dy^T h in the layout of the weight, so that nothing has to be transposed before it is added up."""
-    left, right = (dy.t(), h) if weight.stride(-1) == 1 else (h.t(), dy)
-    product = torch.mm(left, right, out_dtype=torch.float32) if _rounds_once(dy, weight) else left.mm(right)
-    return product if weight.stride(-1) == 1 else product.t()
+    has_rows = weight.is_contiguous() or weight.stride(-1) == 1
+    left, right = (dy.t(), h) if has_rows else (h.t(), dy)
+    if weight.dtype is not dy.dtype and _rounds_once(dy, weight):
+        product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = left.mm(right)
+    return product if has_rows else product.t()
 
 
 def bias_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """The sum of the rows of dy."""
-    return dy.sum(0, dtype=torch.float32 if _rounds_once(dy, weight) else None)
+    return dy.sum(0, dtype=torch.float32) if weight.dtype is not dy.dtype and _rounds_once(dy, weight) else dy.sum(0)
 
 
 def _rounds_once(dy: Tensor, weight: Tensor) -> bool:

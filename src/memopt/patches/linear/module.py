@@ -150,12 +150,11 @@ def _reading(
     parameters = module._parameters
     # A tool that computes weight or bias from something else takes them out of the parameters.
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1:
+    if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
     x = shared_cast(x, autocast_dtype)
     spec = reads_spec(x, weight)
-    casts = spec is None and saves_a_cast_weight(x, weight)
-    if not (casts or spec) or steps_aside():
+    if spec is None and not saves_a_cast_weight(x, weight):
         return stock(module, x)
     matrix = weight.t() if rewrite.transposed else weight
     if spec is None:
