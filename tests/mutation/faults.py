@@ -499,4 +499,10 @@ FAULTS: tuple[Fault, ...] = (
         """where no scope exchanges what is saved\" if not unseen else None""",
         ("tests/patches/test_output_recompute.py", "-k", "outside_of_every"),
     ),
+    Fault(
+        "an attribute that changed after the patch does not count",
+        "if now is not value and not (",
+        "if now is Missing and not (",
+        ("tests/patches/test_changed_later.py",),
+    ),
 )

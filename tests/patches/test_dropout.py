@@ -404,3 +404,31 @@ def test_hooks_on_it_run_once() -> None:
     module.register_full_backward_hook(lambda *_: seen.append("backward"))
     module(draw(4).requires_grad_()).sum().backward()
     assert seen == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_one_that_is_shared_changed_and_checkpointed_has_one_mask_for_each_call(seed: int) -> None:
+    pick = random.Random(seed)
+    p, mode, dtype = pick.choice([0.1, 0.5, 0.9]), seed % 3, pick.choice([torch.float64, torch.float32, torch.float16])
+    module, x = nn.Dropout(p), (torch.rand(7, 33, generator=torch.Generator().manual_seed(seed)) + 1).to(dtype)
+    patch_dropout(module)
+    x = (x.t() if pick.random() < 0.5 else x).requires_grad_()
+    seen: list[Tensor] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.extend(module(x * 1) for _ in range(2))
+        return seen[-2] + 3 * seen[-1]
+
+    torch.manual_seed(seed)
+    y = run(x) if mode == 0 else checkpoint(run, x, use_reentrant=mode == 1)
+    after = torch.rand(1)
+    module.train(pick.random() < 0.5 or mode > 0)  # a flip between forward and backward
+    first, second = ((each.detach() != 0).to(dtype) for each in seen[:2])
+    assert not torch.equal(first, second)
+    y.backward(torch.ones_like(y), retain_graph=mode == 0)
+    scale = torch.ones((), dtype=dtype).div_(1 - p)
+    assert torch.equal(x.grad, first * scale + second * scale * 3)
+    torch.manual_seed(seed)
+    module.train()
+    assert torch.equal(run(x), y.detach())
+    assert torch.equal(torch.rand(1), after)

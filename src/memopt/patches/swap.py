@@ -18,6 +18,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from memopt.patches.compiled import is_being_compiled
+from memopt.patches.reads import Reads
 from memopt.saved_tensors import is_observed
 from memopt.torch_compat import (
     forward_mode_level,
@@ -29,8 +30,12 @@ from memopt.torch_compat import (
 
 _ORIGINAL = "_memopt_original_class"
 _STATE = "_memopt"
+_READS = "_memopt_reads"
+_KNOWN = "_memopt_known_forward"
 _WRAPS = "_memopt_wraps_any_forward"
 _ATTRIBUTES = "_memopt_attributes"
+_NOTHING = object()
+_LINEAR = nn.Linear.forward
 
 #: forward(original_forward, state, module, *args, **kwargs)
 Forward = Callable[..., Any]
@@ -38,11 +43,14 @@ Forward = Callable[..., Any]
 _classes: dict[tuple[type[nn.Module], Forward, Callable[..., Any]], type[nn.Module]] = {}
 
 
-def swap_forward(module: nn.Module, forward: Forward, state: object) -> None:
+def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Reads | None = None) -> None:
     """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on it.
 
     Where the forward of the module's class is replaced later, the module runs that, unless `forward` is marked with
     :func:`wraps_any_forward`: what was found out about the stock forward does not hold for another one.
+
+    Args:
+        reads: what the stock forward reads; where that has changed, the module runs its stock forward.
 
     Raises:
         ValueError: the module is already swapped, or its forward was replaced on the instance.
@@ -57,6 +65,8 @@ def swap_forward(module: nn.Module, forward: Forward, state: object) -> None:
     except TypeError as error:
         raise ValueError(f"its class does not admit another forward: {error}") from None
     module.__dict__[_STATE] = state
+    if reads is not None:
+        module.__dict__[_READS] = reads
 
 
 def wraps_any_forward(forward: Forward) -> Forward:
@@ -80,6 +90,7 @@ def restore_forward(module: nn.Module) -> None:
     if _ORIGINAL in vars(type(module)):
         module.__class__ = original_class(module)
     del module.__dict__[_STATE]
+    module.__dict__.pop(_READS, None)
 
 
 @contextlib.contextmanager
@@ -132,11 +143,18 @@ def is_swapped(module: nn.Module) -> bool:
     return _STATE in vars(module) and hasattr(type(module), _ORIGINAL)
 
 
+def is_as_patched(module: nn.Module) -> bool:
+    """Whether the forward of a swapped module's class, and what that reads, are still what they were."""
+    reads = module.__dict__.get(_READS)
+    is_known: bool = getattr(type(module), _KNOWN) is original_class(module).forward
+    return is_known and (reads is None or reads.hold(module))
+
+
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks or another forward on `module` want it to be called."""
+    """Whether hooks or another forward, on `module` or on all linears, want it to be called."""
     if any(module_hooks(module)) or (has_any_global_hook() and not is_observed()):
         return True
-    return "forward" in module.__dict__ or "parametrizations" in module._modules
+    return "forward" in module.__dict__ or "parametrizations" in module._modules or nn.Linear.forward is not _LINEAR
 
 
 def replaced_by(module: nn.Module) -> str | None:
@@ -203,9 +221,13 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
         def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Looked up at every call: somebody may replace the class's forward later.
             stock = cls.forward
-            if (stock is known or wraps_any) and _STATE in self.__dict__:
-                return forward(stock, self.__dict__[_STATE], self, *args, **kwargs)
-            return stock(self, *args, **kwargs)
+            state = self.__dict__.get(_STATE, _NOTHING)
+            if state is _NOTHING or not (stock is known or wraps_any):
+                return stock(self, *args, **kwargs)
+            reads = self.__dict__.get(_READS)
+            if reads is not None and not is_compiling() and not reads.hold(self):
+                return stock(self, *args, **kwargs)
+            return forward(stock, state, self, *args, **kwargs)
 
         def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
             # The class has no importable name of its own: pickles say how to build it.
@@ -218,6 +240,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             "forward": patched,
             "__reduce_ex__": reduce,
             _ORIGINAL: cls,
+            _KNOWN: known,
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             **getattr(forward, _ATTRIBUTES, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 
 import pytest
@@ -70,3 +71,27 @@ def test_its_input_is_gone_before_the_gradient_of_it_is_there() -> None:
     with Watch():
         y.sum().backward()
     assert alive == [False]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_convolutions_of_any_form_are_bitwise_pytorchs_as_often_as_backward_runs(seed: int) -> None:
+    pick = random.Random(seed)
+    dims, groups, dtype = pick.choice([1, 2, 3]), pick.choice([1, 2, 3]), pick.choice([torch.float64, torch.float32])
+    of_each = [(1, 2, 3), (1, 2, 3), (0, 1, 2), (1, 2)]  # kernel, stride, padding, dilation
+    kernel, *rest = ([pick.choice(options) for _ in range(dims)] for options in of_each)
+    shape = (pick.choice([1, 3]), 2 * groups, *(pick.choice([5, 7, 9]) for _ in range(dims)))
+    x, weight, bias = (
+        draw(each, dtype, number)
+        for number, each in enumerate((shape, (groups * 2, 2, *kernel), (groups * 2,)))
+    )  # fmt: skip
+    stock = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    expected, found = stock(x, weight, bias, *rest, groups), convolution(x, weight, bias, Settings(*rest, groups))
+    assert torch.equal(expected, found)
+    dy = draw(tuple(expected.shape), dtype, 3).detach()
+    if pick.random() < 0.5:
+        dy = dy[..., :1].expand_as(dy)
+    of_stock, *ours = (
+        torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True) for y in (expected, found, found)
+    )
+    for gradients in ours:
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(gradients, of_stock, strict=True))

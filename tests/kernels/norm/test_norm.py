@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -244,3 +245,33 @@ def test_terms_of_another_shape_or_dtype_are_refused(other):
     a, _, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float32)
     with pytest.raises(ValueError, match="one shape and dtype"):
         ms_norm_of_sum(a, other, weight, bias, spec, a.dtype)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_norm_of_any_sum_has_the_gradients_of_the_norm_of_the_sum_that_was_made(seed):
+    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shape = (pick.choice([1, 2, 5]), pick.choice([1, 3]), pick.choice([3, 8, 33]))
+    spec = NormSpec(kind=pick.choice(["rms", "layer"]), eps=pick.choice([1e-12, 1e-5, 0.1]), offset=0, cast="after")
+
+    def drawn(*size):
+        return torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(pick.random() < 0.7)
+
+    a, b = (drawn(*shape) if pick.random() < 0.6 else drawn(shape[-1]).expand(shape) for _ in range(2))
+    weight, bias = drawn(shape[-1]), drawn(shape[-1]) if spec.kind == "layer" else None
+    trained = [each for each in (a, b, weight, bias) if each is not None and each.requires_grad]
+    if not trained:
+        trained = [a.requires_grad_()]
+    dtype = torch.float64
+    y, made = ms_norm_of_sum(a, b, weight, bias, spec, dtype, dtype), ms_norm(a + b, weight, bias, spec, dtype, dtype)
+    truth = torch.nn.functional.layer_norm(a + b, shape[-1:], weight, bias, spec.eps)
+    if spec.kind == "rms":
+        truth = torch.nn.functional.rms_norm(a + b, shape[-1:], weight, spec.eps)
+    dy = torch.randn(shape, generator=generator, dtype=dtype)
+    ours, again, of_made, exact = (torch.autograd.grad(z, trained, dy, retain_graph=True) for z in (y, y, made, truth))
+    assert torch.equal(y, made)
+    # Roundings of fp64 along a row, and where terms of the gradient cancel, as many times the largest gradient.
+    limit = 64 * torch.finfo(dtype).eps * shape[-1] * max(float(each.abs().max()) for each in exact)
+    for one, two, three, four in zip(ours, again, of_made, exact, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+        assert float((one - four).abs().max()) <= limit

@@ -112,3 +112,42 @@ def test_what_sizes_are_compared_with_is_noted_and_computed_with_as_ever() -> No
     assert noted[:5] == [("lt", 16, 20), ("%", 16, 5), ("eq", 1, 1), ("lt", 20, 2), ("ge", 10, 10.5)]
     assert all(isinstance(each, Comparison) for each in decisions.sizes)
     assert (length < 20, decisions.sizes[len(noted) :]) == (True, [])
+
+
+class GivenConfig(BranchesConfig):
+    model_type = "memopt_test_given_branches"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+class GivenModel(BranchesModel):
+    """No inputs can be guessed: its second argument has sizes of its own."""
+
+    config_class = GivenConfig
+
+    def forward(self, input_ids: Tensor, leaves: Tensor) -> Tensor:  # type: ignore[override]
+        if leaves.shape != (input_ids.shape[1], 3, 11):
+            raise ValueError("leaves are a matrix for each token")
+        return super().forward(input_ids)
+
+
+AutoConfig.register(GivenConfig.model_type, GivenConfig, exist_ok=True)
+AutoModel.register(GivenConfig, GivenModel, exist_ok=True)
+
+
+def norm_by_inputs(condition: str, length: int) -> NormSite:
+    ids, leaves = torch.arange(2 * length).view(2, length) % 40 + 3, torch.ones(length, 3, 11)
+    (norm,) = walk_config(GivenConfig(condition=condition), inputs={"input_ids": ids, "leaves": leaves}).norms
+    return norm
+
+
+@pytest.mark.parametrize("length", [16, 40])
+@pytest.mark.parametrize("condition", [name for name in WRONG if name != "value behind a value"])
+def test_branches_are_looked_for_with_the_inputs_that_are_given(condition: str, length: int) -> None:
+    norm = norm_by_inputs(condition, length)
+    assert not norm.foldable_with_cautions
+
+
+def test_a_norm_that_given_inputs_fold_in_every_branch_is_folded() -> None:
+    assert norm_by_inputs("none", 16).foldable

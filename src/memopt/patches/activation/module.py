@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memopt.activations import ACTIVATIONS
@@ -24,6 +25,7 @@ from memopt.kernels.derivative_codes.function import (
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.activation.slot import save_as_code
+from memopt.patches.reads import observed_reads
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute_specs import keep_producer
 from memopt.saved.scope import recomputes
@@ -68,7 +70,10 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
         stock = functools.partial(type(module).forward, module)
         code = derivative_code(site.kind, rules.code) if known else code_of(stock, rules.code)
         rewrite = dataclasses.replace(rewrite, code=code, is_always_coded=rules.where == "all")
-    swap_forward(module, _forward, rewrite)
+    own, children = (*module._parameters, *module._buffers), {} if site.linear is None else {site.linear: nn.Identity()}
+    z = torch.ones(2, max((parameter.numel() for parameter in module.parameters(False)), default=1), 2, device="cpu")
+    reads = observed_reads(module, lambda alone: alone.forward(z), fresh=own, children=children)
+    swap_forward(module, _forward, rewrite, reads)
 
 
 def _forward(

@@ -12,7 +12,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.convolution.function import Settings, convolution
 from memopt.kernels.linear.function import is_plain
 from memopt.patches.scope import ScopeRewrite, run_scoped
-from memopt.patches.swap import steps_aside, swap_forward
+from memopt.patches.swap import original_class, steps_aside, swap_forward
 from memopt.saved.scope import recomputes
 
 #: Elements of an input from which on its memory is worth the host's time for a function of ours.
@@ -34,10 +34,15 @@ def patch_convolution(module: nn.Module, scope: ScopeRewrite | None = None) -> N
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether `module` runs PyTorch's own forward of a convolution, with zeros around its input."""
+    return "forward" not in vars(module) and "parametrizations" not in module._modules and _has_own_forward(module)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether what a call of `module` ends in is PyTorch's convolution with zeros around its input."""
     known = next((each for each in _CLASSES if isinstance(module, each)), None)
-    if known is None or "forward" in vars(module) or "parametrizations" in module._modules:
+    if known is None or "_conv_forward" in vars(module):
         return False
-    own = type(module)
+    own = original_class(module)
     is_own = own.forward is known.forward and own._conv_forward is known._conv_forward  # type: ignore[attr-defined]
     return is_own and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
@@ -53,6 +58,8 @@ def _run(stock: Callable[..., Tensor], module: Any, *args: Any, **kwargs: Any) -
     x: Any = args[0] if args else None
     if len(args) != 1 or kwargs or not isinstance(x, Tensor) or not x.requires_grad or x.numel() < LARGE:
         return stock(module, *args, **kwargs)
+    if not _has_own_forward(module):  # any more
+        return stock(module, *args)
     weight, bias = module.weight, module.bias
     dtype = autocast_dtype(x) or x.dtype
     # Of another layout the gradient would have another layout than PyTorch's.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from memopt.generators import seed_cpu
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
+from memopt.patches.reads import observed_reads
 from memopt.patches.swap import steps_aside, swap_forward
 from memopt.torch_compat import FakeTensor
 from memopt.walk.probes.isolate import with_stand_ins
@@ -45,14 +46,17 @@ def patch_dropout(module: nn.Module) -> None:
     Raises:
         ValueError: the module cannot be swapped, or does something else than a dropout of single elements.
     """
-    swap_forward(module, _forward, DropoutRewrite(_probability_of(module)))
+    probability = _probability_of(module)
+    x = torch.ones(2, 3, device="cpu")
+    reads = observed_reads(module, lambda alone: alone.forward(x), fresh=(probability,))
+    swap_forward(module, _forward, DropoutRewrite(probability), reads)
 
 
 def _forward(
     stock: Callable[..., Tensor], rewrite: DropoutRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
     given, p = (*args, *kwargs.values()), getattr(module, rewrite.probability)
-    drops = module.training and isinstance(p, (int, float)) and 0 < p <= 1 and not getattr(module, "inplace", False)
+    drops = module.training and isinstance(p, (int, float)) and 0 < p <= 1
     if not drops or len(given) != 1 or not may_be_seeded(given[0]):
         return stock(module, *args, **kwargs)
     return seeded_dropout(given[0], float(p), draw_seed())

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.gated_mlp.function import gated_linear, gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
+from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
+from memopt.walk.probes.stand_ins import linear as linear_stand_in
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 
@@ -31,8 +34,6 @@ class GatedMLPRewrite:
     up: str
     down: str
     act: str | None
-    act_module: nn.Module | None
-    """The child that was there when the module was patched: the formula is its."""
     between: str | None
     scope: ScopeRewrite
     """The scope that the module opens too, or the families that hold around it."""
@@ -52,12 +53,15 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) 
     if site.form is None or site.children is None:
         raise ValueError("its forward does more than down(act(gate(x)) * up(x))")
     gate, up, down = site.children
-    act_module = None if site.act is None else module._modules[site.act]
-    swap_forward(
-        module,
-        _forward,
-        GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, act_module, site.between, scope),
-    )
+    rewrite = GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, site.between, scope)
+    generator = torch.Generator().manual_seed(0)
+    projection = linear_stand_in(4, 4 if site.form == "separate" else 8, generator)
+    stand_ins: dict[str, nn.Module] = {gate: projection, up: projection, down: linear_stand_in(4, 4, generator)}
+    if site.between is not None:
+        stand_ins[site.between] = nn.Identity()
+    x = torch.ones(2, 4, dtype=torch.float64, device="cpu")
+    reads = observed_reads(module, lambda alone: alone.forward(x), children=stand_ins)
+    swap_forward(module, _forward, rewrite, reads)
 
 
 def _forward(stock: Callable[..., Any], rewrite: GatedMLPRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +83,9 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     between = children[rewrite.between] if rewrite.between else None
     if between is not None and not _is_off(between):
         return down(between(_product(rewrite, *gate_up)))
-    weight, bias = down._parameters.get("weight"), down._parameters.get("bias")
-    if type(down) is not nn.Linear or weight is None or is_watched(down):
+    own = down._parameters  # what a tool computes from something else is not in it
+    weight, bias = own.get("weight"), own.get("bias")
+    if type(down) is not nn.Linear or weight is None or "bias" not in own or is_watched(down):
         return down(_product(rewrite, *gate_up))
     # Calling it is F.linear of its weight and bias.
     y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
@@ -104,11 +109,11 @@ def _product(rewrite: GatedMLPRewrite, gate: Tensor, up: Tensor | None) -> Tenso
 
 
 def _activates_as_patched(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None]) -> bool:
-    """Whether the activation is the one whose formula is known, and nobody wants it to be called."""
+    """Whether nobody wants the activation to be called, whose formula is known."""
     if rewrite.act is None:
         return True
-    act = children.get(rewrite.act)
-    return act is not None and act is rewrite.act_module and not is_watched(act)
+    act = children.get(rewrite.act)  # the child that was there when the module was patched
+    return act is not None and not is_watched(act)
 
 
 def _gets_a_cast(down: nn.Module, x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_l
 from memopt.partitioned import shape_of
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
+from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
 from memopt.recompute_specs import carries_spec, shared_cast
 from memopt.saved.scope import unseen
@@ -50,7 +51,12 @@ def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
     if not (is_linear(module) or is_linear(module, transposed=True)):
         raise ValueError("it is not a linear of its own weight and bias")
     has_bias = module._parameters.get("bias") is not None
-    swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias, fuses))
+    swap_forward(module, _forward, LinearRewrite(not is_linear(module), has_bias, fuses), linear_reads(module))
+
+
+def linear_reads(module: nn.Module) -> Reads | None:
+    """What is proved about a linear holds for its attributes; None where the forward is PyTorch's, which reads none."""
+    return None if type(module) is nn.Linear else observed_reads(module, None)
 
 
 def trains_as_linear(module: nn.Module) -> bool:

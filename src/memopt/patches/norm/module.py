@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
-from memopt.patches.swap import Rewrite, is_swapped, is_watched, original_class, steps_aside, swap_forward, swap_state
+from memopt.patches.reads import Reads, observed_reads
+from memopt.patches.swap import (
+    Rewrite,
+    is_as_patched,
+    is_swapped,
+    is_watched,
+    original_class,
+    steps_aside,
+    swap_forward,
+    swap_state,
+)
 from memopt.walk.sites import NormSite
 
 #: Width at which a norm that takes any is compared with the stock module.
@@ -60,14 +70,26 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
     _prove(module, spec, weight, bias, site.hidden_size or _ANY_WIDTH)
     only_linears = bool(site.consumers) and not site.reaches
     with freezing(module, site if folded else None) as frozen:
-        swap_forward(module, _forward, NormRewrite(spec, weight, bias, only_linears, frozen))
+        rewrite = NormRewrite(spec, weight, bias, only_linears, frozen)
+        swap_forward(module, _forward, rewrite, _reads(module, rewrite, site.hidden_size or _ANY_WIDTH))
+
+
+def _reads(module: nn.Module, rewrite: NormRewrite, width: int) -> Reads:
+    """An affine that was folded away is not looked at again: its values are among what is read."""
+    x, stand_ins = torch.ones(2, width, device="cpu"), {}
+    names = [name for name in (rewrite.weight, rewrite.bias) if name is not None]
+    if rewrite.frozen:
+        x = x.to(getattr(module, names[0]))
+    else:
+        stand_ins = {name: nn.Parameter(torch.ones(width, device="cpu"), requires_grad=False) for name in names}
+    return observed_reads(module, lambda alone: alone.forward(x), parameters=stand_ins)
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     """``module(a + b)``, without the sum where `module` is patched and a kernel can read both of its terms."""
     rewrite = swap_state(module) if is_swapped(module) else None
     call = None
-    if isinstance(rewrite, NormRewrite) and _are_alike(a, b) and not is_watched(module):
+    if isinstance(rewrite, NormRewrite) and _are_alike(a, b) and not is_watched(module) and is_as_patched(module):
         call = _call(rewrite, module, a, b)
     if call is None:
         y: Tensor = module(a + b)
@@ -95,6 +117,10 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
     x = terms[0]
     weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
     bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
+    if (weight is None) is not (rewrite.weight is None) or (bias is None) is not (rewrite.bias is None):
+        return None
+    if weight is not None and (weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape)):
+        return None  # the stock module broadcasts it, or raises
     if not x.requires_grad and not any(
         tensor is not None and tensor.requires_grad for tensor in (*terms[1:], weight, bias)
     ):
@@ -134,10 +160,10 @@ def _stock_dtype(
     return rewrite.dtypes[form]
 
 
-def _parameter(module: nn.Module, name: str) -> Tensor:
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
     parameter = module._parameters.get(name)
-    if parameter is None:  # a buffer, or computed from something else
-        computed: Tensor = getattr(module, name)
+    if parameter is None:  # a buffer, computed from something else, or taken away
+        computed: Tensor | None = getattr(module, name, None)
         return computed
     return parameter
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.replay.function import replayed
 from memopt.patches.identity import Frozen, freezing, thaw
+from memopt.patches.reads import observed_reads
 from memopt.patches.swap import Rewrite, is_watched, steps_aside, swap_forward
 from memopt.walk.sites import NormSite
 
@@ -20,6 +21,8 @@ from memopt.walk.sites import NormSite
 class ReplayRewrite(Rewrite):
     """What a replayed module knows."""
 
+    parameters: tuple[str, ...]
+    """Names of those of its own: a tool that computes one from something else takes it out of them."""
     frozen: Frozen = ()
 
     def undo(self, module: nn.Module) -> None:
@@ -38,21 +41,28 @@ def patch_replay(module: nn.Module, norm: NormSite | None = None, *, folded: boo
         ValueError: the module cannot be swapped.
     """
     with freezing(module, norm if folded else None) as frozen:
-        swap_forward(module, _forward, ReplayRewrite(frozen))
+        rewrite = ReplayRewrite(tuple(_parameters(module)), frozen)
+        swap_forward(module, _forward, rewrite, observed_reads(module, None))
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
 def _forward(
     stock: Callable[..., Tensor], rewrite: ReplayRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
-    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    parameters = _parameters(module)
     given = (*args, *kwargs.values())
     inputs = [value for value in given if isinstance(value, Tensor)]
     records = any(tensor.requires_grad for tensor in (*inputs, *parameters.values()))
-    if not records or steps_aside() or any(is_watched(child) for child in module.children()):
+    is_whole = tuple(parameters) == rewrite.parameters
+    if not records or not is_whole or steps_aside() or any(is_watched(child) for child in module.children()):
         return stock(module, *args, **kwargs)
     # The tensors themselves are left out: what runs again later must not keep them alive on its own.
     template = [_SLOT if isinstance(value, Tensor) else value for value in given]
-    run = functools.partial(_run, stock, module, tuple(parameters), template, tuple(kwargs))
+    # Attributes that are changed before backward change nothing in it.
+    run = functools.partial(_run, stock, module, dict(vars(module)), tuple(parameters), template, tuple(kwargs))
     return replayed(run, inputs, list(parameters.values()))
 
 
@@ -62,6 +72,7 @@ _SLOT = object()
 def _run(
     stock: Callable[..., Tensor],
     module: nn.Module,
+    own: dict[str, Any],
     names: Sequence[str],
     template: Sequence[Any],
     keywords: Sequence[str],
@@ -70,9 +81,7 @@ def _run(
 ) -> Tensor:
     """The stock forward with these tensors in the place of its inputs and parameters."""
     alone = copy.copy(module)
-    alone.__dict__ = vars(module) | {
-        "_parameters": dict(module._parameters) | dict(zip(names, parameters, strict=True))
-    }
+    alone.__dict__ = own | {"_parameters": dict(own["_parameters"]) | dict(zip(names, parameters, strict=True))}
     tensors = iter(inputs)
     given = [next(tensors) if value is _SLOT else value for value in template]
     positional = len(given) - len(keywords)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
-from memopt.patches.linear.module import is_linear
+from memopt.patches.linear.module import is_linear, linear_reads
 from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
@@ -56,7 +56,8 @@ def patch_sampled_linear(
         raise ValueError("it is not a linear of its own weight and bias")
     has_bias = module._parameters.get("bias") is not None
     visits = Visits() if visits is None else visits
-    swap_forward(module, _forward, SampledLinearRewrite(transposed, has_bias, sampling, visits, len(visits.padding)))
+    rewrite = SampledLinearRewrite(transposed, has_bias, sampling, visits, len(visits.padding))
+    swap_forward(module, _forward, rewrite, linear_reads(module))
     visits.padding.add(name)
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.parts import parts_of
 from memopt.patches.norm.module import norm_of_sum
+from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite, run_in_scope
 from memopt.patches.swap import steps_aside, swap_forward
 from memopt.walk.sites import SumNormSite
@@ -37,7 +39,10 @@ def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | N
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, SumNormRewrite(site, scope))
+    stand_ins = {name: nn.Identity() for name in (site.dense, site.between, site.norm) if name is not None}
+    x = torch.ones(2, 3, device="cpu")
+    reads = observed_reads(module, lambda alone: alone.forward(x, x), children=stand_ins)
+    swap_forward(module, _forward, SumNormRewrite(site, scope), reads)
 
 
 def _forward(stock: Callable[..., Any], rewrite: SumNormRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,13 +11,16 @@ import dis
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from memopt.torch_compat import tree_leaves, tree_map
 from memopt.walk.aten.decisions import Comparison, Decisions, Place
 from memopt.walk.calls.arguments.request import LENGTH, ODD_LENGTH
+from memopt.walk.calls.batch import rows_of
 from memopt.walk.calls.inputs import Call, Runner, first_to_run, proposed, run_once
 from memopt.walk.models.config import one_line
 
@@ -96,22 +99,52 @@ class Branches:
             self._needed = self._turned = frozenset()
         return None
 
-    def lengths(self, model: nn.Module) -> list[Call]:
-        """Run calls of other lengths, on the other side of what was compared, and return those that ran."""
-        calls: list[Call] = []
+    def lengths(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Call]:
+        """Run calls of other lengths, on the other side of what was compared, and return those that ran.
+
+        Where `inputs` are given, every size of theirs is taken for a length, if the model runs with another one.
+        """
         self.exploring = True
-        tried = {LENGTH, ODD_LENGTH}
-        while len(tried) < MOST_LENGTHS and (length := next(self._missing(tried), None)):
-            tried.add(length)
-            variants = proposed(model, ("plain", f"length {length}"), 0)
-            calls += first_to_run(model, [v for v in variants if not v[1].label.startswith("plain")], self.run)
+        if inputs is None:
+
+            def guessed(length: int) -> list[tuple[str, Call]]:
+                variants = proposed(model, ("plain", f"length {length}"), 0)
+                return [each for each in variants if not each[1].label.startswith("plain")]
+
+            return self._of_lengths(model, "plain", "odd", (LENGTH, ODD_LENGTH), guessed)
+        calls: list[Call] = []
+        for size in _sizes_in(inputs):
+
+            def resized(length: int, size: int = size) -> Iterator[tuple[str, Call]]:
+                label = f"inputs with {length} for {size}"
+                yield label, Call(label, tree_map(lambda value: _resized(value, size, length), dict(inputs)))
+
+            for other in (size - 1, size + 1, 2 * size, size // 2):
+                if found := first_to_run(model, resized(other), self.run):
+                    calls += [*found, *self._of_lengths(model, "inputs", found[0].label, (size, other), resized)]
+                    break
         return calls
 
-    def _missing(self, tried: set[int]) -> Iterator[int]:
-        for label, sizes in self._sizes.items():
-            others = self._sizes.get(label.replace("plain", "odd", 1)) if label.startswith("plain") else None
+    def _of_lengths(
+        self,
+        model: nn.Module,
+        first: str,
+        second: str,
+        lengths: tuple[int, int],
+        tries: Callable[[int], Iterable[tuple[str, Call]]],
+    ) -> list[Call]:
+        """Calls on the other side of what the calls labelled `first` and `second`, of two lengths, compared."""
+        calls, tried = list[Call](), set(lengths)
+        while len(tried) < MOST_LENGTHS and (length := next(self._missing(first, second, lengths, tried), None)):
+            tried.add(length)
+            calls += first_to_run(model, tries(length), self.run)
+        return calls
+
+    def _missing(self, first: str, second: str, lengths: tuple[int, int], tried: set[int]) -> Iterator[int]:
+        for label, sizes in list(self._sizes.items()):
+            others = self._sizes.get(label.replace(first, second, 1)) if label.startswith(first) else None
             for one, other in _pairs(sizes, others or []):
-                yield from _other_side(one, other, tried)
+                yield from _other_side(one, other, lengths, tried)
 
 
 def _files(model: nn.Module) -> set[str | None]:
@@ -138,27 +171,45 @@ def _pairs(sizes: Sequence[Comparison], others: Sequence[Comparison]) -> Iterato
             yield one, same.pop(0)
 
 
-def _other_side(one: Comparison, other: Comparison, tried: set[int]) -> Iterator[int]:
+def _sizes_in(inputs: Mapping[str, Any]) -> list[int]:
+    """What may be a length: the sizes beside the rows, those of tensors of integers first."""
+    tensors = [value for value in tree_leaves(dict(inputs)) if isinstance(value, Tensor)]
+    tensors.sort(key=lambda tensor: tensor.is_floating_point())
+    sizes = [size for tensor in tensors for size in (*tensor.shape[1:], *tensor.shape[:1])]
+    return [size for size in dict.fromkeys(sizes) if size > 1 and size != rows_of(inputs)]
+
+
+def _resized(value: Any, size: int, length: int) -> Any:
+    """`value`, where it is a tensor, with `length` for `size`: a part of it, or repeated."""
+    if isinstance(value, Tensor):
+        for dim in (dim for dim in range(value.dim()) if value.shape[dim] == size):
+            value = value.index_select(dim, torch.arange(length, device=value.device) % size)
+    return value
+
+
+def _other_side(one: Comparison, other: Comparison, lengths: tuple[int, int], tried: set[int]) -> Iterator[int]:
     """Lengths for which a comparison, seen at two lengths, falls in the ways that those in `tried` do not."""
-    slope, limit = ((a - b) / (LENGTH - ODD_LENGTH) for a, b in ((one.left, other.left), (one.right, other.right)))
+    first, second = lengths
+    longest = max(LONGEST, 2 * first)
+    slope, limit = ((a - b) / (first - second) for a, b in ((one.left, other.left), (one.right, other.right)))
 
     def left(length: int) -> float:
-        return one.left + slope * (length - LENGTH)
+        return one.left + slope * (length - first)
 
     def right(length: int) -> float:
-        return one.right + limit * (length - LENGTH)
+        return one.right + limit * (length - first)
 
     if one.operation == "%":
         if slope and one.right:
             for divides in (True, False):
                 if not any((left(n) % right(n) == 0) == divides for n in tried if right(n)):
-                    near = sorted(range(1, LONGEST), key=lambda n: abs(n - LENGTH))
+                    near = sorted(range(1, longest), key=lambda n: abs(n - first))
                     yield from [n for n in near if right(n) and (left(n) % right(n) == 0) == divides][:1]
         return
     if slope == limit:
         return
-    border = LENGTH - (one.left - one.right) / (slope - limit)
+    border = first - (one.left - one.right) / (slope - limit)
     wanted = [] if any(n < border for n in tried) else [math.ceil(border) - 1]
     wanted += [] if any(n > border for n in tried) else [math.floor(border) + 1]
     wanted += [round(border)] if border == round(border) and one.operation in ("eq", "ne") else []
-    yield from (n for n in wanted if 1 <= n <= LONGEST and n not in tried)
+    yield from (n for n in wanted if 1 <= n <= longest and n not in tried)

@@ -57,8 +57,8 @@ def observe(
     with plain_torch(float64=not on_meta):
         with mode.watch():
             calls = every_call(model, inputs, run=branches.run if with_branches else run)
-            if with_branches and inputs is None:
-                calls = Calls([*calls, *branches.lengths(model)], calls.errors)
+            if with_branches:
+                calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
             unseen = branches.take(model)  # nothing without branches, since nothing was noted
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
         uses = input_uses(model, calls, weights, mode.parameters)

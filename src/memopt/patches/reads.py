@@ -1,0 +1,181 @@
+"""What a module's forward reads from itself, found by watching one run of a copy, and whether that is still so.
+
+A patched forward computes what the stock forward computed when it was proved. Where an attribute, a method or a tensor
+that the stock forward reads has changed since, the proof no longer holds, and the module runs its stock forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+#: Of PyTorch's modules, of ours, and what transformers notes when it has drawn the weights of a module.
+_INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Missing:
+    """Stands for an attribute that is not there. The class itself is used: it survives copies and pickles."""
+
+
+class Reads:
+    """What the forward of one module read. Nothing here refers to the module itself, which refers to this."""
+
+    def __init__(self, values: Iterable[tuple[Any, ...]] = (), tensors: Iterable[list[Any]] = ()) -> None:
+        """Values are (owner, None for the module; table in it; name; value), of children, settings and classes too.
+
+        Tensors are [owner, name, value, whether it is trained, the tensor last seen to have it, stamp of that].
+        """
+        self.values = [each if len(each) == 4 else (*each, vars(each[0]).get(each[2], Missing)) for each in values]
+        self.tensors = list(tensors)
+
+    def hold(self, module: nn.Module) -> bool:
+        """Whether `module` still has what was read. Looks into no tensor that has not changed."""
+        own = module.__dict__
+        for owner, table, name, value in self.values:
+            held = own if owner is None else owner.__dict__
+            now = (held if table is None else held[table]).get(name, Missing)
+            # Lists are changed in place, so that a copy of theirs is compared.
+            if now is not value and not (type(now) is type(value) and _is_plain(now) and now == value):
+                return False
+        return not self.tensors or all(_has_value(module, seen) for seen in self.tensors)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Methods may have no importable name of their own, so they are looked up again.
+        return Reads, ([each[:3] if isinstance(each[0], type) else each for each in self.values], self.tensors)
+
+    def add(self, key: Any, owner: Any, name: str) -> None:
+        """Note the value that `owner` has by `name`; `key` stands for it."""
+        own = vars(owner)
+        table = next((table for table in _TABLES if name in own.get(table, ())), None)
+        value = (own if table is None else own[table]).get(name, Missing)
+        cls = getattr(type(owner), "_memopt_original_class", type(owner))
+        if value is Missing:
+            origin = next((each for each in cls.__mro__ if name in vars(each)), object)
+            if origin in nn.Module.__mro__:
+                return  # PyTorch's own machinery
+            above = cls.__mro__[: cls.__mro__.index(origin) + 1]
+            self.values += [(each, None, name, vars(each).get(name, Missing)) for each in above]
+        if not isinstance(value, Tensor):
+            self.values.append((key, table, name, copy.deepcopy(value) if _is_plain(value) else value))
+        elif not value.is_meta:
+            self.tensors.append([key, name, value.detach().clone(), value.requires_grad, value, _stamp(value)])
+
+
+def observed_reads(
+    module: nn.Module,
+    call: Callable[[Any], object] | None,
+    *,
+    fresh: Collection[str] = (),
+    children: Mapping[str, nn.Module] | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> Reads:
+    """What ``call(copy of module)`` reads of `module`, in train mode.
+
+    Args:
+        call: runs the forward. Without it, or where it raises, all attributes of instances count as read.
+        fresh: names of what the patched forward itself looks up at every call.
+        children, parameters: stand-ins in the copy; they count as fresh.
+    """
+    reads, fresh = Reads(), {"forward", *fresh, *(children or ()), *(parameters or ())}
+    seen: list[tuple[Any, Any]] = []
+    try:
+        if call is None:
+            raise TypeError("no input is known")
+        alone = _watched(module, seen)
+        alone._modules.update(children or {})
+        alone._parameters.update(parameters or {})
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            call(alone)
+        read = [(live, name) for copied, live in seen for name in _watches[id(copied)][1]]
+    except Exception:  # a forward may raise anything
+        called = [child for name, child in module.named_children() if name not in fresh]
+        inside = [module, *(each for child in called for each in child.modules())]
+        read = [(each, name) for each in inside for name in (*vars(each), *each._modules)]
+    finally:
+        for copied, _ in seen:
+            del _watches[id(copied)]
+    for owner, name in read:
+        if not _is_internal(name) and not (owner is module and name in fresh):
+            reads.add(None if owner is module else owner, owner, name)
+    return reads
+
+
+def _is_internal(name: str) -> bool:
+    return name in _INTERNAL or name.startswith("__")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _has_value(module: nn.Module, seen: list[Any]) -> bool:
+    """Whether a tensor still has its value: compared where it is another one, or was written to."""
+    owner, name, value, is_trained, last, stamp = seen
+    now = getattr(module if owner is None else owner, name, None)
+    if not isinstance(now, Tensor) or now.requires_grad is not is_trained:
+        return False
+    new = _stamp(now)
+    if new is not None and not (now is last and new == stamp):
+        if value.shape != now.shape or not torch.equal(value.to(now), now):
+            return False
+        seen[4:] = now, new
+    return True
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int] | None:
+    """Another one where the memory was written to or exchanged; None for shards and what has no memory."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return (tensor._version, tensor.data_ptr()) if is_plain else None
+
+
+#: id of a copy -> the copies made with it, and the names that were read of it, with the settings handed out for them.
+_watches: dict[int, tuple[list[tuple[Any, Any]], dict[str, Any]]] = {}
+
+
+def _watched(value: Any, seen: list[tuple[Any, Any]]) -> Any:
+    """A shallow copy of `value`, and of the modules inside it, that notes what is read from it."""
+    watched = copy.copy(value)
+    if watched is value:
+        raise TypeError("it has no copies")
+    cls: Any = getattr(type(value), "_memopt_original_class", type(value))
+    object.__setattr__(watched, "__class__", _watching(cls))
+    if isinstance(value, nn.Module):
+        own = vars(watched)
+        own |= {table: dict(own[table]) for table in _TABLES} | {"training": True}
+        own["_modules"] = {name: child and _watched(child, seen) for name, child in own["_modules"].items()}
+    seen.append((watched, value))
+    _watches[id(watched)] = seen, {}
+    return watched
+
+
+@functools.cache
+def _watching(cls: Any) -> type:
+    """A subclass of `cls` whose instances note what is read from them."""
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if _is_internal(name) or id(self) not in _watches:
+            return cls.__getattribute__(self, name)
+        seen, names = _watches[id(self)]
+        if names.setdefault(name) is None:
+            value = cls.__getattribute__(self, name)
+            if isinstance(value, (nn.Module, Tensor)) or callable(value) or not hasattr(value, "__dict__"):
+                return value
+            names[name] = value
+            with contextlib.suppress(Exception):  # settings: what is read of them counts as well
+                names[name] = _watched(value, seen)
+        return names[name]
+
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(__getattribute__=__getattribute__))
