@@ -10,6 +10,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.patches.checkpointing.decisions import Decisions
 from memopt.patches.repeated import ABSENT, MODES, Slot, has_memory, standing
 from memopt.patches.swap import is_watched
 from memopt.saved.kept import check_version
@@ -35,7 +37,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
 class BlockState:
     """Where one block holds state, and which of it its forward changes. A copy of the block starts with none."""
 
-    __slots__ = ("_children", "_parts", "_size", "_tables", "looks", "moving", "slots")
+    __slots__ = ("_children", "_parts", "_size", "_tables", "decides", "looks", "moving", "slots")
 
     def __init__(self) -> None:
         self._children: list[dict[str, Any]] = []
@@ -44,7 +46,7 @@ class BlockState:
         self._parts, self._size = [None], 0
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
-        self.looks = 0
+        self.looks, self.decides = 0, False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockState, ()
@@ -59,6 +61,7 @@ class BlockState:
         self._parts = list(chain.from_iterable(map(dict.values, self._children)))
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
+        self.decides = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
         for module in modules:
             own = vars(module)
@@ -81,8 +84,8 @@ class RunsTwice:
     """One call of a block's forward, which runs now and again in backward."""
 
     __slots__ = (
-        "_arguments", "_block", "_copies", "_found", "_function", "_given", "_given_versions", "_slots", "_state",
-        "_tensors", "_versions",
+        "_arguments", "_block", "_copies", "_decisions", "_found", "_function", "_given", "_given_versions", "_slots",
+        "_state", "_tensors", "_versions",
     )  # fmt: skip
 
     def __init__(self, state: BlockState, block: nn.Module, function: Callable[..., Any], given: Sequence[Any]) -> None:
@@ -106,7 +109,7 @@ class RunsTwice:
             value if isinstance(value, Tensor) else _copied(mine) for value, mine in zip(args, positional, strict=True)
         )
         function = functools.partial(self._function, **{name: copy.copy(value) for name, value in named.items()})
-        with standing(lent):
+        with standing(lent), nullcontext() if self._decisions is None else self._decisions.repeat():
             return function(*args)
 
     def _first(self, *args: Any) -> Any:
@@ -119,9 +122,15 @@ class RunsTwice:
             self._copies = self._possible_copies(looks)
         self._tensors = [value for value in self._found if isinstance(value, Tensor)]
         self._versions, self._given_versions = _versions(self._tensors), _versions(self._arguments)
+        self._decisions = Decisions(args) if looks or state.decides else None
         try:
-            return self._function(*args)
+            with self._decisions or nullcontext():
+                return self._function(*args)
         finally:
+            if self._decisions is not None and self._decisions.made:
+                state.decides = True
+            else:
+                self._decisions = None
             after, found = _versions(self._tensors), self._found
             if looks or after != self._versions:
                 moved = {id(t) for t, a, b in zip(self._tensors, after, self._versions, strict=True) if a != b}
