@@ -8,11 +8,9 @@ Trainer) is noted, and holds when the block is unpatched. Where a block has no s
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from memopt.patches.checkpointing.caches import READS_CACHE, reads_cache, without_caches
 from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import is_swapped, swap_forward, swap_state, with_attributes, wraps_any_forward
@@ -28,8 +28,6 @@ from memopt.torch_compat import is_checkpointed_region
 
 _NOT_OFFLOADED = "checkpointing.offload is off: inputs of checkpointed blocks stay on the device"
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-#: What transformers switches off in a checkpointed layer: a cache would be written twice.
-_CACHES = ("past_key_values", "layer_past")
 _STAYS: AbstractContextManager[Any] = nullcontext()
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -43,16 +41,20 @@ class BlockRewrite:
     is_checkpointed: bool
     inputs: OffloadedInputs | None
     """Where the inputs of checkpointed blocks wait; None: where they are."""
+    state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
-    def run_again(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)``, which runs again in backward, from `args`."""
+    def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, the forward of `block`, which runs again in backward, from `args`."""
         if torch.compiler.is_compiling():
             is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
+            function, args = without_caches(block, function, args) or (function, args)
             return checkpoint(function, *args, use_reentrant=False)
-        if is_checkpointed_region():  # by somebody around the block
+        without = without_caches(block, function, args)
+        if without is None or is_checkpointed_region():  # by somebody around the block
             return function(*args)
+        function, args = without
         with _STAYS if self.inputs is None else self.inputs.of_a_block():
-            return checkpoint(function, *args, use_reentrant=False)
+            return checkpoint(RunsTwice(self.state, block, function, args), *args, use_reentrant=False)
 
 
 def patch_block(
@@ -104,7 +106,12 @@ def _flag(module: nn.Module) -> bool:
 
 def _function(module: nn.Module) -> Any:
     state = vars(module).get("_memopt")
-    return state.run_again if isinstance(state, BlockRewrite) else vars(module)[_FUNCTION]
+    return functools.partial(state.run_again, module) if isinstance(state, BlockRewrite) else vars(module)[_FUNCTION]
+
+
+def _reads_cache(module: nn.Module) -> bool:
+    # True lets the cache through to `without_caches`, which sees what the cache holds.
+    return _flag(module) or reads_cache(module)
 
 
 def _note(name: str, module: nn.Module, value: object) -> None:
@@ -115,6 +122,7 @@ def _note(name: str, module: nn.Module, value: object) -> None:
     **{
         _FLAG: property(_flag, functools.partial(_note, _FLAG)),
         _FUNCTION: property(_function, functools.partial(_note, _FUNCTION)),
+        READS_CACHE: property(_reads_cache, functools.partial(_note, READS_CACHE)),
     }
 )
 @wraps_any_forward
@@ -124,22 +132,7 @@ def _switched(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Modul
 
 @wraps_any_forward
 def _wrapped(stock: Callable[..., Any], rewrite: BlockRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    run = functools.partial(run_scoped, stock, rewrite.scope, module)
+    run = functools.partial(run_scoped, stock, rewrite.scope, module, **kwargs)
     if not module.training or not torch.is_grad_enabled():
-        return run(*args, **kwargs)
-    kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
-    named = zip_longest(args, _names(stock)[: len(args)], fillvalue="")
-    return rewrite.run_again(functools.partial(run, **kwargs), *(_without_cache(name, value) for value, name in named))
-
-
-def _without_cache(name: str, value: Any) -> Any:
-    """The argument `name` of a block that runs twice."""
-    if name in _CACHES:
-        return None
-    return False if name == "use_cache" and value else value
-
-
-@functools.cache
-def _names(stock: Callable[..., Any]) -> tuple[str, ...]:
-    """Of the arguments of a block's forward, the block left out."""
-    return tuple(inspect.signature(stock).parameters)[1:]
+        return run(*args)
+    return rewrite.run_again(module, run, *args)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
-from memopt.patches.repeated import RepeatedMode, active_modes, inside
+from memopt.patches.repeated import RepeatedMode, Slot, active_modes, has_memory, inside, modes_of, standing
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute_specs import shared_cast
 from memopt.saved.scope import in_a_scope
@@ -97,7 +97,9 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     if may_draw and not _have_moved(random, x):
         random = ()
     return with_witness(
-        recomputed_output(y, x, _Again(stock, module, held, versions, _modes(module), autocast, random, active_modes()))
+        recomputed_output(
+            y, x, _Again(stock, module, held, versions, modes_of(module), autocast, random, active_modes())
+        )
     )
 
 
@@ -110,7 +112,7 @@ class _Again:
     held: dict[str, Tensor]
     """Parameters and buffers by name: `torch.func.functional_call` puts others in for the time of a forward."""
     versions: list[int]
-    modes: list[dict[str, Any]]
+    modes: list[tuple[Slot, Any]]
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
     """States of the generators that it drew from; empty where it drew nothing."""
@@ -119,7 +121,7 @@ class _Again:
     def __call__(self, x: Tensor) -> Tensor:
         now = _tensors(self.module)
         # Sharding frees the weights of the forward: then those that were gathered since are the same.
-        exchanged = {name: t for name, t in self.held.items() if now.get(name) is not t and _has_memory(t)}
+        exchanged = {name: t for name, t in self.held.items() if now.get(name) is not t and has_memory(t)}
         versions = _versions({**now, **exchanged})
         if versions != self.versions:
             raise RuntimeError(
@@ -133,7 +135,7 @@ class _Again:
         with (
             autocast_as(self.autocast, x),
             _drawing_from(random, x),
-            _in_modes(self.module, self.modes),
+            standing(self.modes),
             torch.set_grad_enabled(is_hooked),  # hooks may ask for the place of an output in a graph
             inside(self.around),
         ):
@@ -152,34 +154,6 @@ class _Again:
             _running.module = None
             _running.__dict__.pop("y", None)
             del _running.x
-
-
-#: What a module's forward goes by beside its tensors: whether it trains, and which of its adapters (PEFT) are on.
-_MODES = ("training", "_active_adapter", "_disable_adapters")
-
-
-def _modes(module: nn.Module) -> list[dict[str, Any]]:
-    """Of `module` and those inside it."""
-    return [{name: own[name] for name in _MODES if name in own} for own in map(vars, module.modules())]
-
-
-@contextmanager
-def _in_modes(module: nn.Module, modes: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, `module` is as it was when :func:`_modes` gave `modes`; afterwards as it is now."""
-    now = _modes(module)
-    if now == modes:
-        yield
-        return
-    try:
-        _set_modes(module, modes)
-        yield
-    finally:
-        _set_modes(module, now)
-
-
-def _set_modes(module: nn.Module, modes: list[dict[str, Any]]) -> None:
-    for each, mode in zip(module.modules(), modes, strict=False):
-        vars(each).update(mode)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -202,10 +176,6 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _versions(tensors: dict[str, Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors.values()]
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and bool(tensor.untyped_storage().nbytes())
 
 
 def _is_on_gpu(x: Tensor) -> bool:

@@ -1,0 +1,273 @@
+"""A checkpointed block's second run, in backward, finds what its first run found, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+from transformers import DynamicCache
+
+import memopt
+from memopt.patches.checkpointing.module import patch_block
+from memopt.plan.recipe import Recipe, load_recipe
+from tests.factories import tiny_inputs, tiny_model
+
+STATES = ("spectral norm", "spectral hook", "average", "assigned average", "plain tensor", "counter", "list")
+CHANGED = "modified by an inplace operation"
+
+
+class Block(nn.Module):
+    """A block whose result depends on state that its forward changes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.seen = kind, 0, list[float]()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        if kind == "spectral norm":
+            parametrizations.spectral_norm(self.up)
+        elif kind == "spectral hook":
+            spectral_norm(self.up)
+        self.register_buffer("average", torch.ones(8))
+        self.plain = torch.ones(8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(self.act(self.up(h / self.divisor(h.detach().abs().mean((0, 1))))))
+
+    def divisor(self, size: Tensor) -> Any:
+        if self.kind == "assigned average":
+            self.average = self.average * 0.9 + 0.1 * size
+        elif self.kind in ("average", "plain tensor"):
+            held = self.average if self.kind == "average" else self.plain
+            held.mul_(0.9).add_(size, alpha=0.1)
+            return held.clone()
+        elif self.kind == "counter":
+            self.calls += 1
+        elif self.kind == "list":
+            self.seen.append(1.0)
+        return self.average * (1 + self.calls) * (1 + len(self.seen))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def pair(kind: str) -> tuple[Model, Model]:
+    """A model, and its copy with checkpointed blocks."""
+    torch.manual_seed(0)
+    stock = Model(kind).double().train()
+    ours = copy.deepcopy(stock)
+    for layer in ours.layers:
+        patch_block(layer, None, True, None)
+    return ours, stock
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float = 1e-12) -> None:
+    assert ours.keys() == stock.keys()
+    least = 1e-6 * max(each.norm() for each in stock.values())
+    for name, each in stock.items():
+        assert (ours[name] - each).norm() <= limit * each.norm().clamp(min=least), name
+
+
+def state(model: Model) -> list[Any]:
+    held = [(layer.calls, len(layer.seen), layer.plain.tolist()) for layer in model.layers]
+    return [*held, *(each.tolist() for each in model.buffers())]
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_state_that_the_forward_changes_is_changed_once_and_read_as_it_was(kind: str, x: Tensor) -> None:
+    models = pair(kind)
+    for _ in range(4):
+        assert_same(*(gradients(model, model(x)) for model in models))
+        assert state(models[0]) == state(models[1])
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_several_forwards_may_come_before_their_backward(kind: str, x: Tensor) -> None:
+    models = pair(kind)
+    assert_same(*(gradients(model, model(x) + model(2 * x)) for model in models))
+    for model in models:
+        model.eval()(x)
+        model.train()
+    assert_same(*(gradients(model, model(x) + model(2 * x)) for model in models))
+    assert state(models[0]) == state(models[1])
+
+
+def test_a_retained_graph_runs_from_the_same_state_again(x: Tensor) -> None:
+    ours, _ = pair("average")
+    loss = ours(x)
+    first = torch.autograd.grad(loss, list(ours.parameters()), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, list(ours.parameters()))))
+
+
+def test_state_that_is_too_large_to_copy_is_an_error(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.patches.checkpointing.state._LARGEST_COPY", 4)
+    ours, _ = pair("average")
+    with pytest.raises(RuntimeError, match=r"'average' \[8\] of Block .* block's own forward changes them"):
+        ours(x).backward()
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "up.weight", "down.bias", "average"])
+def test_what_a_block_holds_may_not_change_in_place_before_backward(name: str, x: Tensor) -> None:
+    ours, _ = pair("none")
+    loss = ours(x)
+    with torch.no_grad():
+        ours.layers[0].get_parameter(name).mul_(2) if "." in name else ours.layers[0].average.mul_(2)
+    with pytest.raises(RuntimeError, match=f"{CHANGED}: '{name.rpartition('.')[2]}'.*Change weights after backward"):
+        loss.backward()
+
+
+def test_weights_that_were_lent_are_those_of_the_second_run(x: Tensor) -> None:
+    found = []
+    for model in pair("none"):
+        lent = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, lent, (x,))
+        found.append(dict(zip(lent, torch.autograd.grad(loss, list(lent.values())), strict=True)))
+        assert not any(p is lent[name] for name, p in model.named_parameters())
+    assert_same(*found)
+
+
+def test_lent_weights_may_not_change_in_place_either(x: Tensor) -> None:
+    ours, _ = pair("none")
+    lent = {name: (1.5 * p).detach().requires_grad_() for name, p in ours.named_parameters()}
+    loss = torch.func.functional_call(ours, lent, (x,))
+    with torch.no_grad():
+        lent["layers.0.down.bias"].add_(1)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
+def test_a_model_that_is_switched_to_evaluation_drops_out_as_in_its_forward(x: Tensor) -> None:
+    found = []
+    for model in pair("none"):
+        model.layers[0].act = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+        torch.manual_seed(1)
+        loss = model(x)
+        found.append(gradients(model.eval(), loss))
+        assert not any(module.training for module in model.modules())
+    assert_same(*found)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scales: Any = None, past: Any = None) -> Tensor:
+        if isinstance(past, list):
+            past.append(x)
+            scales = (scales, torch.full((8,), float(len(past)), dtype=x.dtype))
+        for scale in scales:
+            x = self.linear(x * scale).sin()
+        return x
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_tensors_inside_arguments_may_not_change(by_name: bool, x: Tensor) -> None:
+    block, scale = Reader().double().train(), torch.ones(8, dtype=torch.float64)
+    patch_block(block, None, True, None)
+    y = block(x, scales=(scale,)) if by_name else block(x, (scale,))
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match=CHANGED):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_list_is_appended_to_once_and_read_as_it_was(by_name: bool, x: Tensor) -> None:
+    block, scale, found = Reader().double().train(), torch.ones(8, dtype=torch.float64), []
+    for _ in range(2):
+        past: list[Tensor] = []
+        y = block(x, scales=scale, past=past) if by_name else block(x, scale, past)
+        found.append(gradients(block, y.sum()))
+        assert len(past) == 1
+        if not found[1:]:
+            patch_block(block, None, True, None)
+    assert_same(found[1], found[0])
+
+
+def levels(name: str) -> Recipe:
+    return load_recipe("exact-levels") if name == "levels" else load_recipe("exact-unfolded", [f"checkpointing.{name}"])
+
+
+def lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+# The loss of a language model is in fp32 whatever the dtype of its logits.
+@pytest.mark.parametrize("recipe", ["levels", "method=full"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("adapt", [None, lora])
+def test_a_cache_given_by_position_is_written_by_no_second_run(
+    attention: str, padded: bool, recipe: str, adapt: Callable[[nn.Module], nn.Module] | None
+) -> None:
+    stock, inputs = tiny_model("gpt2", torch.float64, attn_implementation=attention), tiny_inputs("gpt2")
+    if padded:
+        inputs["attention_mask"][0, :3] = 0
+    torch.manual_seed(0)
+    stock = adapt(stock) if adapt else stock
+    ours = memopt.patch(copy.deepcopy(stock), levels(recipe))
+    for _ in range(2):
+        assert_same(*(gradients(model, model(**inputs).loss) for model in (ours, stock)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("recipe", ["levels", "method=full"])
+def test_a_cache_that_holds_states_is_read(name: str, recipe: str) -> None:
+    stock, inputs = tiny_model(name, torch.float64), tiny_inputs(name)
+    del inputs["attention_mask"]
+    ours, found = memopt.patch(copy.deepcopy(stock), levels(recipe)), []
+    for model in (ours, stock):
+        states = torch.randn(2, 2, 4, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        states = states[:, :, : getattr(stock.config, "num_key_value_heads", 4)].requires_grad_()
+        cache = DynamicCache(config=stock.config)
+        for place in range(stock.config.num_hidden_layers):
+            cache.update(states[0], states[1], place)
+        found.append(gradients(model, model(**inputs, past_key_values=cache).loss))
+        found[-1]["states"] = states.grad
+    assert_same(*found, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral"])
+def test_lent_weights_of_real_models(name: str) -> None:
+    experts = {"experts_implementation": "eager"} if name == "mixtral" else {}  # the others take no fp64
+    stock, inputs, found = tiny_model(name, torch.float64, **experts), tiny_inputs(name), []
+    for model in (memopt.patch(copy.deepcopy(stock), levels("levels")), stock):
+        lent = {each: 1.01 * p for each, p in model.named_parameters()}
+        found.append(gradients(model, torch.func.functional_call(model, lent, (), inputs).loss))
+    assert_same(*found, 1e-6)
+
+
+def test_under_autocast_an_error_names_the_weight() -> None:
+    model, inputs = memopt.patch(tiny_model("llama"), levels("method=full")), tiny_inputs("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**inputs).loss
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"'weight' \[64\] of LlamaDecoderLayer\.input_layernorm is at"):
+        loss.backward()
