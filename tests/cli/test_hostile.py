@@ -208,3 +208,14 @@ def test_an_error_of_the_command_line_cannot_write_on_the_terminal(memopt: Memop
     ):
         check_shown(memopt(*arguments), {2})
         check_shown(memopt(*arguments, "--json"), {2})
+
+
+def test_a_path_of_5000_characters_is_one_sentence(memopt: Memopt, llama: Path) -> None:
+    long = "/tmp/" + "x" * 5_000
+    for arguments in (
+        ("recipes", f"{long}.yaml"), ("patch", long), ("patch", llama, "--out", long), ("report", long),
+        ("verify", long), ("unpatch", long), ("report", llama, "--inputs", long), ("patch", llama, "--adapter", long),
+    ):  # fmt: skip
+        run = memopt(*arguments)
+        check_shown(run, {2})
+        assert len(run.err.splitlines()[-1]) < 1_500

@@ -352,6 +352,9 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_ERROR
         return "Terminated", "Terminated.", None, code
+    if isinstance(error, OSError) and error.strerror:  # the machine's answer, as to a path that is too long
+        at = f"'{str(error.filename)[:200]}'" if error.filename else "A file"
+        return type(error).__name__, f"{at} cannot be used: {error.strerror}.", None, EXIT_ERROR
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return (
         "InternalError",
