@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
             raise adapter.misfit(f"its memopt.json says that it fits {which}, with other weights or folds")
         return
     base = adapter.config.get("base_model_name_or_path")
-    folder = Path(str(base)).expanduser()
+    folder = Path(os.path.expanduser(str(base)))
     if not base or not folder.is_dir():
         if base != forms.original.model:
             which = f"The adapter's base model '{base}' is not here" if base else "The adapter names no base model"

@@ -25,11 +25,22 @@ class MemoptError(Exception):
         return f"{self.message} {self.hint}" if self.hint else self.message
 
 
+def printable(text: str, kept: str = "") -> str:
+    """`text` in one line, what controls a terminal escaped: names may come from a stranger's file.
+
+    Args:
+        kept: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 def _printable(text: str) -> str:
-    """`text` in one line of sane length, what controls a terminal escaped: names may come from a stranger's file."""
+    """`text` as :func:`printable`, of sane length; the lines of a library's message become one."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
+    return printable("".join(" " if c.isspace() else c for c in text))
 
 
 def first_of(texts: Sequence[str], shown: int = 5, between: str = ", ") -> str:

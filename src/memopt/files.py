@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ MAX_JSON_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 8 << 20
 #: Lists and objects in one document: each is a few bytes of text and a hundred of memory.
 MAX_NESTS, MAX_CONFIG_NESTS = 800_000, 50_000
-_MAX_DEPTH = 64
+_MAX_DEPTH, _MAX_YAML_ITEMS = 64, 10_000
+_JSON = (str, int, float, list, dict, type(None))
 _MAX_TOKENIZER_BYTES = 128 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
@@ -133,6 +135,53 @@ def parse_json(
     if level:
         raise ValueError("it is nested too deeply")
     return value
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document, of the types that JSON has.
+
+    Raises:
+        ValueError: it is no YAML, has a key twice or a value of another type, or grows too deep or too large.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:  # called before the keys of `<<` join the mapping's own
+            once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            super().flatten_mapping(node)
+
+    try:
+        value = yaml.load(text, Loader)
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):  # an anchor's value may stand in itself, or double with each level
+        keys = [key for each in level if isinstance(each, dict) for key in each]
+        for one in (*(each for each in level if not isinstance(each, _JSON)), *(k for k in keys if type(k) is not str)):
+            raise ValueError(f"a {type(one).__name__} ({str(one)[:80]}) has no place in it")
+        if any(isinstance(each, int) and each.bit_length() > 64 for each in level):
+            raise ValueError("a number in it is too large")
+        level = [item for each in level for item in _items(each)]
+        if len(level) > _MAX_YAML_ITEMS:
+            break
+    if level:
+        raise ValueError("it is nested too deeply, or repeats an anchor too often")
+    return value
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of a document.
+
+    Raises:
+        ValueError: a key stands in it twice, which parsers read differently.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} stands twice")
+    return found
 
 
 def _items(value: Any) -> Iterable[Any]:

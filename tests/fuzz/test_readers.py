@@ -24,6 +24,7 @@ from memopt.checkpoint.sources.header import read_header
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import ModelError
+from memopt.plan.recipe import load_recipe
 from memopt.verification.weights import verify_weights
 from memopt.walk.models.config import load_config, model_class
 from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
@@ -153,6 +154,72 @@ def test_manifests(patched: Path, share: float) -> None:
 
     try:
         fuzz(contents(document), check, 5_000 * share)
+    finally:
+        (patched / "memopt.json").write_text(original)
+
+
+RECIPES = {
+    "deep": "[" * 3_000, "deep mappings": "{a: " * 2_000, "itself": "norms: &a\n  fold: *a",
+    "itself in a list": "&a [*a]", "often": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
+    "date": "description: 2020-01-01", "no date": "description: 2020-13-45",
+    "time": "name: 2001-12-14t21:59:43.10-05:00",
+    "set": "targets: !!set {a, b}", "bytes": "description: !!binary aGVsbG8=", "no bytes": "description: !!binary é",
+    "pairs": "targets: !!omap [a: 1]", "digits": "gradient_error: " + "9" * 5_000,
+    "hex": "checkpointing: {n: 0x" + "f" * 4_000 + "}",
+    "infinite": "gradient_error: .inf", "none": "gradient_error: .nan", "large": "gradient_error: 1e999",
+    "twice": "norms: {fold: none}\nnorms: {fold: auto}", "twice inside": "norms: {fold: none, fold: auto}",
+    "number as key": "1: 2", "null as key": "~: 2", "list as key": "? [a]\n: 1", "truth as key": "norms: {true: none}",
+    "half a pair": 'name: "\ud800"', "control": "name: a\x00b", "object": "!!python/object/apply:os.system [ls]",
+    "merged numbers": "<<: [1, 2]", "documents": "--- {}\n--- {}", "value": "=",
+    "text for a group": "norms: fold", "list for a group": "norms: [1]", "long": "norms: " + "x" * 100_000, "empty": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RECIPES.values(), ids=RECIPES)
+def test_recipes_that_no_parser_likes(text: str, folder: Path) -> None:
+    (folder / "r.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert answer(folder, lambda: load_recipe(folder / "r.yaml")) is None
+    if len(text) < 3_000:
+        answer(folder, lambda: load_recipe("exact", [f"norms.fold={text}"]))
+
+
+@runs
+def test_recipes(folder: Path, share: float) -> None:
+    document = load_recipe("exact-levels").model_dump(mode="json")
+
+    def check(content: bytes) -> None:
+        (folder / "r.yaml").write_bytes(content)
+        recipe = answer(folder, lambda: load_recipe(folder / "r.yaml"))
+        if recipe is not None:
+            json.dumps(recipe.model_dump(mode="json"), allow_nan=False)
+            assert load_recipe(recipe) == recipe
+
+    fuzz(contents(document), check, 1_000 * share)
+
+
+def test_anchors_and_merges_of_recipes_are_read(folder: Path) -> None:
+    merged = "linears: {<<: {recompute: none}, recompute: none}"
+    text = f"name: x\ntargets: &a ['*.1']\nignore: *a\n{merged}"
+    (folder / "r.yaml").write_text(text)
+    recipe = load_recipe(folder / "r.yaml")
+    assert (recipe.targets, recipe.ignore) == (("*.1",), ("*.1",))
+
+
+@pytest.mark.parametrize("place", ["source.path", "files", "source.files"])
+def test_paths_of_5000_characters(patched: Path, place: str) -> None:
+    original = (patched / "memopt.json").read_text()
+    document = json.loads(original)
+    if place == "source.path":
+        document["source"]["path"] = "/" + "x" * 5_000
+    else:
+        files = document["files"] if place == "files" else document["source"]["files"]
+        files["x" * 5_000] = {"sha256": "0" * 64, "size": 1}
+    (patched / "memopt.json").write_text(json.dumps(document))
+    try:
+        with guarded(patched.parent):
+            verify_weights(patched)
+            assert patched_folder(patched).origin()[0] in (None, document["source"]["path"])
     finally:
         (patched / "memopt.json").write_text(original)
 

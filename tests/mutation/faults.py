@@ -518,4 +518,27 @@ FAULTS: tuple[Fault, ...] = (
         "    return function, args",
         ("tests/patches/test_runs_twice.py",),
     ),
+        "what libraries print reaches the terminal raw",
+        'text = found[1] + printable(found[2], "\\n\\t") + found[3]',
+        "pass",
+        ("tests/cli/test_hostile.py", "-k", "stream_raw or bar"),
+    ),
+    Fault(
+        "a line break in a name starts a line of the result",
+        'print(*map(printable, lines), sep="\\n")',
+        'print(*lines, sep="\\n")',
+        ("tests/cli/test_hostile.py", "-k", "stream_raw or folders"),
+    ),
+    Fault(
+        "tables reach the terminal raw",
+        'yield Segment(text if control else printable(text, "\\n"), style, control)',
+        "yield Segment(text, style, control)",
+        ("tests/cli/test_hostile.py", "-k", "stream_raw"),
+    ),
+    Fault(
+        "JSON holds what a terminal obeys",
+        'return text if text.replace("\\n", "").isprintable() else json.dumps(finite, indent=2)',
+        "return text",
+        ("tests/cli/test_hostile.py", "-k", "json"),
+    ),
 )

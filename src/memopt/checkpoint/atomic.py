@@ -77,6 +77,12 @@ def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
             non-empty folder (with `force`: one in which not all is as memopt wrote it).
     """
     out, source = out.expanduser().resolve(), source.resolve()
+    for path in (out, source):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            message = f"The name of '{path}' is no valid Unicode, so memopt.json cannot hold it."
+            raise OutputError(message, "Rename the folder.") from None
     if out == source or source in out.parents:
         raise OutputError(f"--out '{out}' is the source folder or lies inside it.", "Choose another --out.")
     if out in (source, *source.parents):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,7 @@ from typing import Any
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.sources.source import MANIFEST
 from memopt.errors import ModelError
-from memopt.files import MAX_JSON_BYTES, parse_json, read_small
+from memopt.files import MAX_JSON_BYTES, once, parse_json, read_small
 from memopt.patches.base import Entry
 from memopt.plan.recipe import Recipe, modernised
 
@@ -160,19 +159,6 @@ def read_manifest(folder: Path) -> Manifest:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
     raise ModelError(f"'{path}' is not a valid manifest ({why}).", "Run `memopt patch` again.")
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: a key stands in it twice, which parsers read differently.
-    """
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
-    return found
 
 
 def differences(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class PatchedFolder:
         source = self.manifest.source
         if source.commit is not None:
             return source.model, source.commit
-        return (source.path if Path(source.path).is_dir() else None), None
+        return (source.path if os.path.isdir(source.path) else None), None
 
     def folded_norms(self) -> frozenset[str]:
         """Module names of the norms whose affine was folded into the next linears."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +41,9 @@ def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_o
             common.print_json(common.document(command, "pass", model=model, **fields))
             return common.EXIT_OK
         tensors = f"{len(result.changed)} of {common.plural(result.tensors, 'tensor')} changed"
-        print(f"Wrote {result.out}: an adapter of the {result.fits.form} model, {tensors}; the same function.")
+        common.say(f"Wrote {result.out}: an adapter of the {result.fits.form} model, {tensors}; the same function.")
         load = "memopt.load" if result.fits.form == "folded" else "from_pretrained"
         if result.fits.form == "folded" and not Path(result.base).is_dir():
-            print(f"Next:\n  memopt patch {shlex.quote(model)} --out {shlex.quote(result.base)}")
-        print(f"In Python: PeftModel.from_pretrained({load}({result.base!r}), {str(result.out)!r})")
+            common.say("Next:", f"  memopt patch {common.quoted(model)} --out {common.quoted(result.base)}")
+        common.say(f"In Python: PeftModel.from_pretrained({load}({result.base!r}), {str(result.out)!r})")
     return common.EXIT_OK

@@ -109,7 +109,7 @@ def show(
         key = "plan" if isinstance(chosen, Choice) else "frontier"
         common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}, written=written))
     else:
-        print(chosen)
+        common.say(*chosen.lines())
     return common.EXIT_OK
 
 

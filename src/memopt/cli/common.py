@@ -11,6 +11,8 @@ import gc
 import json
 import logging
 import os
+import re
+import shlex
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memopt
-from memopt.errors import MemoptError, StreamError
+from memopt.errors import MemoptError, StreamError, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,6 +57,8 @@ EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 _PATIENCE, _PLAIN_INTERVAL = 2.0, 10.0
 _ERASE_LINE = "\x1b[2K"
+#: What is written at a time: moves of the cursor, a text, the way back to the start of its line.
+_DRAWN = re.compile(r"((?:\r|\n|\x1b\[(?:2K|K|A))*)(.*?)(\r?)", re.DOTALL)
 
 
 def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
@@ -75,32 +79,68 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """`value` as JSON, which has no NaN and no infinity: they become null."""
-    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=2, ensure_ascii=False)
+    """`value` as JSON: NaN and infinity become null, half a surrogate pair '?'. What controls a terminal is escaped."""
+    content = json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "replace")
+    finite = json.loads(content, parse_constant=lambda _: None)
+    text = json.dumps(finite, indent=2, ensure_ascii=False)
+    return text if text.replace("\n", "").isprintable() else json.dumps(finite, indent=2)
 
 
 def print_rich(*renderables: RenderableType) -> None:
     """Print tables and the like as part of the result: 80 columns and no colour off a terminal."""
-    from rich.console import Console
+    from memopt.reporting.text import Terminal
 
-    console = Console(highlight=False)
+    console = Terminal()
     for renderable in renderables:
         console.print(renderable)
 
 
-class Checked:
-    """A stdout that says in a `StreamError` why it cannot be written; a reader that left is none (BrokenPipeError)."""
+def say(*lines: str) -> None:
+    """Print lines of the result. In each, all that controls a terminal is escaped, a line break too."""
+    print(*map(printable, lines), sep="\n")
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+
+def quoted(path: object) -> str:
+    """A path for a command line that a shell reads, in characters that a terminal shows."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(c if c.isprintable() and c not in "\\'" else _as_bytes(c) for c in text) + "'"
+
+
+def _as_bytes(c: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+
+
+class Checked:
+    """A stdout that says in a `StreamError` why it cannot be written; a reader that left is none (BrokenPipeError).
+
+    What controls a terminal is escaped, but for line breaks, tabs and, around a text, what draws its line again:
+    libraries print names from a stranger's files as they are.
+    """
+
+    def __init__(self, stream: Any, escapes: bool = True) -> None:
+        self._stream, self._escapes = stream, escapes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    @property
+    def unescaped(self) -> Checked:
+        """The stream as it is, for text that was escaped before."""
+        return type(self)(getattr(self._stream, "unescaped", self._stream), escapes=False)
+
     def write(self, text: str) -> Any:
         with _as_stream_error():
+            return self._write(text)
+
+    def _write(self, text: str) -> Any:
+        if self._escapes and (found := _DRAWN.fullmatch(text)):
+            text = found[1] + printable(found[2], "\n\t") + found[3]
+        try:
             return self._stream.write(text)
+        except UnicodeEncodeError as error:  # a terminal of another language
+            return self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
 
     def flush(self) -> None:
         with _as_stream_error():
@@ -112,7 +152,7 @@ class Forgiving(Checked):
 
     def write(self, text: str) -> Any:
         with contextlib.suppress(OSError):
-            return self._stream.write(text)
+            return self._write(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
@@ -152,7 +192,7 @@ def recipe_names(incomplete: str) -> list[str]:
 
 def note(text: str) -> None:
     """Print a line on stderr."""
-    print(_ERASE_LINE * _draws() + text, file=sys.stderr, flush=True)
+    print(_ERASE_LINE * _draws() + printable(text), file=sys.stderr, flush=True)
 
 
 def _draws() -> bool:
@@ -247,11 +287,12 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
         yield _plain_progress(label)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from memopt.reporting.text import Terminal
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=Terminal(sys.stderr), transient=True)
     task = bar.add_task(label, total=None)
     with contextlib.ExitStack() as stack:
 
@@ -311,6 +352,9 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_ERROR
         return "Terminated", "Terminated.", None, code
+    if isinstance(error, OSError) and error.strerror:  # the machine's answer, as to a path that is too long
+        at = f"'{str(error.filename)[:200]}'" if error.filename else "A file"
+        return type(error).__name__, f"{at} cannot be used: {error.strerror}.", None, EXIT_ERROR
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return (
         "InternalError",

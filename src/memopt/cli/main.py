@@ -64,7 +64,13 @@ def main(arguments: Sequence[str]) -> int:
         return common.report_error(error, command=command, as_json=False, debug=debug)
     completing = contextlib.redirect_stderr(io.StringIO()) if _COMPLETION in os.environ else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stdout(cast(Any, common.Checked(stdout))), common.notes_shown(), completing:
+        stdout_checked, stderr_escaped = common.Checked(stdout), common.Forgiving(sys.stderr)
+        with (
+            contextlib.redirect_stdout(cast(Any, stdout_checked)),
+            contextlib.redirect_stderr(cast(Any, stderr_escaped)),
+            common.notes_shown(),
+            completing,
+        ):
             code = _run(rest, command, as_json=as_json, debug=debug)
             sys.stdout.flush()
     except (BrokenPipeError, StreamError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,15 +117,15 @@ def _print(result: PatchResult, verbose: bool) -> None:
     if verbose or result.written is None:
         common.print_rich(coverage_table(result.plan, verbose=verbose))
     else:
-        print(*coverage_totals(result.plan), sep="\n")
-    print()
+        common.say(*coverage_totals(result.plan))
+    common.say("")
     with common.only_results_on_stdout():
         from memopt.pipeline import bytes_saved
 
         saved = bytes_saved(result)
     if saved is not None:
         before, after = (common.format_bytes(each.total) for each in (saved.before, saved.after))
-        print(f"Saved for backward: {before} -> {after} ({saved.change:+.1%}), {saved.training}.")
+        common.say(f"Saved for backward: {before} -> {after} ({saved.change:+.1%}), {saved.training}.")
     if not result.plan.folds():
         print(_NO_FOLD_SENTENCE)
     if result.written is None:
@@ -134,24 +133,26 @@ def _print(result: PatchResult, verbose: bool) -> None:
         files = common.plural(len(source.shards), "weight file")
         size = f", {common.format_bytes(source.nbytes)}" if source.shards else ""
         beside = f", and beside them {', '.join(result.emitted)}" if result.emitted else ""
-        print(f"Dry run: nothing was written. It would write {files}{size} to {result.out}{beside}")
+        common.say(f"Dry run: nothing was written. It would write {files}{size} to {result.out}{beside}")
         return
-    written, out = result.written, shlex.quote(str(result.out))
+    written, out = result.written, common.quoted(result.out)
     nbytes = common.format_bytes(written.nbytes)
     changed = written.changed_nbytes and common.format_bytes(written.changed_nbytes)
     tensors = common.plural(written.changed_tensors, "tensor")
-    print(
+    common.say(
         f"Wrote {result.out}: {nbytes} of weights, " + (f"{tensors} ({changed}) changed." if changed else "unchanged.")
     )
     if result.emitted:
-        print(f"Beside them: {', '.join(result.emitted)}.")
+        common.say(f"Beside them: {', '.join(result.emitted)}.")
     if written.changed_tensors:
         print(_FOLD_SENTENCE)
     near_zero = sum(record.near_zero for record in written.manifest.folds)
     if near_zero:
         channels = common.plural(near_zero, "channel")
-        print(f"{channels} had a scale near zero: without the original the fold cannot be undone there, so keep it.")
-    print(f"Next:\n  memopt verify {out}\n  memopt report {out}")
+        common.say(
+            f"{channels} had a scale near zero: without the original the fold cannot be undone there, so keep it."
+        )
+    common.say("Next:", f"  memopt verify {out}", f"  memopt report {out}")
 
 
 def _document(result: PatchResult) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,11 +69,11 @@ def unpatch(
         fields = {**dataclasses.asdict(result.unfolded), "notes": result.notes, "output": str(result.out)}
         common.print_json(common.document("unpatch", "fail" if code else "pass", model=str(directory), **fields))
     else:
-        print(_summary(result))
+        common.say(*_summary(result))
     return code
 
 
-def _summary(result: UnpatchResult) -> str:
+def _summary(result: UnpatchResult) -> list[str]:
     done = result.unfolded
     lines = [f"Wrote {result.out}: a stock checkpoint, {common.plural(len(done.norms), 'fold')} taken back."]
     if done.original:
@@ -84,5 +83,4 @@ def _summary(result: UnpatchResult) -> str:
     if done.kept:
         norms = ", ".join(name for name, _ in done.kept)
         lines.append(f"It computes the same, but these norms keep their folded form, see the notes: {norms}")
-    lines.append(f"Next:\n  memopt patch {shlex.quote(str(result.out))}")
-    return "\n".join(lines)
+    return [*lines, "Next:", f"  memopt patch {common.quoted(result.out)}"]

@@ -52,7 +52,7 @@ def verify(
     from memopt.reporting.terminal import checks_table
 
     common.print_rich(checks_table(verdict.checks))
-    print(_summary(verdict, directory, code))
+    common.say(_summary(verdict, directory, code))
     return code
 
 

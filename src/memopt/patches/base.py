@@ -37,7 +37,7 @@ EXCLUDED = "excluded by the recipe's targets or ignore"
 class Strict(BaseModel):
     """Plain data in which an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Rules(Strict):

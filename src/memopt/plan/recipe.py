@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from memopt.errors import RecipeError
+from memopt.files import parse_yaml, read_small
 from memopt.patches.base import Effect, R, Rules, Strict, any_matches
 from memopt.patches.registry import patches, watch
 from memopt.plan.shipped import shipped
@@ -152,9 +153,9 @@ def _locate(source: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(f"Recipe '{path}' is not readable YAML: {str(error).splitlines()[0]}.") from None
+        data = parse_yaml(read_small(path).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"Recipe '{path}' is not readable YAML: {error}.") from None
     if not isinstance(data, dict):
         raise RecipeError(f"Recipe '{path}' must be a mapping of keys to values.")
     data.setdefault("name", path.stem)
@@ -172,9 +173,9 @@ def _set(data: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise RecipeError(f"'--set {override}': '{parent}' holds a value, not a group of keys.")
     try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise RecipeError(f"'--set {override}': the value is not valid YAML.") from None
+        node[last] = parse_yaml(value)
+    except ValueError as error:
+        raise RecipeError(f"'--set {override}': the value is not valid YAML: {error}.") from None
 
 
 def _tuples(value: Any) -> Any:

@@ -151,8 +151,11 @@ def headline_tables(headline: Headline) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    yield Text(f"{headline.model} ({headline.model_class}), recipe {headline.recipe}", style="bold")
-    yield Text(f"{headline.training}\n")
+    from memopt.reporting.text import line
+
+    yield line(f"{headline.model} ({headline.model_class}), recipe {headline.recipe}", "bold")
+    yield line(headline.training)
+    yield Text()
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -160,14 +163,14 @@ def headline_tables(headline: Headline) -> Iterator[RenderableType]:
         style = ""
         if what == "fits" and headline.memory is not None:
             style = "bold green" if headline.patched.fits(headline.memory) else "bold red"
-        grid.add_row(Text(what, style="bold"), Text(answer, style=style))
+        grid.add_row(Text(what, style="bold"), line(answer, style))
     yield grid
     if headline.others:
         yield Text()
         yield _table(headline)
     yield Text()
     for note in headline.notes:
-        yield Text(note, style="dim")
+        yield line(note, "dim")
 
 
 def _table(headline: Headline) -> RenderableType:

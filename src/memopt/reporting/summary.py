@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memopt.errors import printable
 from memopt.patches.base import PlanView
 from memopt.patches.record import Record
 from memopt.plan.shipped import shipped
@@ -43,7 +44,7 @@ class Summary:
             keys = ", ".join(setting.partition(".")[0] for setting in inexact)
             lines.append(f"  under torch.compile what is not exact of {keys} is off")
         lines += [f"  {remark}" for remark in self.remarks]
-        return "\n".join([*lines, "Undo: memopt.unpatch(model)"])
+        return "\n".join(map(printable, [*lines, "Undo: memopt.unpatch(model)"]))
 
     __repr__ = __str__
 

@@ -10,6 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memopt.reporting.text import line
+
 if TYPE_CHECKING:
     from memopt.reporting.compare import Comparison, Row
 
@@ -26,10 +28,11 @@ _SMALL_OF_PEAK = 0.005
 def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
     """In order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
     unit = comparison.before.unit
-    yield Text(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", style="bold")
-    yield Text(f"{comparison.training}")
+    yield line(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", "bold")
+    yield line(f"{comparison.training}")
     for kind in comparison.kinds():
-        yield Text(f"\n{kind.title}", style="bold")
+        yield Text()
+        yield line(kind.title, "bold")
         yield _row_table(kind.rows, unit, total="one block")
     if rest := comparison.rest():
         yield Text("\nOutside of single blocks", style="bold")
@@ -44,11 +47,10 @@ def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
         yield Text(f"1 unit (u) = {_mib(unit)} MiB: the hidden state of all tokens in the compute dtype.")
     yield Text(SCOPE)
     for note in comparison.notes:
-        yield Text(note)
+        yield line(note)
     for section in comparison.sections:
         yield Text()
-        for line in section.lines():
-            yield Text(line)
+        yield from map(line, section.lines())
 
 
 def summary(comparison: Comparison) -> str:

@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.checks import Check
+from memopt.errors import printable
 from memopt.patches.base import LEFT, PlanView
 from memopt.patches.registry import patches
 from memopt.plan.plan import Entry, Plan
+from memopt.reporting.text import line
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -36,9 +38,9 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
     for group in groups:
         first = group[0]
         action = Text(first.action, style="green" if first.rewritten else "dim")
-        place = Group(Text(_where(group)), Padding(Text(_relative(first), style="dim"), (0, 0, 0, 2)))
+        place = Group(line(_where(group)), Padding(line(_relative(first), "dim"), (0, 0, 0, 2)))
         table.add_row(Text(nouns.get(first.kind, first.kind)), str(len(group)), action, place)
-    return Group(table, Text(), *(Text(line) for line in coverage_totals(plan)))
+    return Group(table, Text(), *map(Text, coverage_totals(plan)))
 
 
 def coverage_totals(plan: PlanView) -> list[str]:
@@ -67,14 +69,14 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
             mark, style = _MARKS[first.status]
             subject = first.subject if len(alike) == 1 else f"{first.subject} and {len(alike) - 1} more"
             reference = f"against: {first.reference}" if first.reference else ""
-            rows = Text(subject)
-            for line in filter(None, (_number(first), first.detail, reference)):
-                rows.append("\n  " + line, style="dim" if line == reference else "")
+            rows = line(subject)
+            for text in filter(None, (_number(first), first.detail, reference)):
+                rows.append("\n  " + printable(text), style="dim" if text == reference else "")
             table.add_row(Text(mark, style=style), rows)
             reasons += [check.threshold_reason for check in alike]
         parts.append(table)
         limits = "; ".join(dict.fromkeys(filter(None, reasons)))
-        parts += [Text(f"  Limits: {limits}.", style="dim")] if limits else []
+        parts += [line(f"  Limits: {limits}.", "dim")] if limits else []
         parts.append(Text())
     return Group(*parts)
 

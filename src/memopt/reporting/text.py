@@ -1,21 +1,47 @@
-"""Tables as text, for `print` of a verdict or a comparison."""
+"""The terminal of every table, on which a stranger's text has no effect, and tables as text for `print`."""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from memopt.errors import printable
+
+
+class Terminal(Console):
+    """A console without markup, highlights and emoji codes, which escapes what would control a terminal.
+
+    Its own control sequences pass the streams of the command line, which escape all others.
+    """
+
+    def __init__(self, file: Any = None, **options: Any) -> None:
+        file = sys.stdout if file is None else file
+        file = getattr(file, "unescaped", file)
+        super().__init__(file=file, markup=False, highlight=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, "\n"), style, control)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def line(text: str, style: str = "") -> Text:
+    """One line, whatever the names in it hold."""
+    return Text(printable(text), style=style)
 
 
 def as_text(renderables: Iterable[RenderableType]) -> str:
     """Renderables as lines without colour, as wide as the terminal or else 80 columns."""
-    from rich.console import Console
-
     buffer = io.StringIO()
-    console = Console(file=buffer, highlight=False, color_system=None)
+    console = Terminal(file=buffer, color_system=None)
     for renderable in renderables:
         console.print(renderable)
     lines = buffer.getvalue().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def find_pair(
     source = read_manifest(folder).source
     if source.commit is not None:
         return Pair(folder, source.model, source.commit, trust_remote_code, inputs)
-    if Path(source.path).is_dir():
+    if os.path.isdir(source.path):
         return Pair(folder, source.path, None, trust_remote_code, inputs)
     return None
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import memopt
 from memopt.checkpoint.card import CARD, MAX_BYTES, patched_card, source_card
-from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences, once
+from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.checks import Check, Status
 from memopt.emit.engines import file_names
 from memopt.errors import ModelError, first_of
+from memopt.files import once
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
 from memopt.walk.sites import Sites

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
@@ -30,6 +29,7 @@ from memopt.checks import Check
 from memopt.generators import seed_cpu
 from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped, stock_forwards
+from memopt.reporting.text import Terminal
 from memopt.torch_compat import tree_leaves, tree_map
 from memopt.verification.gradient import check_parameters, compare_gradients
 from memopt.verification.inputs import Probes, probe_inputs
@@ -95,7 +95,7 @@ def verify_streamed(
             dtype="auto",
             trust_remote_code=trust_remote_code,
         ).eval()
-        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        with Progress(console=Terminal(sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("blocks", total=None)
             sweep = _Sweep(model, shelf, stored, folded, lambda: progress.advance(task))
             probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)

@@ -75,7 +75,7 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
 
     def state(name: str) -> tuple[str, str] | None:
         path = folder / name
-        if not path.is_file():
+        if not os.path.isfile(path):  # a name may be too long for a path
             return name, "is missing"
         record = manifest.files[name]
         same = path.stat().st_size == record.size and (digests.get(root / name) or sha256(path)) == record.sha256
@@ -101,7 +101,7 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
 def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, str]:
     """(the source, or why it cannot be compared with)."""
     record = manifest.source
-    if against is None and not Path(record.path).is_dir():
+    if against is None and not os.path.isdir(record.path):
         return None, f"'{record.path}' is gone: give it with --against"
     try:
         return open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files)), ""
@@ -116,7 +116,7 @@ def _check_original(
 ) -> tuple[CheckpointSource | None, Check]:
     """(the source if it can be compared with, the check that says so)."""
     record = manifest.source
-    origins = {path.name: path for path in (source.root / name for name in record.files) if path.is_file()}
+    origins = {path.name: path for path in (source.root / name for name in record.files) if os.path.isfile(path)}
     found = _parallel(lambda path: read.get(path) or sha256(path), origins.values())
     digests = dict(zip(origins, found, strict=True))
     wrong = [name for name, file in record.files.items() if digests.get(Path(name).name) != file.sha256]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from memopt.errors import printable
 from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.setup import Setup
 from memopt.reporting.training import Training
@@ -97,7 +98,7 @@ class Choice:
 
     def __str__(self) -> str:
         """What `memopt report --budget` prints."""
-        return "\n".join(self.lines())
+        return "\n".join(map(printable, self.lines()))
 
     def lines(self) -> Iterator[str]:
         yield f"{self.model}: {self.training}"
@@ -144,11 +145,15 @@ class Frontier:
     points: tuple[Point, ...]
 
     def __str__(self) -> str:
+        """What `memopt report --frontier` prints."""
+        return "\n".join(map(printable, self.lines()))
+
+    def lines(self) -> list[str]:
         """A line a point."""
         name, unit = ("GiB", GIB) if any(p.total >= GIB for p in self.points) else ("MiB", MIB)
         lines = [f"{self.model}: {self.training}", f"     {name}    time  plan"]
         lines += [f"{p.total / unit:8.2f} {p.extra:+7.1%}  {p.words}" for p in self.points]
-        return "\n".join([*lines, f"Times by the rates of {self.card}; every point is exact."])
+        return [*lines, f"Times by the rates of {self.card}; every point is exact."]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

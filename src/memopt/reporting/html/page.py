@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 import memopt
+from memopt.errors import printable
 from memopt.reporting.compare import UNSEEN
 from memopt.reporting.curve import step_curve
 from memopt.reporting.html.shapes import (
@@ -79,7 +80,7 @@ def page(
     colours = {kind: place for place, kind in enumerate(kinds)}
     source = files(__package__)
     script = source.joinpath("page.js").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True)
+    environment = Environment(autoescape=True, finalize=_shown)
     environment.filters |= {"size": size, "percent": _percent, "breakable": _breakable}
     shown = SimpleNamespace(
         model=comparison.model,
@@ -119,9 +120,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if nbytes else "0"
 
 
+def _shown(value: Any) -> Any:
+    """A text without what would change how the page is shown, such as the direction of writing."""
+    return printable(value, "\n") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _breakable(name: str) -> str:
     """A dotted name that a narrow column breaks between its words."""
-    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", str(escape(_shown(name)))))
 
 
 def _percent(sides: tuple[int, int]) -> str:
