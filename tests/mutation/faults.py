@@ -518,6 +518,7 @@ FAULTS: tuple[Fault, ...] = (
         "    return function, args",
         ("tests/patches/test_runs_twice.py",),
     ),
+    Fault(
         "what libraries print reaches the terminal raw",
         'text = found[1] + printable(found[2], "\\n\\t") + found[3]',
         "pass",
