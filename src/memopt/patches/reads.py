@@ -76,23 +76,21 @@ def observed_reads(
     *,
     fresh: Collection[str] = (),
     children: Mapping[str, nn.Module] | None = None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Reads:
     """What ``call(copy of module)`` reads of `module`, in train mode.
 
     Args:
         call: runs the forward. Without it, or where it raises, all attributes of instances count as read.
         fresh: names of what the patched forward itself looks up at every call.
-        children, parameters: stand-ins in the copy; they count as fresh.
+        children: stand-ins in the copy; they count as fresh.
     """
-    reads, fresh = Reads(), {"forward", *fresh, *(children or ()), *(parameters or ())}
+    reads, fresh = Reads(), {"forward", *fresh, *(children or ())}
     seen: list[tuple[Any, Any]] = []
     try:
         if call is None:
             raise TypeError("no input is known")
         alone = _watched(module, seen)
         alone._modules.update(children or {})
-        alone._parameters.update(parameters or {})
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             call(alone)
         read = [(live, name) for copied, live in seen for name in _watches[id(copied)][1]]

@@ -76,13 +76,9 @@ def patch_norm(module: nn.Module, site: NormSite, *, folded: bool) -> None:
 
 def _reads(module: nn.Module, rewrite: NormRewrite, width: int) -> Reads:
     """An affine that was folded away is not looked at again: its values are among what is read."""
-    x, stand_ins = torch.ones(2, width, device="cpu"), {}
     names = [name for name in (rewrite.weight, rewrite.bias) if name is not None]
-    if rewrite.frozen:
-        x = x.to(getattr(module, names[0]))
-    else:
-        stand_ins = {name: nn.Parameter(torch.ones(width, device="cpu"), requires_grad=False) for name in names}
-    return observed_reads(module, lambda alone: alone.forward(x), parameters=stand_ins)
+    x = torch.ones(2, width, device="cpu") if not names else torch.ones_like(getattr(module, names[0])).expand(2, -1)
+    return observed_reads(module, lambda alone: alone.forward(x), fresh=() if rewrite.frozen else names)
 
 
 def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
