@@ -174,9 +174,9 @@ class RunsTwice:
         where = ".".join(filter(None, (type(self._block).__name__, owner)))
         return (
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"'{slot[1]}' {list(held.shape)} of {where} is at version {held._version}; expected version {version} instead, "
-            "because the block is checkpointed and runs again in backward. Change weights after backward; if the block's "
-            "own forward changes them, leave the block out of checkpointing.blocks."
+            f"'{slot[1]}' {list(held.shape)} of {where} is at version {held._version}; expected version {version} "
+            "instead, because the block is checkpointed and runs again in backward. Change weights after backward; if "
+            "the block's own forward changes them, leave the block out of checkpointing.blocks."
         )
 
 
