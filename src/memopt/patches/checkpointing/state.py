@@ -37,8 +37,6 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
 class BlockState:
     """Where one block holds state, and which of it its forward changes. A copy of the block starts with none."""
 
-    __slots__ = ("_children", "_parts", "_size", "_tables", "decides", "looks", "moving", "slots")
-
     def __init__(self) -> None:
         self._children: list[dict[str, Any]] = []
         self._tables: list[dict[str, Any]] = []
@@ -83,11 +81,6 @@ class BlockState:
 class RunsTwice:
     """One call of a block's forward, which runs now and again in backward."""
 
-    __slots__ = (
-        "_arguments", "_block", "_copies", "_decisions", "_found", "_function", "_given", "_given_versions", "_slots",
-        "_state", "_tensors", "_versions",
-    )  # fmt: skip
-
     def __init__(self, state: BlockState, block: nn.Module, function: Callable[..., Any], given: Sequence[Any]) -> None:
         state.learn(block)
         self._state, self._block, self._function, self._slots = state, block, function, state.slots
@@ -116,10 +109,10 @@ class RunsTwice:
         state = self._state
         looks = state.looks < _LOOKS
         self._found = _standing_in(self._slots)
-        self._copies: dict[int, Tensor] = {}
+        possible = {}
         if looks or state.moving:
             self._found = list(map(_copied, self._found))
-            self._copies = self._possible_copies(looks)
+            possible = self._possible_copies(looks)
         self._tensors = [value for value in self._found if isinstance(value, Tensor)]
         self._versions, self._given_versions = _versions(self._tensors), _versions(self._arguments)
         self._decisions = Decisions(args) if looks or state.decides else None
@@ -127,19 +120,15 @@ class RunsTwice:
             with self._decisions or nullcontext():
                 return self._function(*args)
         finally:
-            if self._decisions is not None and self._decisions.made:
-                state.decides = True
-            else:
-                self._decisions = None
+            state.decides |= self._decisions is not None and bool(self._decisions.made)
             after, found = _versions(self._tensors), self._found
+            self._copies: dict[int, Tensor] = {}
             if looks or after != self._versions:
                 moved = {id(t) for t, a, b in zip(self._tensors, after, self._versions, strict=True) if a != b}
                 changed, now = [i for i, value in enumerate(found) if id(value) in moved], _standing_in(self._slots)
                 changed += [i for i, value in enumerate(found) if not _is_same(now[i], value)]
                 state.has_run([self._slots[i] for i in changed])
-                self._copies = {i: self._copies[i] for i in changed if i in self._copies}
-            else:
-                self._copies = {}
+                self._copies = {i: possible[i] for i in changed if i in possible}
 
     def _possible_copies(self, looks: bool) -> dict[int, Tensor]:
         """Of tensors that the forward may be about to change in place."""
@@ -180,18 +169,15 @@ class RunsTwice:
         return lent
 
     def _changed(self, slot: Slot, held: Tensor, version: int) -> str:
+        named = self._block.named_modules()
+        owner = next((n for n, m in named if any(slot[0] is t for t in (m._parameters, m._buffers, vars(m)))), "")
+        where = ".".join(filter(None, (type(self._block).__name__, owner)))
         return (
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"'{slot[1]}' {list(held.shape)} of {self._owner(slot[0])} is at version {held._version}; expected version "
-            f"{version} instead, because the block is checkpointed and runs again in backward. Change weights after "
-            "backward; if the block's own forward changes them, leave the block out of checkpointing.blocks."
+            f"'{slot[1]}' {list(held.shape)} of {where} is at version {held._version}; expected version {version} "
+            "instead, because the block is checkpointed and runs again in backward. Change weights after backward; if "
+            "the block's own forward changes them, leave the block out of checkpointing.blocks."
         )
-
-    def _owner(self, table: dict[str, Any]) -> str:
-        owners = (
-            n for n, m in self._block.named_modules() if any(table is t for t in (m._parameters, m._buffers, vars(m)))
-        )
-        return ".".join(filter(None, (type(self._block).__name__, next(owners, ""))))
 
 
 def _is_state(value: Any) -> bool:
