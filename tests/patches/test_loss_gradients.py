@@ -211,3 +211,49 @@ def test_two_heads_are_two_sites() -> None:
     assert isinstance(output.later_logits, LazyLogits)
     assert output.logits.value is output.later_logits.value is None
     assert_close(gradients(model, output.loss), stock)
+
+
+class Tied(Model):
+    """... whose hidden states come from the head's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH, dtype=torch.float64)
+        self.head.weight = self.embedding.weight
+
+    def forward(self) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.embedding(labels(0).view(4, -1))))
+        return logits
+
+
+_OF_ITS_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": lambda y, w: F.cross_entropy(flat(y), labels(), reduction="none"),
+    "log_softmax and max": lambda y, w: flat(y).log_softmax(-1).amax(-1),
+    "a scale": lambda y, w: flat(y / w.norm()).logsumexp(-1),
+    "a scale and its square": lambda y, w: F.cross_entropy(flat(y / w.norm() / w.norm() ** 2), labels()),
+    "a scale and softmax": lambda y, w: flat((y / w.norm()).softmax(-1)).amax(-1),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", _OF_ITS_WEIGHT)
+def test_what_the_heads_weight_also_computes_counts_once(name: str, batched: bool) -> None:
+    """... the head's input, where the weight is tied, or a number that scales the logits."""
+    found = []
+    for patched in (False, True):
+        model = Tied()
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        losses = _OF_ITS_WEIGHT[name](model(), model.head.weight).reshape(-1)
+        every = torch.eye(len(losses)).double() if batched else torch.ones_like(losses)
+        found.append(torch.autograd.grad(losses, model.head.weight, every, is_grads_batched=batched)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_an_error_names_the_tensor_that_was_changed() -> None:
+    model, bias = Model(), torch.zeros(CLASSES).double()
+    patch_head(model.head, WIDTH, CLASSES)
+    logits = model() + bias
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"a tensor that they were combined with \('add by a tensor of 200'\)"):
+        F.cross_entropy(flat(logits), labels())

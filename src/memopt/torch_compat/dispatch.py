@@ -201,6 +201,7 @@ makes_wrappers = is_found(_WRAPPER)
 """Whether :func:`wrapper` works; without it no tensor can stand for another one."""
 
 
-def wrapper(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """A contiguous tensor of the subclass `cls` that has a shape, a dtype and a device, and no memory."""
-    return _make_wrapper(cls, shape, dtype=dtype, device=device, storage_size=0)
+def wrapper(cls: type[Tensor], form: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of the subclass `cls` that is laid out as `form`, has a dtype and a device, and no memory."""
+    layout = (form.shape, form.stride(), form.storage_offset())
+    return _make_wrapper(cls, *layout, dtype=dtype, device=device, storage_size=0)

@@ -59,12 +59,11 @@ def _computed(
     plain: Plain, target: Tensor, factor: Tensor, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """The loss, and the gradient of each of `tensors` that needs one."""
-    x, bias, *others, weight = tensors
+    x, *_, weight = tensors
     assert x is not None
     assert weight is not None
     arguments, every = plain.arguments, slice(0, plain.source.width)
     needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
-    wanted = [other for other, need in zip(others, needed[2:-1], strict=True) if need and other is not None]
     in_range(target, arguments.ignore_index, every.stop)
     rows, matrix = plain.rows(x), plain.matrix(weight, every)
     statistics = fresh_statistics(rows)
@@ -76,7 +75,7 @@ def _computed(
     sums = sums_of(tensors[1:-1], needed[1:-1])
     for part in plain.chunks(rows):
         write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
-        dy = plain.gradient(rows[part], matrix, bias, every, write, wanted, sums[1:])
+        dy = plain.gradient(rows[part], matrix, tensors[1], every, write, sums[1:])
         if dx is not None:
             torch.mm(dy, matrix, out=dx[part])
         if dweight is not None:

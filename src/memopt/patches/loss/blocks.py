@@ -36,6 +36,7 @@ from memopt.kernels.loss.function import (
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
 from memopt.patches.loss.rows import itself
+from memopt.patches.loss.source import as_leaf
 
 
 def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
@@ -76,8 +77,11 @@ class _BlocksFunction(DirectFunction):
         plain.source.check()
         target, class_weight, lse, x, weight, bias, *others = ctx.saved_tensors
         if is_batched((dlosses,)):
+            cut = plain.source.cut
             with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-                losses, inputs = losses_of(plain.source.values(x), target, plain.arguments), (x, *plain.tensors[1:])
+                leaf = as_leaf(x)
+                losses = losses_of(cut.values(leaf), target, plain.arguments)
+                inputs = (leaf, *replace(plain, source=cut).tensors[1:])
             return None, None, None, *batched_gradients((losses,), inputs, (dlosses,))
         rows, factors = plain.rows(x), row_factors(target, dlosses, plain.arguments, plain.source.width)
         needs_x, needs_weight, needs_bias, *needs_others = ctx.needs_input_grad[3:]
@@ -85,7 +89,6 @@ class _BlocksFunction(DirectFunction):
         dweight = torch.empty_like(weight) if needs_weight else None
         dbias = torch.empty_like(bias) if needs_bias else None
         dothers = sums_of(others, needs_others)
-        wanted = [other for other, needed in zip(others, needs_others, strict=True) if needed]
         with autocast_as(None, rows):
             for columns in plain.blocks(rows):
                 write = partial(
@@ -93,7 +96,7 @@ class _BlocksFunction(DirectFunction):
                     weight=None if class_weight is None else class_weight[columns],
                 )  # fmt: skip
                 matrix = plain.matrix(weight, columns)
-                dy = plain.gradient(rows, matrix, bias, columns, write, wanted, dothers)
+                dy = plain.gradient(rows, matrix, bias, columns, write, dothers)
                 if dx is not None:
                     add_product_(dx, dy, matrix, first=not columns.start)
                 if dweight is not None:

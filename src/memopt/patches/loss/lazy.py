@@ -4,25 +4,27 @@
 
 What does not mix rows is recorded (`operations.py`), what ends in a few numbers a row runs by chunks (`readers.py`).
 Everything else gets the true logits, computed once by the ordinary graph, and one warning says what asked for them.
+
+The rule: what has been handed out is what the stock model hands out, in value, memory and version, or the logits become
+true at that moment. All logits of one call of the head become true together, since a caller may write into what it
+gets: copies are made before, views share the memory (`memory.py`), graphs and versions follow (`LazyLogits.follow`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.partitioned import fetch_before
+from memopt.patches.loss.memory import Memory, empty, shares_memory
+from memopt.patches.loss.notes import note
 from memopt.patches.loss.source import Source
 from memopt.torch_compat import tree_leaves, tree_map, wrapper
 
@@ -42,6 +44,10 @@ _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(
     getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
 }
 
+#: What C++ code exchanges where a function changes a tensor in place: this tensor's, not its value's.
+_HOOKS: Any = getattr(Tensor, "_backward_hooks", ())
+_GRAPH, _VERSION = (getattr(Tensor, name).__get__ for name in ("grad_fn", "_version"))
+
 _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
 _NEW = "new_empty new_full new_ones new_zeros"
 #: What reads no value, either, and makes a tensor of the same shape, or dtype and device.
@@ -54,17 +60,29 @@ class LazyLogits(Tensor):
     source: Source
     value: Tensor | None
     """The true logits, once they were computed; from then on they answer everything."""
-    parent: LazyLogits | None
-    step: Callable[[Tensor], Tensor] | None
-    """From the parent's value to this one's; None for the head's own output."""
-    root: weakref.ref[LazyLogits] | None
-    """In place of a parent that is in a graph, for logits that are not: they do not keep that graph alive."""
+    form: Tensor
+    """A tensor without values that is laid out as the true logits will be."""
+    memory: Memory
+    made: Callable[[], Tensor] | None
+    """The true logits from those that these were made of; None for the head's own output."""
+    written: tuple[tuple[Source, Callable[[Tensor], object]], ...]
+    """Changes in place, each with what these logits stood for before."""
     node: Any
     """The autograd node that :func:`stand_for` gave it."""
+    own: tuple[Any, ...]
+    """Graph and version of this tensor as they were last seen,"""
+    seen: tuple[Any, ...]
+    """and those of its value."""
+    follows = False
+    """Whether :meth:`follow` runs: C++ code asks a tensor for its class meanwhile."""
+    is_users: bool
+    """Whether another autograd node than ours made it, e.g. a user's function that cloned its input."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is _HOOKS:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
         for each in () if func in _METADATA else pending:
@@ -108,14 +126,15 @@ class LazyLogits(Tensor):
                                 each.source.pass_moments_to(found)
                     return answer
             if func is not Tensor.as_subclass:
-                _note(func, pending[0].source.head.module)
-        if func in (Tensor.register_hook, Tensor.retain_grad):
-            for each in lazy:
-                each.compute_family()
-        if _writes(func, kwargs):  # views share memory, copies were taken before: bring all to that state
-            for each in lazy:
-                each.compute_family()
+                note(func, pending[0].source.head.module)
+        for each in lazy:
+            each.compute()
+        family = [member for each in lazy for member in each.family]
+        for each in family:
+            each.follow()
         result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        for each in family:
+            each.follow()
         # A change in place returns what it changed.
         return next((each for each in lazy if result is each.value), result)
 
@@ -131,8 +150,13 @@ class LazyLogits(Tensor):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another autograd node than its own made it, e.g. a user's function that cloned its input."""
-        return self.grad_fn is not self.node
+        """Whether the autograd node of this tensor is another one than was last seen."""
+        return _own_state(self)[0] is not self.node
+
+    @property
+    def family(self) -> list[LazyLogits]:
+        """All logits of one call of the head that are alive, the older ones first."""
+        return [member for reference in self.source.family if (member := reference()) is not None]
 
     def look_through_fetches(self) -> None:
         """Be logits of the head again behind the nodes in which ZeRO-3 fetches weights (`fetch_before`)."""
@@ -146,62 +170,127 @@ class LazyLogits(Tensor):
             # The head's own fetch is part of its next call.
             others = (hook for module, hook in fetches if module is not source.head.module)
             self.source = dataclasses.replace(source, fetches=(*others, *source.fetches))
-            self.node, self.parent, self.root, self.step = self.grad_fn, None, None, None
+            self.node, self.made = self.grad_fn, None
 
-    def become(self, source: Source) -> None:
-        """Stand for `source`, which reads the same tensors of the graph, from now on: a change in place."""
-        self.source = source
+    def become(self, source: Source, write: Callable[[Tensor], object]) -> None:
+        """Stand for `source`, which reads the same tensors of the graph, from now on: a change in place by `write`."""
+        self.written, self.source = (*self.written, (self.source, write)), source
         if self.node is not None:
             self.node.source = source
 
     def compute(self) -> Tensor:
-        """The true logits, in the graph where these are."""
+        """The true logits, in the graph where these are; all others of this call of the head become true as well."""
         if self.value is None:
             self.look_through_fetches()
-            self.source.check()
-            if self.is_foreign:
-                self.value = _RevealFunction.apply(self)
-            else:
-                with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
-                    parent = self.parent if self.root is None else self.root()
-                    if parent is None or self.step is None:
-                        self.value = self.source.whole()
-                        self.source.pass_moments_to(self.value)
-                    else:
-                        self.value = self.step(parent.compute())
-            self.parent = self.root = self.step = None
+            for each in (*self.family, self):
+                each.fill()
         assert self.value is not None
         return self.value
 
-    def compute_family(self) -> None:
-        for reference in self.source.family:
-            member = reference()
-            if member is not None:
-                member.compute()
+    def fill(self) -> Tensor:
+        """:meth:`compute` of these alone, and of those that they were made of."""
+        if self.value is None:
+            self.source.check()
+            graph, marked = self.own = _own_state(self)
+            self.is_users = graph is not self.node and not marked
+            with torch.inference_mode(False), torch.set_grad_enabled(self.source.tracked):
+                value = self._from_the_head() if self.made is None else self.made()
+            with torch.inference_mode(False), torch.enable_grad():
+                self.value = _RevealFunction.apply(self, value) if self.is_users else value
+            if self.memory.owner() is self:
+                self.memory.data = value.detach()
+            self.made, self.memory = None, Memory(self)
+            if marked:  # by a user's function, as changed in place
+                self.own = (self.node, 0)
+            self.seen = _state(self.value)
+        assert self.value is not None
+        return self.value
+
+    def _from_the_head(self) -> Tensor:
+        source = self.written[0][0] if self.written else self.source
+        value = source.whole()
+        for _, write in self.written:
+            write(value)
+        source.pass_moments_to(value)
+        return value
+
+    def follow(self) -> None:
+        """Bring graph and version of this tensor and of its value together: C++ code reads those of the tensor.
+
+        A user's function that marked this tensor as changed is the value's history from then on, and what has changed
+        the value in place is this tensor's.
+        """
+        if self.value is None or self.follows:
+            return
+        own, seen = _own_state(self), _state(self.value)
+        if (own, seen) == (self.own, self.seen):
+            return
+        self.follows = True
+        with torch.inference_mode(False), torch.enable_grad():
+            if own != self.own:
+                _AdoptFunction.apply(self.value, self)
+            elif seen[0] and self.seen[:2] != seen[:2]:
+                _AdoptFunction.apply(self, self.value)
+            else:
+                torch.autograd.graph.increment_version(self)
+        self.own, self.seen, self.follows = _own_state(self), _state(self.value), False
 
 
-def stand_for(source: Source, parent: LazyLogits | None = None, step: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Logits that are computed from `source`, or by `step` from those of `parent`."""
+def stand_for(
+    source: Source,
+    parent: LazyLogits | None = None,
+    step: Callable[[Tensor], Tensor] | None = None,
+    form: Tensor | None = None,
+) -> Any:
+    """Logits that are computed from `source`, or by `step` from those of `parent`.
+
+    Args:
+        form: as `LazyLogits.form`: made from that of `parent`, of which it is a view where the logits are one. None: a
+            copy, laid out alike.
+    """
+    is_view = parent is not None and form is not None and shares_memory(parent.form, form)
+    if form is None:
+        as_parent = parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset()
+        form = (
+            parent.form
+            if parent is not None and as_parent
+            else empty(source.shape, None if parent is None else parent.form)
+        )
     logits: LazyLogits
     if source.tracked:
-        logits = _StandingFunction.apply(source, source.x, *source.tensors)
+        logits = _StandingFunction.apply(source, form, source.x, *source.tensors)
     else:
-        logits = wrapper(LazyLogits, source.shape, source.dtype, source.device or source.x.device)
-    root = None
-    if parent is not None and step is not None and parent.source.tracked and not source.tracked:
-        steps = [step]
-        while parent.parent is not None and parent.step is not None:
-            steps.append(parent.step)
-            parent = parent.parent
-        root, parent, step = weakref.ref(parent), None, functools.partial(_through, steps[::-1])
-    logits.source, logits.value, logits.parent, logits.root, logits.step = source, None, parent, root, step
-    logits.node = logits.grad_fn
+        logits = wrapper(LazyLogits, form, source.dtype, source.device or source.x.device)
+    logits.source, logits.value, logits.form, logits.made, logits.written = source, None, form, None, ()
+    logits.node, logits.is_users = logits.grad_fn, False
+    logits.memory = Memory(logits)
+    if parent is not None and step is not None:
+        _make_of(logits, parent, step, is_view)
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
 
 
-def _through(steps: list[Callable[[Tensor], Tensor]], value: Tensor) -> Tensor:
-    return functools.reduce(lambda y, step: step(y), steps, value)
+def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor], is_view: bool) -> None:
+    """Let `logits` be computed from `parent`, which they hold unless that would keep a graph alive."""
+    source, origin, form = logits.source, parent.memory, parent.form
+
+    def from_parent() -> Tensor:
+        value = parent.fill()
+        # A user's function changed the parent after this copy of it was made.
+        return source.whole() if parent.is_users and not is_view else step(value)
+
+    def from_memory() -> Tensor:
+        return step(origin.view(form))
+
+    if source.tracked == parent.source.tracked:
+        logits.made = from_parent
+    else:
+        origin.settle()
+        logits.made = from_memory
+    if is_view:
+        logits.memory = origin
+    else:
+        logits.memory.step, logits.memory.origin = from_memory, origin
 
 
 class _StandingFunction(DirectFunction):
@@ -211,10 +300,10 @@ class _StandingFunction(DirectFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, source: Source, x: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, source: Source, form: Tensor, x: Tensor, *tensors: Tensor) -> Any:
         # Not saved: nothing reads it in a step whose loss is computed by chunks, and hooks would copy it each time.
         ctx.source = source
-        return wrapper(LazyLogits, source.shape, source.dtype, source.device or x.device)
+        return wrapper(LazyLogits, form, source.dtype, source.device or x.device)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -223,20 +312,50 @@ class _StandingFunction(DirectFunction):
         source.check()
         with torch.enable_grad():
             leaf = source.x.detach().requires_grad_()
-            y = source.values(leaf)
-        return None, *torch.autograd.grad(y, (leaf, *source.tensors), dy.to(y.device), allow_unused=True)
+            y = source.cut.values(leaf)
+        inputs = (leaf, *source.cut.tensors)
+        return None, None, *torch.autograd.grad(y, inputs, dy.to(y.device), allow_unused=True)
 
 
 class _RevealFunction(DirectFunction):
     """The value of logits whose graph goes on with a node that is not ours."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        return logits.source.whole()
+    def forward(ctx: Any, logits: LazyLogits, value: Tensor) -> Tensor:
+        return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None
+
+
+class _AdoptFunction(DirectFunction):
+    """Gives a tensor the graph of another one with the same value, as a change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.is_view = type(tensor) is Tensor and tensor._is_view()
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # None for a part of a tensor is taken for None for all of it.
+        return torch.zeros_like(dy) if ctx.is_view else None, dy
+
+
+def _own_state(logits: LazyLogits) -> tuple[Any, int]:
+    """The autograd node and the version of this tensor itself, whether or not it has a value."""
+    read = super(LazyLogits, LazyLogits).__torch_function__
+    return read(_GRAPH, (), (logits,)), read(_VERSION, (), (logits,))
+
+
+def _state(value: Tensor) -> tuple[Any, ...]:
+    """What a change in place of a tensor changes: its graph and its version."""
+    try:
+        return value.requires_grad, value.grad_fn, value._version
+    except RuntimeError:  # one of several views, which may not be used any more
+        return False, None, value._version
 
 
 def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -279,34 +398,3 @@ def _waits_for_a_moment(hook: Any) -> bool:
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs
-
-
-#: Head -> why its logits were computed whole in a training step.
-whole: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
-
-
-def say_whole(head: nn.Module, why: str) -> None:
-    """Warn, once a reason, that logits of `head` are computed whole in a training step."""
-    if why not in whole.setdefault(head, []):
-        whole[head].append(why)
-        same = "the loss and its gradients are the same, without the saving"
-        warnings.warn(f"memopt: the logits of this step are computed whole, since {why}; {same}.", stacklevel=2)
-
-
-def _note(func: Any, head: nn.Module) -> None:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        name = getattr(func.__self__, "__name__", name)
-    place = next(_places(), None)
-    if place is not None:
-        say_whole(head, f"'{name}' reads them at {place[0]}:{place[1]}")
-
-
-def _places() -> Iterator[tuple[str, int]]:
-    """Where the functions that are running were called, the innermost first, PyTorch and this package left out."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("torch", "memopt"):
-            yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
-from memopt.patches.loss.lazy import say_whole, stand_for, whole
+from memopt.patches.loss.lazy import stand_for
+from memopt.patches.loss.notes import say_whole, whole
+from memopt.patches.loss.rows import product_rows
 from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
@@ -158,7 +160,8 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
     width = tensors[0].shape[1 if transposed else 0] if one is None else one.shape[-1]  # its rows may have been resized
-    return stand_for(Source(head, x, width, dtype, True, versions=versions_of((x,))))
+    source = Source(head, x, width, dtype, True, versions=versions_of((x,)))
+    return stand_for(replace(source, product_rows=product_rows(source)))
 
 
 def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequence[Tensor]) -> str:

@@ -7,8 +7,8 @@ its own. Views, slices and selections of the leading dimensions: done to the hea
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.partitioned import is_partitioned
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
+from memopt.patches.loss.memory import empty
 from memopt.patches.loss.source import Operation, Source, versions_of
-from memopt.torch_compat import FakeTensor
+from memopt.torch_compat import FakeTensor, no_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
@@ -32,6 +33,7 @@ _RESHAPES = "view reshape flatten view_as reshape_as"
 _ROW_MOVES = (
     "squeeze unsqueeze narrow select split chunk tensor_split unbind transpose swapaxes swapdims permute movedim"
 )
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _OWNERS = (Tensor, torch, F, torch.special)
 
 
@@ -49,18 +51,15 @@ def handles(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def recorded(
-    logits: LazyLogits, operation: Operation, dtype: torch.dtype, *, replaces: tuple[Operation, ...] | None = None
-) -> Any:
+def recorded(logits: LazyLogits, operation: Operation, dtype: torch.dtype, form: Tensor | None = None) -> Any:
     """`logits` after one more operation."""
     source = logits.source
-    before = source.operations if replaces is None else replaces
-    after = dataclasses.replace(_untracked(source), operations=(*before, operation), dtype=dtype)
-    return stand_for(after, logits, operation.run)
+    after = dataclasses.replace(_untracked(source), operations=(*source.operations, operation), dtype=dtype)
+    return stand_for(after, logits, operation.run, form)
 
 
-def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor]) -> Any:
-    """The rows `x` of `logits`; `step` moves the rows of their values likewise."""
+def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor], form: Tensor | None) -> Any:
+    """The rows `x` of `logits`; `step` moves the rows of their values likewise, and made `form` of theirs."""
     source = _untracked(logits.source)
     return stand_for(
         dataclasses.replace(
@@ -71,7 +70,15 @@ def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor]) -> An
         ),
         logits,
         step,
+        form,
     )
+
+
+def _formed(function: Callable[..., Any], logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """What the stock function makes of the form of `logits`: a view or a copy, laid out as its result."""
+    others = [leaf.form if isinstance(leaf, LazyLogits) else leaf for leaf in args]
+    with torch.no_grad(), no_dispatch():
+        return function(logits.form, *others, **kwargs)
 
 
 def _untracked(source: Source) -> Source:
@@ -98,11 +105,12 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
             elif not isinstance(value, (Number, type(None))):
                 return NotImplemented
 
-        without = [None if isinstance(value, LazyLogits) else value for value in args]
+        without: list[Any] = [None if isinstance(value, LazyLogits) else value for value in args]
 
-        def call(logits: list[Tensor], columns: slice | None) -> Tensor:
-            given: list[Any] = list(without)
-            for position, value in others.items():
+        def call(logits: Sequence[Tensor], columns: slice | None, tensors: tuple[Tensor, ...]) -> Tensor:
+            given, left = list(without), iter(tensors)
+            for position, other in others.items():
+                value = next(left) if isinstance(other, Tensor) else other
                 by_column = isinstance(value, Tensor) and value.numel() > 1 and columns is not None
                 given[position] = value[columns] if by_column else value
             for position, tensor in zip(at, logits, strict=True):
@@ -115,10 +123,11 @@ def _elementwise(function: Any, name: str) -> Callable[..., Any]:
             return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
         if len(at) > 1:
             return _of_two([args[position] for position in at], name, call, tensors)
-        dtype = _one_of(lambda y: call([y], slice(0, 1)), first).dtype
+        dtype = _one_of(lambda y: call([y], slice(0, 1), tensors), first).dtype
         numbers = [_shown(value) for value in (*others.values(), *kwargs.values()) if value is not None]
         label = " ".join((name.strip("_"), *numbers))
-        return recorded(first, Operation(label, lambda y, columns=None: call([y], columns), tensors), dtype)
+        of_one = lambda y, columns, tensors: call([y], columns, tensors)  # noqa: E731
+        return recorded(first, Operation(label, of_one, tensors), dtype)
 
     return handler
 
@@ -129,25 +138,29 @@ def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], te
     if any(other.rows is not one.rows or other.tracked != one.tracked for other in others):
         return NotImplemented
 
+    if any(each.form.stride() != logits[0].form.stride() for each in logits):
+        return NotImplemented
     done = [each.source.operations for each in logits]
+    steps = [operation for operations in done for operation in operations]
 
-    def run(y: Tensor, columns: slice | None = None) -> Tensor:
-        values = []
+    def run(y: Tensor, columns: slice | None, read: tuple[Tensor, ...]) -> Tensor:
+        left, values = iter(read), []
+        own = tuple(itertools.islice(left, len(tensors)))
         for operations in done:
             value = y
-            for operation in operations:
-                value = operation.run(value) if columns is None else operation.run(value, columns)
+            for each in operations:
+                value = each.call(value, columns, tuple(itertools.islice(left, len(each.tensors))))
             values.append(value)
-        return call(values, columns)
+        return call(values, columns, own)
 
-    steps = [operation for operations in done for operation in operations]
     read = (*tensors, *(tensor for operation in steps for tensor in operation.tensors))
     dtypes = [torch.empty(1, dtype=each.dtype, device=each.device) for each in logits]
     operation = Operation(name.strip("_"), run, read, all(each.by_column for each in steps))
     with torch.no_grad():
-        dtype = call(dtypes, slice(0, 1)).dtype
+        dtype = call(dtypes, slice(0, 1), tensors).dtype
     after = dataclasses.replace(_untracked(one), operations=(operation,), dtype=dtype)
-    return stand_for(after, logits[0], lambda value: call([value, *(each.compute() for each in logits[1:])], None))
+    step = lambda value: call([value, *(each.fill() for each in logits[1:])], None, tensors)  # noqa: E731
+    return stand_for(after, logits[0], step)
 
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
@@ -180,16 +193,18 @@ def _cast(function: Any, name: str) -> Callable[..., Any]:
             return NotImplemented
         if name == "type" and (not given or isinstance(given[0], str)):
             return NotImplemented
-        one = _one_of(lambda y: function(y, *args, **kwargs), logits)
+        cast: Callable[[Tensor], Tensor] = lambda y: function(y, *args, **kwargs)  # noqa: E731
+        one = _one_of(cast, logits)
         dtype = one.dtype
         if one.device != logits.device or logits.source.device is not None:
             return _moved_to(one.device, logits, dtype)
-        if dtype == logits.dtype and not kwargs.get("copy"):
-            return logits
+        with torch.no_grad():
+            if cast(one) is one and one.dtype == logits.dtype:
+                return logits
         if not dtype.is_floating_point:
             return NotImplemented
         wider = torch.promote_types(dtype, logits.dtype) == dtype
-        run = lambda y, columns=None: y.to(dtype)  # noqa: E731
+        run = lambda y, columns, tensors: y.to(dtype, copy=True)  # noqa: E731
         return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", run, casts_up=wider), dtype)
 
     return handler
@@ -212,12 +227,14 @@ def _softmax(function: Any, name: str) -> Callable[..., Any]:
         dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
         autocast = autocast_dtype(logits)
 
-        def run(y: Tensor) -> Tensor:
+        def run(y: Tensor, *_: Any) -> Tensor:
             with autocast_as(autocast, y):
                 result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
             return result
 
-        return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype)
+        # For what is not contiguous PyTorch says it, by slow Python code.
+        form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
+        return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype, form)
 
     return handler
 
@@ -247,11 +264,12 @@ def _set(function: Any, name: str) -> Callable[..., Any]:
         taken[columns] = True
         number: Any = value
 
-        def run(y: Tensor, part: slice | None = None) -> Tensor:
+        def run(y: Tensor, part: slice | None, tensors: tuple[Tensor, ...]) -> Tensor:
             return y.masked_fill(taken if part is None else taken[part], number)
 
         operation = Operation(f"columns set to {_shown(value)}", run, (taken,))
-        logits.become(dataclasses.replace(source, operations=(*source.operations, operation)))
+        after = dataclasses.replace(source, operations=(*source.operations, operation))
+        logits.become(after, lambda y: function(y, index, value))
         return None
 
     return handler
@@ -267,7 +285,7 @@ def _all_rows(index: list[Any], dimensions: int) -> bool:
 def _is_alone(logits: LazyLogits) -> bool:
     """Whether these are the head's own output, of which nothing else was made: nobody else sees a change in place."""
     family = [member for reference in logits.source.family if (member := reference()) is not None]
-    made = logits.parent is not None or logits.root is not None or bool(logits.source.fetches)
+    made = logits.made is not None or bool(logits.source.fetches)
     return not made and len(family) == 1 and family[0] is logits
 
 
@@ -277,7 +295,10 @@ def _is_alone(logits: LazyLogits) -> bool:
 @handles(_SAME)
 def _same(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        return moved(logits, logits.source.x, lambda y: function(y, *args, **kwargs))
+        form = _formed(function, logits, *args, **kwargs)
+        if form is logits.form:
+            return logits
+        return moved(logits, logits.source.x, lambda y: function(y, *args, **kwargs), form)
 
     return handler
 
@@ -286,12 +307,12 @@ def _same(function: Any, name: str) -> Callable[..., Any]:
 def _detach(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any) -> Any:
         source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
-        return stand_for(source, logits, torch.detach)
+        return stand_for(source, logits, function, _formed(torch.detach, logits))
 
     return handler
 
 
-HANDLERS[Tensor.data.__get__] = HANDLERS[torch.detach]  # type: ignore[attr-defined]
+HANDLERS[Tensor.data.__get__] = _detach(lambda y: y.data, "data")  # type: ignore[attr-defined]
 
 
 @handles(_RESHAPES)
@@ -299,30 +320,18 @@ def _reshape(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits) or any(isinstance(value, torch.dtype) for value in args):
             return NotImplemented
-        shape = _new_shape(logits, name, *args, **kwargs)
-        if not shape or shape[-1] != logits.shape[-1]:
-            return NotImplemented  # it mixes rows, or the stock function says what is wrong
+        try:
+            form = _formed(function, logits, *args, **kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return NotImplemented  # the stock function says what is wrong
+        if form is logits.form:
+            return logits
+        if not form.dim() or form.shape[-1] != logits.form.shape[-1]:
+            return NotImplemented  # it mixes rows
         x = logits.source.x
-        return moved(logits, x.reshape(*shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs))
+        return moved(logits, x.reshape(*form.shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs), form)
 
     return handler
-
-
-def _new_shape(logits: LazyLogits, name: str, *given: Any, **named: Any) -> tuple[int, ...]:
-    """The shape that a reshape asks for; () where it cannot be had."""
-    if name == "flatten":
-        start = (given[0] if given else named.get("start_dim", 0)) % logits.dim()
-        end = (given[1] if len(given) > 1 else named.get("end_dim", -1)) % logits.dim()
-        return (*logits.shape[:start], logits.shape[start : end + 1].numel(), *logits.shape[end + 1 :])
-    sizes = given or tuple(named.values())
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, Tensor)):
-        sizes = tuple(sizes[0].shape if isinstance(sizes[0], Tensor) else sizes[0])
-    if not all(isinstance(size, int) for size in sizes) or sizes.count(-1) > 1:
-        return ()
-    known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes:
-        sizes = tuple(logits.numel() // max(1, known) if size == -1 else size for size in sizes)
-    return sizes if math.prod(sizes) == logits.numel() else ()
 
 
 @handles(_ROW_MOVES)
@@ -330,24 +339,26 @@ def _move(function: Any, name: str) -> Callable[..., Any]:
     def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(logits, LazyLogits):
             return NotImplemented
-        *leading, width = logits.shape
+        *leading, width = logits.form.shape
+        try:
+            forms = _formed(function, logits, *args, **kwargs)
+            with no_dispatch():
+                wider = function(torch.empty(1, device="meta").expand(*leading, width + 1), *args, **kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return NotImplemented
         # What touches the last dimension shows in what becomes of two widths.
-        for columns in (width, width + 1):
-            try:
-                result = function(torch.empty(1, device="meta").expand(*leading, columns), *args, **kwargs)
-            except (RuntimeError, TypeError, IndexError):
-                return NotImplemented
+        for columns, result in ((width, forms), (width + 1, wider)):
             parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
             if any(not part.dim() or part.shape[-1] != columns for part in parts):
                 return NotImplemented
         x = function(logits.source.x, *args, **kwargs)
         if isinstance(x, Tensor):
-            return moved(logits, x, lambda y: function(y, *args, **kwargs))
+            return moved(logits, x, lambda y: function(y, *args, **kwargs), forms)
 
         def part(index: int) -> Callable[[Tensor], Tensor]:
             return lambda y: function(y, *args, **kwargs)[index]
 
-        return type(x)(moved(logits, each, part(index)) for index, each in enumerate(x))
+        return type(x)(moved(logits, each, part(index), forms[index]) for index, each in enumerate(x))
 
     return handler
 
@@ -360,16 +371,27 @@ def _select(function: Any, name: str) -> Callable[..., Any]:
         parts = list(index) if isinstance(index, tuple) else [index]
         if not all(part is None or part is ... or type(part) in (int, slice, *_PLAIN_TYPES) for part in parts):
             return NotImplemented
-        has_ellipsis = any(part is ... for part in parts)
+        width, has_ellipsis = logits.form.shape[-1], any(part is ... for part in parts)
         if sum(map(_dimensions, parts)) == logits.dim() or (has_ellipsis and parts[-1] is not ...):
-            last, width = parts.pop(), logits.shape[-1]
+            last = parts.pop()
             if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
                 return NotImplemented
             parts.append(slice(None))
-        chosen = tuple(parts)
-        return moved(logits, logits.source.x[chosen], lambda y: y[chosen])
+        chosen = tuple(map(_number, parts))
+        copies = any(isinstance(part, Tensor) for part in chosen)
+        if copies and not logits.form.is_contiguous():
+            return NotImplemented
+        x = logits.source.x[chosen]
+        # Numbers and slices choose a view, other tensors a copy.
+        form = empty((*x.shape[:-1], width)) if copies else _formed(function, logits, chosen)
+        return moved(logits, x, lambda y: y[chosen], form)
 
     return handler
+
+
+def _number(part: Any) -> Any:
+    """A number in a tensor chooses as a number does."""
+    return int(part) if type(part) is Tensor and not part.dim() and part.dtype in _INTEGERS else part
 
 
 def _dimensions(part: Any) -> int:

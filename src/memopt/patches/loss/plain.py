@@ -9,7 +9,7 @@ are computed twice: one product more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,9 +118,9 @@ class Plain:
 
     def gradient(
         self, rows: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice,
-        write: Callable[..., object], wanted: Sequence[Tensor], sums: Sequence[Tensor | None],
+        write: Callable[..., object], sums: Sequence[Tensor | None],
     ) -> Tensor:  # fmt: skip
-        """The gradient (rows, columns) of :meth:`logits`; to `sums` those of the tensors that are `wanted` are added.
+        """The gradient (rows, columns) of :meth:`logits`; to `sums` those of what operations read are added.
 
         Args:
             write: ``write(z, out=...)`` writes the gradient of what the logits became there.
@@ -129,9 +129,12 @@ class Plain:
         if not self.source.operations:
             write(y, out=y)
             return y
+        cut = self.source.cut
+        read = distinct(t for operation in cut.operations for t in operation.tensors)
+        wanted = [t for t, total in zip(read, sums, strict=True) if total is not None]
         # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
         with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-            z = self.operated(y.requires_grad_(), columns)
+            z = replace(self, source=cut).operated(y.requires_grad_(), columns)
         write(z.detach(), out=(dz := torch.empty_like(z)))  # not over it: an operation may have saved its result
         dy, *found = torch.autograd.grad(z, (y, *wanted), dz, allow_unused=True)
         for total, gradient in zip((each for each in sums if each is not None), found, strict=True):

@@ -206,7 +206,10 @@ def _reduction(function: Any, name: str) -> Callable[..., Any]:
             return (result,) if isinstance(result, Tensor) else tuple(result)
 
         rows = [value.reshape(-1, value.shape[-1]) for value in tensors]
-        results = [each.reshape(*leading, *each.shape[1:]) for each in by_rows(logits.source, finish, rows)]
+        source = logits.source
+        source.read.append(name)
+        found = by_rows(source, finish, rows, rows=source.product_rows)
+        results = [each.reshape(*leading, *each.shape[1:]) for each in found]
         if len(results) == 1:
             return results[0]
         return getattr(torch.return_types, name)(results)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.kernels.base.autograd import DirectFunction, batched_gradients, is_batched, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.patches.loss.source import Source
+from memopt.patches.loss.source import Source, as_leaf
 from memopt.torch_compat import FakeTensor
 
 #: Bytes of one chunk: as many as the head's input takes, so that the loss never takes more than one more activation,
@@ -55,9 +55,20 @@ def in_tiles(count: int) -> int:
     return max(1, count // tile * tile)
 
 
+def product_rows(source: Source) -> int:
+    """How many rows the product has from which numbers of logits are handed out, or all of the call, if they are fewer.
+
+    A product of other shape may round otherwise. Of one shape it rounds each row alike, wherever that row stands.
+    """
+    room = max(chunk_bytes(source.x), source.head.room)
+    most = TILE if is_on_gpu(source.x) else TILE // 2
+    return min(most, in_tiles(room // (LOGIT_BYTES * source.width)), max(1, source.x.shape[:-1].numel()))
+
+
 def by_rows(
-    source: Source, finish: Finish, arguments: Sequence[Tensor] = (), logit_bytes: int = LOGIT_BYTES
-) -> tuple[Tensor, ...]:
+    source: Source, finish: Finish, arguments: Sequence[Tensor] = (), logit_bytes: int = LOGIT_BYTES,
+    *, rows: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """``finish(logits, *arguments)`` for logits of shape (rows, V).
 
     Args:
@@ -65,11 +76,12 @@ def by_rows(
         finish: a function of rows that does not mix them.
         arguments: tensors of which a chunk of rows is passed to `finish`; no gradient flows to them.
         logit_bytes: what a logit takes, `finish` and its backward included.
+        rows: how many a product has, where the results may be compared with other logits of the same call.
     """
     if source.head.gathers:
-        return source.in_call(lambda inside: by_rows(inside, finish, arguments, logit_bytes))
+        return source.in_call(lambda inside: by_rows(inside, finish, arguments, logit_bytes, rows=rows))
     x = source.x.reshape(-1, source.x.shape[-1])
-    plan = _Plan(source, finish, len(arguments), logit_bytes)
+    plan = _Plan(source, finish, len(arguments), logit_bytes, rows)
     if source.tracked and torch.is_grad_enabled():
         results: tuple[Tensor, ...] = _RowsFunction.apply(plan, x, *arguments, *source.tensors)
         return results
@@ -84,9 +96,12 @@ class _Plan:
     count: int
     """Of arguments."""
     logit_bytes: int
+    rows: int
+    """Of every product, if any number is."""
 
     def chunks(self, x: Tensor, arguments: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-        rows = in_tiles(max(chunk_bytes(x), self.source.head.room) // (self.logit_bytes * self.source.width))
+        room = max(chunk_bytes(x), self.source.head.room)
+        rows = self.rows or in_tiles(room // (self.logit_bytes * self.source.width))
         for start in range(0, max(1, len(x)), rows):
             part = slice(start, min(start + rows, len(x)))
             yield part, x[part], [argument[part] for argument in arguments]
@@ -95,7 +110,7 @@ class _Plan:
         found = []
         for _, rows, given in self.chunks(x, arguments):
             self.source.check()
-            found.append(self.finish(self.source.values(rows), *given))
+            found.append(self.finish(self.source.values(rows, self.rows), *given))
         return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
 
@@ -115,10 +130,12 @@ class _RowsFunction(DirectFunction):
         x, *tensors = ctx.saved_tensors
         arguments, tensors = tensors[: plan.count], tensors[plan.count :]
         wanted = ctx.needs_input_grad[1]
+        source = plan.source.cut
         if is_batched(gradients):
             with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-                results = plan.finish(plan.source.values(x), *arguments)
-            found = batched_gradients(results, (x, *tensors), gradients)
+                leaf = as_leaf(x)
+                results = plan.finish(source.values(leaf), *arguments)
+            found = batched_gradients(results, (leaf, *source.tensors), gradients)
             return None, found[0], *(None for _ in arguments), *found[1:]
         dx = torch.empty_like(x) if wanted else None
         sums = [torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for tensor in tensors]
@@ -126,10 +143,10 @@ class _RowsFunction(DirectFunction):
             # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
             with torch.enable_grad(), saved_tensors_hooks(itself, itself):
                 leaf = rows.detach().requires_grad_(wanted)
-                results = plan.finish(plan.source.values(leaf), *given)
+                results = plan.finish(source.values(leaf, plan.rows), *given)
                 pairs = [(y, dy[part]) for y, dy in zip(results, gradients, strict=True) if y.requires_grad]
                 outputs, incoming = zip(*pairs, strict=True) if pairs else ((), ())
-            inputs = [leaf, *tensors] if wanted else tensors
+            inputs = (leaf, *source.tensors) if wanted else source.tensors
             found = list(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
             if dx is not None:
                 first = found.pop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import warnings
 import weakref
@@ -30,8 +31,8 @@ class Operation:
 
     name: str
     """For the user: "scale 0.25"."""
-    run: Callable[..., Tensor]
-    """``run(logits)``, or ``run(logits, columns)`` of a slice of the columns where `by_column`."""
+    call: Callable[[Tensor, slice | None, tuple[Tensor, ...]], Tensor]
+    """``call(logits, columns, tensors)``, of a slice of the columns only where `by_column`."""
     tensors: tuple[Tensor, ...] = ()
     """Tensors that it reads, beside the logits."""
     by_column: bool = True
@@ -42,6 +43,10 @@ class Operation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", versions_of(self.tensors))
+
+    def run(self, logits: Tensor, columns: slice | None = None) -> Tensor:
+        """`logits`, of all columns or of a slice of them, after this operation."""
+        return self.call(logits, columns, self.tensors)
 
 
 def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
@@ -99,6 +104,10 @@ class Source:
     """All logits of one call of the head, as far as they are alive."""
     losses: list[str] = field(default_factory=list)
     """Functions whose gradients come past the logits of that call."""
+    product_rows: int = 1
+    """Of each product from which numbers of these logits are handed out."""
+    read: list[str] = field(default_factory=list)
+    """Functions to which such numbers were handed out: whoever computes these logits has to find the same ones."""
     moments: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
     """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
     device: torch.device | None = None
@@ -116,14 +125,39 @@ class Source:
         found = (*self.head.tensors, *(t for operation in self.operations for t in operation.tensors))
         return distinct(tensor for tensor in found if tensor.requires_grad)
 
+    @functools.cached_property
+    def cut(self) -> Source:
+        """The same with operations whose tensors in the graph are leaves: no gradient of one includes another's."""
+        leaves: dict[int, Tensor] = {}
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or any(tensor is each for each in self.head.tensors):
+                return tensor
+            return leaves.setdefault(id(tensor), as_leaf(tensor))
+
+        if not any(operation.tensors for operation in self.operations):
+            return self
+        return dataclasses.replace(
+            self,
+            operations=tuple(
+                dataclasses.replace(operation, tensors=tuple(map(leaf, operation.tensors)))
+                for operation in self.operations
+            ),
+        )
+
     @property
     def without_rows(self) -> Source:
         """What a backward may hold beside its saved tensors."""
         return dataclasses.replace(self, x=(nothing := torch.empty(0)), versions=versions_of((nothing,)), family=[])
 
-    def values(self, x: Tensor) -> Tensor:
-        """The logits of the rows `x`, (..., in)."""
-        y = self.head(x)
+    def values(self, x: Tensor, rows: int = 0) -> Tensor:
+        """The logits of the rows `x`, (..., in).
+
+        Args:
+            rows: of the product, of which `x`, (n, in), then are the first ones.
+        """
+        count = len(x)
+        y = self.head(x) if rows <= count else self.head(nn.functional.pad(x, (0, 0, 0, rows - count)))[:count]
         for operation in self.operations:
             y = operation.run(y)
         return y
@@ -152,7 +186,20 @@ class Source:
 
     def whole(self) -> Tensor:
         """The logits of all rows."""
-        return self.in_call(lambda source: source.values(source.x)).to(self.device or self.x.device)
+        return self.in_call(Source._whole).to(self.device or self.x.device)
+
+    def _whole(self) -> Tensor:
+        y = self.head(self.x)
+        if self.read and self.x.shape[:-1].numel() != self.product_rows:
+            flat, rows = y.detach().view(-1, y.shape[-1]), self.x.detach().reshape(-1, self.x.shape[-1])
+            before = dataclasses.replace(self, operations=())
+            with torch.no_grad():
+                for start in range(0, len(rows), self.product_rows):
+                    part = slice(start, start + self.product_rows)
+                    flat.data[part] = before.values(rows[part], self.product_rows)
+        for operation in self.operations:
+            y = operation.run(y)
+        return y
 
     def pass_moments_to(self, tensor: Tensor) -> None:
         """Let backward come to `moments` when it reaches `tensor`, which was made from these logits."""
@@ -164,9 +211,14 @@ class Source:
         Raises:
             RuntimeError: what the logits are computed from was changed in place.
         """
-        read: tuple[Head | Operation, ...] = (self.head, *self.operations)
-        same = all(versions_of(each.tensors) == each.versions for each in read)
-        same = same and versions_of((self.x,)) == self.versions
+        for operation in self.operations:
+            if versions_of(operation.tensors) != operation.versions:
+                raise RuntimeError(
+                    "These logits were never computed, and a tensor that they were combined with "
+                    f"('{operation.name}') was changed in place or replaced since. Combine them with a copy of it, as "
+                    "in logits + bias.clone(), or patch with loss.method=none."
+                )
+        same = versions_of(self.head.tensors) == self.head.versions and versions_of((self.x,)) == self.versions
         if same and self.head.is_unchanged:
             return
         raise RuntimeError(
@@ -182,6 +234,11 @@ class Inside:
 
     function: Callable[[Tensor], Any]
     """Of the head's input, as its hooks have passed it on."""
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """`tensor` without its graph. A parameter, since function transforms refuse ``requires_grad_``."""
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
 def distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
