@@ -232,7 +232,6 @@ def _softmax(function: Any, name: str) -> Callable[..., Any]:
                 result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
             return result
 
-        # For what is not contiguous PyTorch says it, by slow Python code.
         form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
         return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype, form)
 
