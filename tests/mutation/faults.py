@@ -542,4 +542,27 @@ FAULTS: tuple[Fault, ...] = (
         "return text",
         ("tests/cli/test_hostile.py", "-k", "json"),
     ),
+        "logits that become true leave other logits of the same call as they are",
+        "for each in (*self.family, self):",
+        "for each in (self,):",
+        ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
+    ),
+    Fault(
+        "whole logits do not equal the numbers that were read by chunks",
+        "if self.read and ",
+        "if not self.read and ",
+        ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
+    ),
+    Fault(
+        "a copy of logits is the same memory",
+        "y.to(dtype, copy=True)",
+        "y.to(dtype)",
+        ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
+    ),
+    Fault(
+        "a user's function that changes logits in place loses its backward",
+        "if own != self.own:",
+        "if not own:",
+        ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
+    ),
 )

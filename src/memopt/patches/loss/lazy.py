@@ -248,8 +248,14 @@ def stand_for(
         form: as `LazyLogits.form`: made from that of `parent`, of which it is a view where the logits are one. None: a
             copy, laid out alike.
     """
+    is_view = parent is not None and form is not None and shares_memory(parent.form, form)
     if form is None:
-        form = empty(source.shape, None if parent is None else parent.form)
+        as_parent = parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset()
+        form = (
+            parent.form
+            if parent is not None and as_parent
+            else empty(source.shape, None if parent is None else parent.form)
+        )
     logits: LazyLogits
     if source.tracked:
         logits = _StandingFunction.apply(source, form, source.x, *source.tensors)
@@ -259,15 +265,14 @@ def stand_for(
     logits.node, logits.is_users = logits.grad_fn, False
     logits.memory = Memory(logits)
     if parent is not None and step is not None:
-        _make_of(logits, parent, step)
+        _make_of(logits, parent, step, is_view)
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
 
 
-def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor]) -> None:
+def _make_of(logits: LazyLogits, parent: LazyLogits, step: Callable[[Tensor], Tensor], is_view: bool) -> None:
     """Let `logits` be computed from `parent`, which they hold unless that would keep a graph alive."""
     source, origin, form = logits.source, parent.memory, parent.form
-    is_view = shares_memory(form, logits.form)
 
     def from_parent() -> Tensor:
         value = parent.fill()

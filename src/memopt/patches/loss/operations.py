@@ -21,7 +21,7 @@ from memopt.partitioned import is_partitioned
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
 from memopt.patches.loss.source import Operation, Source, versions_of
-from memopt.torch_compat import FakeTensor, no_dispatch, tree_map
+from memopt.torch_compat import FakeTensor, no_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
@@ -76,9 +76,9 @@ def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor], form:
 
 def _formed(function: Callable[..., Any], logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """What the stock function makes of the form of `logits`: a view or a copy, laid out as its result."""
-    args, kwargs = tree_map(lambda leaf: leaf.form if isinstance(leaf, LazyLogits) else leaf, (args, kwargs))
+    others = [leaf.form if isinstance(leaf, LazyLogits) else leaf for leaf in args]
     with torch.no_grad(), no_dispatch():
-        return function(logits.form, *args, **kwargs)
+        return function(logits.form, *others, **kwargs)
 
 
 def _untracked(source: Source) -> Source:
@@ -232,7 +232,7 @@ def _softmax(function: Any, name: str) -> Callable[..., Any]:
                 result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
             return result
 
-        form = _formed(getattr(torch, name), logits, -1)
+        form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
         return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype, form)
 
     return handler
