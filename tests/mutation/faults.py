@@ -469,4 +469,28 @@ FAULTS: tuple[Fault, ...] = (
         "return text",
         ("tests/cli/test_hostile.py", "-k", "json"),
     ),
+    Fault(
+        "load does not look whether the files fit",
+        'if verify or any(directory.glob("*.safetensors")):',
+        "if verify and False:",
+        ("tests/checkpoint/test_fits.py",),
+    ),
+    Fault(
+        "load compares no digests",
+        "            wrong += _changed(manifest, source)\n",
+        "            pass\n",
+        ("tests/checkpoint/test_fits.py",),
+    ),
+    Fault(
+        "the source's config is not pinned",
+        "wrong = [name for name, digest in zip(pinned, digests, strict=True) if digest != pinned[name].sha256]",
+        "wrong = list[str]()",
+        ("tests/checkpoint/test_fits.py",),
+    ),
+    Fault(
+        "a recipe's anchors may double without end",
+        "if len(level) > _MAX_YAML_ITEMS:",
+        "if False:",
+        ("tests/fuzz/test_readers.py", "-k", "no_parser and often"),
+    ),
 )
