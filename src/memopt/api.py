@@ -145,6 +145,7 @@ def load(
     model_class: type[nn.Module] | None = None,
     inputs: Mapping[str, Any] | str | Path | None = None,
     overrides: Iterable[str] = (),
+    verify: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
     """Load a folder that `memopt patch` wrote, or that such a model was saved to, patched and ready to train.
@@ -155,13 +156,16 @@ def load(
             the checkpoint names.
         inputs: as in `patch`; by default of the form in memopt.json, else guessed.
         overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
+        verify: compare the SHA-256 of every file with memopt.json first, which reads the weights once more. Names and
+            shapes of the tensors, and the list of folds, are compared always.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...). With
             ``distributed_config`` (FSDP2, tensor parallel) each rank reads its shards alone.
 
     Raises:
-        ModelError: the folder does not exist or was not written by `memopt patch`.
+        ModelError: the folder does not exist, was not written by `memopt patch`, or has files that do not fit.
     """
     from memopt.checkpoint.affines import affines_read
+    from memopt.checkpoint.fits import check_fits
     from memopt.checkpoint.patched import patched_folder
     from memopt.walk.calls.batch import given_batch
     from memopt.walk.models.config import load_config
@@ -178,8 +182,11 @@ def load(
     batch = given_batch(inputs)
     trust_remote_code = bool(kwargs.get("trust_remote_code", False))
     cls: Any = model_class
-    if cls is None:
-        cls = natural_class(load_config(directory, trust_remote_code=trust_remote_code))
+    config = None if cls is not None else load_config(directory, trust_remote_code=trust_remote_code)
+    if verify or any(directory.glob("*.safetensors")):
+        check_fits(record, config, digests=verify)
+    if config is not None:
+        cls = natural_class(config)
     unfolded = load_recipe(record.recipe, overrides).unfolded()
     done: list[nn.Module] = []
 

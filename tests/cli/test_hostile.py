@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
+from rich.text import Text
 
 from memopt.checkpoint.card import CARD
 from memopt.checks import Check
@@ -71,6 +72,7 @@ def test_no_text_reaches_a_stream_raw(text: str) -> None:
         common.say(text, f"between {text} words")
         common.note(f"note: {text}")
         common.print_rich(text, line(text), table)
+        common.print_rich(Text(text))
         common.print_json(failure(text))
         print(f"a library names {text} words", end=" ")
         print(f"a library names {text} words", file=sys.stderr)

@@ -44,6 +44,8 @@ class SourceRecord:
     commit: str | None
     files: dict[str, FileRecord]
     """Weight files that were read."""
+    others: dict[str, FileRecord] | None = None
+    """config.json and every file that was copied, tokenizer and code among them; None of an older memopt."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class Manifest:
             record["fold"] = fold_to_dict(written.fold)
         if not self.emitted:
             del data["emitted"]
+        if self.source.others is None:
+            del data["source"]["others"]
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -142,7 +146,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}")
-        if outside := [n for n in (*data["files"], *data["source"]["files"]) if not _is_inside(n)]:
+        if outside := [
+            n
+            for n in (*data["files"], *data["source"]["files"], *data["source"].get("others", ()))
+            if not _is_inside(n)
+        ]:
             raise ValueError(f"{outside[0][:80]!r} is no file inside a folder")
         data["recipe"] = modernised(data["recipe"])
         for record in data["folds"]:

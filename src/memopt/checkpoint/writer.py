@@ -248,7 +248,9 @@ def _manifest(
     """The manifest, with digests of the files in `stage` and of the source's weights."""
     others = [*source.side_files, "config.json", *([INDEX] if source.weights.index is not None else [])]
     digests = workers.run(_record, *((stage / name, workers.advance) for name in others))
-    files = {name: shard.result for name, shard in shards.items()} | dict(zip(others, digests, strict=True))
+    records = dict(zip(others, digests, strict=True))
+    files = {name: shard.result for name, shard in shards.items()} | records
+    copied = {name: records[name] for name in source.side_files}
     read = {
         shard.origin.relative_to(source.root).as_posix(): shards[shard.name].source or _record(shard.origin)
         for shard in source.shards
@@ -263,6 +265,7 @@ def _manifest(
             revision=source.revision,
             commit=source.commit,
             files=read,
+            others=dict(sorted({**copied, "config.json": _record(source.root / "config.json")}.items())),
         ),
         recipe=plan.recipe,
         entries=plan.entries,

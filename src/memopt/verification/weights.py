@@ -7,7 +7,7 @@ one must have the source's bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,8 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
         source, found = _check_original(manifest, source, reading.digests, given=against is not None)
     else:
         found = _check("source", manifest.source.model, "skip", detail=missing)
-    checks += [found, *verify_side_files(manifest, patched, source)]
+    others = _check_others(manifest, source, given=against is not None)
+    checks += [found, *others, *verify_side_files(manifest, patched, source)]
     if source is None:
         return [*checks, _check("fold", "folded tensors", "skip", detail=found.detail)]
     layout = _check_layout(source, patched)
@@ -137,6 +138,22 @@ def _check_original(
         detail=detail,
     )
     return (None if status == "skip" else source), check
+
+
+def _check_others(manifest: Manifest, source: CheckpointSource | None, *, given: bool) -> Iterator[Check]:
+    """Whether config, tokenizer and other files of the source are those that were read when it was patched."""
+    if source is None:
+        return
+    status: Status = "skip"
+    detail, pinned = f"{MANIFEST} of memopt {manifest.memopt_version} has no digests of them", manifest.source.others
+    if pinned is not None:
+        paths = [source.root / name for name in pinned]
+        digests = _parallel(lambda path: sha256(path) if os.path.isfile(path) else None, paths)
+        wrong = [name for name, digest in zip(pinned, digests, strict=True) if digest != pinned[name].sha256]
+        status = "pass" if not wrong else "warn" if given else "skip"
+        detail = f"{first_of(wrong)} changed since the patch" + ("" if given else ": give the original with --against")
+    detail = "" if status == "pass" else detail
+    yield _check("source_files", "the source's config and other files", status, n=len(pinned or ()), detail=detail)
 
 
 def _check_layout(source: CheckpointSource, patched: CheckpointSource) -> Check:
