@@ -103,14 +103,11 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
     recipe = record.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
+    # Rows and tokens say all about a batch of tokens; sounds and images are as large as they were measured.
+    batch = driven if probes.tokens_per_row is not None else probes.batches[0]
     try:
         predicted = trace_account(
-            stock.config,
-            training,
-            sites=sites,
-            recipe=recipe,
-            folded=record.folded_norms(),
-            inputs=probes.batches[0],
+            stock.config, training, sites=sites, recipe=recipe, folded=record.folded_norms(), inputs=batch
         )
     except ModelError as error:
         return [*checks, _skip(str(error))]
