@@ -104,9 +104,10 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
         return [*checks, _skip("no trace is made for checkpoints in this dtype")]
     recipe = record.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
+    # Rows and tokens say all about a batch of tokens; sounds and images are as large as they were measured.
+    batch = driven if probes.tokens_per_row is not None else probes.batches[0]
     try:
-        folded, inputs = record.folded_norms(), probes.batches[0]
-        predicted = trace_account(Step(stock.config, training, sites, recipe, folded, inputs))
+        predicted = trace_account(Step(stock.config, training, sites, recipe, record.folded_norms(), batch))
     except ModelError as error:
         return [*checks, _skip(str(error))]
     return [*checks, *_against_plan(patched, predicted)]
