@@ -191,7 +191,13 @@ def _(site: Site) -> Any:
     return _around(site, lambda module: True, change, _grad(lambda module, *args, **kwargs: True))
 
 
-@in_modules("situations", "a dropout has another mask in backward", "distilbert", levels=("training",))
+@in_modules(
+    "situations",
+    "a dropout has another mask in backward",
+    "distilbert",
+    levels=("training",),
+    recipe="exact dropouts.method=seed",
+)
 def _(site: Site) -> Any:
     return gradients_changed(site, SeededDropoutFunction, lambda ctx, found: (found[0].roll(1, -1), *found[1:]))
 
@@ -222,13 +228,17 @@ _ANYWHERE: dict[str, tuple[Where, tuple[str, ...]]] = {
 
 
 def _keeps(module: Any, output: Tensor, args: Any) -> Tensor:
-    module.__dict__.setdefault("_kept", []).append(output.detach().clone())
-    return output
+    return _with_hook(output, lambda dy: module.__dict__.setdefault("_kept", []).append(dy.clone()))
 
 
 def _keeps_one(module: Any, output: Tensor, args: Any) -> Tensor:
-    module.__dict__["_kept"] = output.detach().clone()
-    return output
+    return _with_hook(output, lambda dy: module.__dict__.update(_kept=dy.clone()))
+
+
+def _with_hook(output: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+    changed = output * 1.0  # a hook on the output itself makes its producer step aside
+    changed.register_hook(hook)
+    return changed
 
 
 def _copies(module: Any, output: Tensor, args: Any) -> Tensor:
@@ -243,7 +253,7 @@ def _array(module: Any, output: Tensor, args: Any) -> Tensor:
 
 def _enter_lives() -> None:
     changes = {
-        "keeps a result of every step": _keeps, "keeps its last result after backward": _keeps_one,
+        "keeps a gradient of every step": _keeps, "keeps its last gradient after backward": _keeps_one,
         "copies its result eight times for a moment": _copies, "keeps its result as an array": _array,
     }  # fmt: skip
     for name, change in changes.items():
