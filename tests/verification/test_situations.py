@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from memopt.pipeline import patch_checkpoint
 from memopt.verification.run import verify
@@ -85,3 +86,12 @@ def test_dropouts_are_off_inside_and_as_before_outside():
     with without_dropout(model):
         assert (model[0].p, model[1].attention_dropout, model[1].factor) == (0.0, 0.0, 0.25)
     assert (model[0].p, model[1].attention_dropout, model[1].factor) == (0.3, 0.5, 0.25)
+
+
+def test_a_model_with_dropouts_and_without_a_loss_passes(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path / "bert")
+    patch_checkpoint(tmp_path / "bert", tmp_path / "patched")
+    checks = {check.id: check.status for check in verify(tmp_path / "patched", level="training").checks}
+    assert checks["training.dropout"] == "pass"
+    assert set(checks.values()) == {"pass"}

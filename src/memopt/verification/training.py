@@ -305,15 +305,14 @@ def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
             for sign in (1, -1, 0):
                 for (each, data, _), step in zip(moved, steps, strict=True):
                     each.data = data + sign * step if sign else data
-                with torch.no_grad():
-                    losses.append(float(loss(0)))
+                losses.append(float(loss(0).detach()))  # a projection of outputs is made of those with a graph
             return Worst(
                 abs((losses[0] - losses[1]) / 2 - float(slopes.sum())) / (rms(slopes) * len(slopes) ** 0.5), ""
             )
 
-    with preserved(model), precise(pair.wide), torch.no_grad():
+    with preserved(model), precise(pair.wide):
         model.train()
-        draws = float(loss(0)) != float(loss(1))
+        draws = float(loss(0).detach()) != float(loss(1).detach())
     if draws:
         yield _check("training.dropout", pair, "train mode, dropouts on", slope(None), slope, _SLOPE_LIMIT)
 
