@@ -81,7 +81,12 @@ def test_verify_checks_what_can_be_checked_and_says_what_cannot(folders: Path) -
     }
     assert by_status["skip"] == {"weights.trained", "forward.original"}
     assert by_status["fail"] == set()
-    assert {check.level for check in verdict.checks if check.status == "pass"} == {"weights", "gradient", "memory"}
+    assert {check.level for check in verdict.checks if check.status == "pass"} == {
+        "weights",
+        "gradient",
+        "training",
+        "memory",
+    }
     assert any("memopt unpatch" in check.detail for check in verdict.checks)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["pass", "warn", "fail", "skip"]
-Level = Literal["weights", "forward", "gradient", "memory"]
-LEVELS: tuple[Level, ...] = ("weights", "forward", "gradient", "memory")
+Level = Literal["weights", "forward", "gradient", "training", "memory"]
+LEVELS: tuple[Level, ...] = ("weights", "forward", "gradient", "training", "memory")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ import tests.mutation.file_faults
 import tests.mutation.norm_faults
 import tests.mutation.product_faults
 import tests.mutation.saved_faults
-import tests.mutation.side_faults  # noqa: F401 - they enter their faults
+import tests.mutation.side_faults
+import tests.mutation.situation_faults  # noqa: F401 - they enter their faults
 from memopt.checks import Check
 from memopt.errors import MemoptError
 from memopt.verification.run import verify

@@ -32,6 +32,8 @@ class Site:
         """Its name, once it was found."""
         self.acted = 0
         """How often the fault changed something there; faults count it."""
+        self.around: Callable[..., Any] | None = None
+        """around(forward, module, *arguments) runs in the place of a patched module's forward."""
 
     def here(self) -> bool:
         """Whether the patched module whose forward runs is the one."""
@@ -76,6 +78,8 @@ class Site:
         def announced(stock: Any, state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._running.append(module.__dict__.get(_NAME, ""))
             try:
+                if self.around is not None:
+                    return self.around(functools.partial(forward, stock, state, module), module, *args, **kwargs)
                 return forward(stock, state, module, *args, **kwargs)
             finally:
                 self._running.pop()

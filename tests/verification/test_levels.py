@@ -22,7 +22,7 @@ from memopt.pipeline import patch_checkpoint
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 
-LEVELS = ["weights", "forward", "gradient", "memory"]
+LEVELS = ["weights", "forward", "gradient", "training", "memory"]
 
 
 @pytest.fixture(scope="module")

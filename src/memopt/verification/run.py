@@ -33,7 +33,7 @@ def verify(
     Args:
         directory: the patched folder.
         against: the original model, if it is not where the manifest says; folder or hub id.
-        level: ``weights``, ``forward``, ``gradient`` or ``memory``, several of these, or ``all``.
+        level: ``weights``, ``forward``, ``gradient``, ``training`` or ``memory``, several of these, or ``all``.
         trust_remote_code: run the Python files that come with the model.
         inputs: keyword arguments of the forward to run both models with, or a file of them; made by default.
         progress: called with each level and its checks when it is done.
@@ -114,9 +114,14 @@ def _run(
         if level == "gradient":
             unknown = random_tensors(level, record, None, trust_remote_code)
             return unknown or _gradient(record, trust_remote_code, inputs)
+        if level == "training":
+            unknown = random_tensors(level, record, None, trust_remote_code)
+            return unknown or _training(record, trust_remote_code, inputs)
         from memopt.verification.memory import verify_memory
+        from memopt.verification.step_memory import verify_step
 
-        return verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+        saved = verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
+        return saved + verify_step(folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
     except NoInputs as error:
         return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
     except NotImplementedError as error:  # as flex attention's backward is on the CPU
@@ -150,6 +155,17 @@ def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | No
     for patch in patches():
         checks += patch.checks(trial)
     return checks
+
+
+def _training(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+    from memopt.verification.training import verify_training
+
+    try:
+        return verify_training(record.folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+    except NegativeVerdict:
+        if "approximate" not in record.recipe.effects:
+            raise
+        return []  # it approximates everything that it patches: nothing is left to compare exactly
 
 
 def _exact_gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:

@@ -1,0 +1,187 @@
+"""A patched model and a copy of it with stock modules, both small: few of its alike blocks, few of its words."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from memopt.api import unpatch
+from memopt.patches.record import record_of
+from memopt.patches.swap import is_swapped, stock_forwards
+from memopt.verification.inputs import Probes
+from memopt.verification.models import cast_inputs, choose_reference, stored_dtype
+from memopt.walk.calls.batch import Batch
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.models.alike import take_out
+
+#: Rows that remain of an embedding or a head, and those of its first that ids behind them are not mapped to.
+WORDS, _SPECIAL = 4096, 8
+_PREFIX = "base_model.model."
+"""What PEFT puts before names."""
+
+
+@dataclass
+class Pair:
+    """Both models. They are converted and adapted together."""
+
+    patched: nn.Module
+    stock: nn.Module
+    probes: Probes
+    wide: torch.dtype
+    """That of the truth."""
+    swapped: list[tuple[str, nn.Module]]
+    """The patched modules."""
+    dtypes: dict[str, torch.dtype | None]
+    """Parameter or buffer -> None where it has the model's dtype."""
+    blocks: tuple[str, ...]
+    left_out: str
+    """What was, in words."""
+    not_run: dict[str, str] = field(default_factory=dict)
+    """Situation -> why stock modules did not run in it."""
+
+    @contextlib.contextmanager
+    def with_stock(self, patched: int | None) -> Iterator[None]:
+        """Inside, all modules or the first so many are patched."""
+        with stock_forwards(() if patched is None else (module for _, module in self.swapped[patched:])):
+            yield
+
+    def adapt(self) -> bool:
+        """Give both models the same adapters, once; False where that cannot be done."""
+        if hasattr(self.patched, "peft_config"):
+            return True
+        try:
+            from peft import LoraConfig, get_peft_model
+
+            adapted: list[Any] = []
+            for each in (self.patched, self.stock):
+                adapted.append(get_peft_model(cast(Any, each), LoraConfig(r=4, target_modules="all-linear")))
+        except Exception:  # PEFT is not there, or knows no linear of this model
+            return False
+        for model in adapted:
+            generator = torch.Generator().manual_seed(0)
+            for name, each in model.named_parameters():
+                if "lora_" in name:
+                    drawn = torch.randn(each.shape, generator=generator, dtype=torch.float32) / 50
+                    each.data = drawn.bfloat16().to(each.dtype)
+        self.patched, self.stock = adapted
+        return True
+
+    def convert(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Parameters and stored buffers in `dtype`, what the model keeps in fp32 in fp32 at least."""
+        for name, each in (*model.named_parameters(), *model.named_buffers()):
+            if each.is_floating_point():
+                own = self.dtypes.get(name.removeprefix(_PREFIX).replace(".base_layer.", "."))
+                each.data = each.data.to(torch.promote_types(dtype, own) if own else dtype)
+
+    def let_go(self) -> None:
+        """Of all gradients."""
+        for model in (self.patched, self.stock):
+            model.zero_grad(set_to_none=True)
+
+
+def pair_of(model: nn.Module, probes: Probes) -> Pair | None:
+    """The patched `model`, which is made small in place, and its copy; None where fp32 does not fit into memory."""
+    record = record_of(model)
+    blocks = record.plan.sites.blocks if record is not None else ()
+    probes, left_out = _made_small(model, blocks, probes)
+    stored = stored_dtype(model)
+    reference = choose_reference(sum(each.numel() for each in model.parameters()), stored, copies=8)
+    if reference is None:
+        return None
+    with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64
+        cast(Any, model).set_experts_implementation("eager")
+    own = _own_dtypes(model, stored)
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if own.get(name, stored) is None:
+            each.data = each.data.bfloat16().to(stored)  # the same values in every precision
+    stock = unpatch(copy.deepcopy(model))
+    trained = {name for name, _ in model.named_parameters()}
+    for name, each in stock.named_parameters():
+        each.requires_grad_(each.requires_grad and name in trained)  # what a fold made constant
+    modules = dict(model.named_modules())
+    swapped = [(name, module) for name, module in modules.items() if is_swapped(module)]
+    here = tuple(name for name in blocks if name in modules)
+    return Pair(model, stock, probes, reference.dtype, swapped, own, here, left_out)
+
+
+def _own_dtypes(model: nn.Module, stored: torch.dtype) -> dict[str, torch.dtype | None]:
+    kept = {name for name, _ in model.named_parameters()} | model.state_dict().keys()
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    floating = ((name, each) for name, each in tensors if each.is_floating_point())
+    return {name: None if each.dtype == stored and name in kept else torch.float32 for name, each in floating}
+
+
+def _made_small(model: nn.Module, blocks: Sequence[str], probes: Probes) -> tuple[Probes, str]:
+    """Leave out alike blocks, and words, each where the model runs without them."""
+    lists = {name: dict(each._modules) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    said = []
+    left_out = sum(run.left_out for run in take_out(model, blocks, 2, several=True))
+    if left_out and _runs(model, probes.batches[0]):
+        said.append(f"{left_out} alike blocks left out")
+    elif left_out:  # a model may count its blocks
+        for name, modules in lists.items():
+            children = model.get_submodule(name)._modules
+            children.clear()
+            children.update(modules)
+    fewer = _fewer_words(model, probes)
+    if fewer is not None:
+        probes = fewer
+        said.append(f"{WORDS} words kept")
+    return probes, ", ".join(said)
+
+
+def _fewer_words(model: nn.Module, probes: Probes) -> Probes | None:
+    """Keep the first rows of embeddings and heads; None where the model does not run so, and is as it was."""
+    configs = {id(each): each for m in model.modules() if (each := getattr(m, "config", None)) is not None}.values()
+    words = {size for each in configs if isinstance(size := getattr(each, "vocab_size", None), int) and size > WORDS}
+    if len(words) != 1:
+        return None
+    (count,) = words
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if count in each.shape]
+    tables = [vars(each) for each in (*model.modules(), *configs)]
+    whole = [(each, each.data) for each in tensors]
+    named = [
+        (table, name) for table in tables for name, value in table.items() if type(value) is int and value == count
+    ]
+    for each in tensors:
+        for place, size in enumerate(each.shape):
+            if size == count:
+                each.data = each.data.narrow(place, 0, WORDS).clone()
+    for table, name in named:
+        table[name] = WORDS
+    fewer = replace(
+        probes,
+        batches=tuple(map(_with_few_words, probes.batches)),
+        targets=tuple(map(_with_few_words, probes.targets)),
+    )
+    if _runs(model, {**fewer.batches[0], **fewer.targets[0]}):
+        return fewer
+    for each, data in whole:
+        each.data = data
+    for table, name in named:
+        table[name] = count
+    return None
+
+
+def _with_few_words(batch: Batch) -> dict[str, Any]:
+    def few(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.long:
+            return value
+        return torch.where(value < WORDS, value, _SPECIAL + value % (WORDS - _SPECIAL))
+
+    return {name: few(value) for name, value in batch.items()}
+
+
+def _runs(model: nn.Module, batch: Batch) -> bool:
+    try:
+        with preserved(model), torch.no_grad():
+            model(**cast_inputs(batch, stored_dtype(model)))
+    except Exception:  # whatever it is, it is not for this model
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""What lives over a step: the peak, what is left behind backward, and what a second step adds; patched against stock.
+
+Both models are small copies of one (`memopt.verification.pairs`); every storage that PyTorch allocates is followed, and
+NumPy's arrays by the interpreter's account. The module at fault is found by exchanging patched modules for stock ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import gc
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from memopt.checks import Check
+from memopt.plan.recipe import Recipe
+from memopt.reporting.storages import storages
+from memopt.reporting.timeline import Timeline
+from memopt.torch_compat import storage_id
+from memopt.verification.inputs import probe_inputs
+from memopt.verification.models import cast_inputs, load_patched, load_run_free
+from memopt.verification.pairs import Pair, pair_of
+from memopt.verification.step import training_loss
+from memopt.walk.calls.batch import Batch
+from memopt.walk.calls.preserve import preserved
+
+_CHECKS = {
+    "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward lets go of what it read"),
+    "second": ("memory.second_step", "bytes that a second step adds to that beyond stock", "no step adds to a cache"),
+    "peak": ("memory.peak", "peak of live bytes in a step beyond stock", "patching must save"),
+    "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "tensors hold what is saved"),
+}  # fmt: skip
+#: Tensors of a module's largest size that its forward may allocate and free beyond stock: without kernels an operator
+#: of several steps holds two results of such steps, in fp32, where stock has one of its own.
+_TRANSIENT = 3.0
+
+
+@dataclass(frozen=True)
+class Lived:
+    """Bytes, without parameters, buffers and inputs; what lives after a step is without gradients of parameters."""
+
+    peak: int
+    arrays: int
+    behind: int
+    second: int
+    transient: dict[str, tuple[int, int]]
+    """Module -> the most bytes that its forward allocates and frees at one time, and its largest storage."""
+
+
+def verify_step(
+    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
+) -> list[Check]:
+    """Two steps of the patched model and of stock modules, in eval mode."""
+    load = functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs)
+
+    def run(model: nn.Module) -> list[Check]:
+        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        pair = pair_of(model, probes)
+        return [] if pair is None else list(_checks(pair, recipe.without("approximate", "sampled")))
+
+    return load_run_free(load, run)
+
+
+def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
+    for model in (pair.stock, pair.patched):
+        pair.convert(model, torch.float32)  # where operators have no copies in another dtype
+    batch = cast_inputs({**pair.probes.batches[0], **pair.probes.targets[0]}, torch.float32)
+    stock, patched = lived(pair.stock, batch), lived(pair.patched, batch)
+    if not approximates:  # what makes codes takes memory for a moment
+        yield _transient(pair, stock, patched)
+    for name, (id, metric, reason) in _CHECKS.items():
+        if approximates and name == "peak":
+            continue
+        allowed, found = getattr(stock, name), getattr(patched, name)
+        subject = f"{len(pair.swapped)} modules"
+        if found > allowed:
+            subject = _culprit(pair, batch, lambda each, name=name: getattr(each, name), allowed)  # type: ignore[misc]
+        yield Check(
+            id=id, level="memory", subject=subject, status="fail" if found > allowed else "pass", metric=metric,
+            value=float(max(found - allowed, 0)), threshold=0.0, threshold_reason=reason,
+            reference="stock modules, same weights and inputs", n=found,
+            detail=f"stock {allowed} bytes, patched {found}",
+        )  # fmt: skip
+
+
+def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
+    excess = {
+        name: max(0, patched.transient[name][0] - stock.transient.get(name, (0, 0))[0]) / patched.transient[name][1]
+        for name, _ in pair.swapped
+        if name in patched.transient
+    }
+    worst = max(excess, key=lambda name: excess[name], default="")
+    value = excess.get(worst, 0.0)
+    fails = value > _TRANSIENT
+    return Check(
+        id="memory.transient", level="memory", subject=(worst or "the model") if fails else f"{len(excess)} modules",
+        status="fail" if fails else "pass", metric="bytes that come and go in a forward beyond stock / largest tensor",
+        value=value, threshold=_TRANSIENT, threshold_reason="two results of steps, in fp32, on a CPU",
+        reference="stock modules, same weights and inputs", n=len(excess),
+    )  # fmt: skip
+
+
+def _culprit(pair: Pair, batch: Batch, of: Callable[[Lived], int], allowed: int) -> str:
+    """The patched module from which on it is too much."""
+
+    def wrong(patched: int) -> bool:
+        with pair.with_stock(patched):
+            return of(lived(pair.patched, batch)) > allowed
+
+    first = bisect.bisect_left(range(len(pair.swapped)), True, key=wrong)
+    return (pair.swapped[first - 1][0] if first else "") or "the model"
+
+
+def lived(model: nn.Module, batch: Batch) -> Lived:
+    """What lives over two steps of `model`."""
+    model.zero_grad(set_to_none=True)
+    started = not tracemalloc.is_tracing()
+    if started:
+        tracemalloc.start()
+    try:
+        with preserved(model):
+            arrays = -_array_bytes()
+            timeline = Timeline(model)
+            with timeline:
+                loss = training_loss(model, dict(batch))
+                ends = len(timeline.events)
+                arrays += _array_bytes()
+                loss.backward()
+                del loss
+                gc.collect()
+                behind, last = _left(timeline, model), len(timeline.events)
+                training_loss(model, dict(batch)).backward()
+                gc.collect()
+                second = _left(timeline, model) - behind
+        transient = _transients(timeline, ends)
+        return Lived(_peak(timeline, last), arrays, behind, second, transient)
+    finally:
+        if started:
+            tracemalloc.stop()
+        model.zero_grad(set_to_none=True)
+
+
+def _peak(timeline: Timeline, until: int) -> int:
+    most = now = 0
+    for moment, life in enumerate(timeline.events[:until]):
+        now += life.nbytes if life.born == moment else -life.nbytes
+        most = max(most, now)
+    return most
+
+
+def _transients(timeline: Timeline, until: int) -> dict[str, tuple[int, int]]:
+    now, found = Counter[str](), dict[str, tuple[int, int]]()
+    for moment, life in enumerate(timeline.events[:until]):
+        born, name = life.born == moment, life.module
+        if 0 <= life.died < until:
+            now[name] += life.nbytes if born else -life.nbytes
+        most, largest = found.get(name, (0, 1))
+        found[name] = max(most, now[name]), max(largest, life.nbytes)
+    return found
+
+
+def _left(timeline: Timeline, model: nn.Module) -> int:
+    gradients = {storage_id(each) for each in storages(p.grad for p in model.parameters() if p.grad is not None)}
+    return sum(each.nbytes() for each, _ in timeline.alive() if storage_id(each) not in gradients)
+
+
+def _array_bytes() -> int:
+    """Of all NumPy arrays."""
+    traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)])
+    return sum(each.size for each in traces.statistics("filename"))

@@ -1,0 +1,348 @@
+"""Level "training": steps as people run them, patched against stock modules on the same weights and batches.
+
+The situations (`memopt.verification.situations`) hold every pair of: train or eval mode, what is trained, precision,
+rows, length, padding, one backward or two, an evaluation before, outlier channels. Both models are
+small (`memopt.verification.pairs`), since the code of a module is the same in each block; their weights are rounded to
+bf16, so that all precisions have the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from memopt.checks import Check
+from memopt.generators import seed_cpu
+from memopt.plan.recipe import Recipe
+from memopt.verification.gradient import compare_gradients
+from memopt.verification.inputs import probe_inputs
+from memopt.verification.models import (
+    cast_inputs,
+    floating_outputs,
+    load_patched,
+    load_run_free,
+)
+from memopt.verification.modules import LIMITS, Worst, compare_steps, first_wrong
+from memopt.verification.pairs import Pair, pair_of
+from memopt.verification.ratios import STOCK_RUNS, rms
+from memopt.verification.situations import SITUATIONS, Precision, Situation, as_in, batches
+from memopt.verification.step import Step, loss_of
+from memopt.verification.stochastic import RandomRounding
+from memopt.walk.aten.precision import precise
+from memopt.walk.calls.batch import Batch
+from memopt.walk.calls.preserve import preserved
+from memopt.walk.models.config import one_line
+
+_DTYPES: dict[Precision, torch.dtype] = {"autocast": torch.float32, "bf16": torch.bfloat16}
+#: Step of a central difference, relative to a parameter's size, and how far it may be from the gradient: its rounding
+#: and the rest of the series are 1e-8 of the slope, an element at a kink of a ReLU adds as much.
+_STEP, _SLOPE_LIMIT = 1e-6, 1e-5
+#: Two right runs may be twice as far from each other as either is from the truth, and one less accurate by 2.
+_AMPLIFIED = 4.0
+_NEW_TOKENS, _PROMPT = 3, 8
+
+
+@dataclass(frozen=True)
+class _Run:
+    step: Step
+    evaluated: Step
+    """What was computed without gradients."""
+    drawn: str
+    """Of the state in which it left the random generators."""
+
+
+def verify_training(
+    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
+) -> list[Check]:
+    """Run every situation; what is sampled or approximate is switched off."""
+    load = functools.partial(
+        load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs,
+        overrides=recipe.without("sampled", "approximate"),
+    )  # fmt: skip
+
+    def run(model: nn.Module) -> list[Check]:
+        pair = pair_of(model, probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code))
+        return [_skip("no more precise run than the model's own fits into memory")] if pair is None else _all(pair)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of generate, and of PEFT
+        return load_run_free(load, run)
+
+
+def _all(pair: Pair) -> list[Check]:
+    found: dict[str, list[Check]] = {}
+    for situation in sorted(SITUATIONS, key=lambda each: each.trains == "lora"):
+        if situation.trains == "lora" and not pair.adapt():
+            pair.not_run[str(situation)] = "PEFT adapts none of its linears, or is not installed"
+            continue
+        for check in _checks(pair, situation):
+            found.setdefault(check.id, []).append(check)
+        pair.let_go()
+    if not found:
+        return [_skip(f"stock modules run in no situation: {next(iter(pair.not_run.values()))}")]
+    checks = [max(checks, key=lambda each: (each.status == "fail", _excess(each))) for checks in found.values()]
+    return [*checks, _unproved(pair)]
+
+
+def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
+    """The checks of one situation; none where stock modules do not run in it."""
+    given = batches(pair.patched, pair.probes, situation)
+    run = functools.partial(_ran, pair, situation, given)
+    exact = situation.precision == "exact"
+    dtype = pair.wide if exact else _DTYPES[situation.precision]
+    try:
+        truth = run(pair.stock, pair.wide)
+        stock = truth if exact else run(pair.stock, dtype)
+    except Exception as error:
+        pair.not_run[str(situation)] = f"{type(error).__name__}: {one_line(error)}"
+        return
+    limit = LIMITS[pair.wide]
+
+    def difference(patched: int | None) -> Worst:
+        return _worst(lambda: run(pair.patched, dtype, patched), lambda ran: _compared(ran.step, stock.step))
+
+    def evaluation(patched: int | None) -> Worst:
+        return _worst(
+            lambda: run(pair.patched, dtype, patched), lambda ran: compare_steps(ran.evaluated, stock.evaluated)
+        )
+
+    ran: _Run | None = None
+    try:
+        ran = run(pair.patched, dtype)
+    except Exception:
+        yield _check("training.steps", pair, situation, difference(None), difference, limit)
+        return
+    if exact:
+        worst = _compared(ran.step, truth.step)
+        if (
+            not worst.value <= limit
+        ):  # the situation may amplify rounding: so far as stock modules' own, rounded at random
+            others = [run(pair.stock, dtype, seed=seed).step for seed in range(1, 1 + STOCK_RUNS)]
+            limit = max(limit, _AMPLIFIED * max(compare_steps(other, truth.step).value for other in others))
+        yield _check("training.steps", pair, situation, worst, difference, limit)
+    else:
+        yield _rounding(pair, situation, run, ran, stock, truth, dtype)
+    if situation.evaluates:
+        worst = compare_steps(ran.evaluated, stock.evaluated)
+        yield _check("training.evaluation", pair, situation, worst, evaluation, limit)
+
+    def draws(patched: int | None) -> Worst:
+        return _worst(lambda: run(pair.patched, dtype, patched), lambda it: Worst(it.drawn != stock.drawn, ""))
+
+    yield _check("training.random_numbers", pair, situation, Worst(ran.drawn != stock.drawn, ""), draws, 0.0)
+    if situation == SITUATIONS[0]:
+        yield from _dropout(pair, given[0])
+
+
+def _ran(
+    pair: Pair, situation: Situation, given: Sequence[dict[str, Any]], model: nn.Module, dtype: torch.dtype,
+    patched: int | None = None, seed: int = 0,
+) -> _Run:  # fmt: skip
+    """One run of a situation, in its precision or in fp64; with another seed than 0 results are rounded at random."""
+    pair.convert(model, dtype)
+    casts = situation.precision == "autocast" and dtype == torch.float32 != pair.wide
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=casts)
+    cast_batches = [cast_inputs(each, dtype) for each in given]
+    model.zero_grad(set_to_none=True)
+    outputs: dict[str, Tensor] = {}
+    with (
+        preserved(model), as_in(situation, model, pair.blocks), precise(dtype),
+        pair.with_stock(patched if model is pair.patched else None),
+        _rounded(dtype) if seed else contextlib.nullcontext(),  # but not weights and buffers
+    ):  # fmt: skip
+        _seed(seed)
+        evaluated = _evaluated(model, cast_batches[0], autocast) if situation.evaluates else {}
+        for batch in cast_batches:
+            with autocast():
+                output = model(**batch)
+                loss = loss_of(output)
+            loss.backward(retain_graph=situation.backward == "twice")
+            if situation.backward == "twice":
+                loss.backward()
+            outputs = {name: each.detach() for name, each in floating_outputs(output).items()}
+        gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+        step = Step(float(loss.detach()), outputs, gradients, frozenset())
+        return _Run(step, Step(0.0, evaluated, {}, frozenset()), _generators())
+
+
+def _evaluated(model: nn.Module, batch: dict[str, Any], autocast: Any) -> dict[str, Tensor]:
+    """Outputs without gradients in eval mode, and what `generate` adds to a prompt."""
+    mode = model.training
+    model.eval()
+    with torch.no_grad(), autocast():
+        outputs = floating_outputs(model(**batch))
+        ids, generates = batch.get("input_ids"), getattr(model, "can_generate", None)
+        if isinstance(ids, Tensor) and ids.dim() == 2 and generates is not None and generates():
+            prompt = ids[:, :_PROMPT]
+            made = cast(Any, model).generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW_TOKENS, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+            outputs["generated"] = made.double()
+    model.train(mode)
+    return {f"{name} without gradients": each for name, each in outputs.items()}
+
+
+def _compared(step: Step, truth: Step) -> Worst:
+    """The largest difference; a gradient that one of them lacks is infinitely far off."""
+    alone = step.gradients.keys() ^ truth.gradients.keys()
+    if alone:
+        return Worst(float("inf"), f"the gradient of {min(alone)}, which only one of them has")
+    return compare_steps(step, truth)
+
+
+def _worst(run: Callable[[], _Run], compare: Callable[[_Run], Worst]) -> Worst:
+    try:
+        return compare(run())
+    except Exception as error:  # stock modules run
+        return Worst(float("inf"), f"an error: {type(error).__name__}: {one_line(error)}")
+
+
+def _rounding(
+    pair: Pair, situation: Situation, run: Callable[..., _Run], ran: _Run, stock: _Run, truth: _Run,
+    dtype: torch.dtype,
+) -> Check:  # fmt: skip
+    """The ratio of errors of the gradients in 16 bits; where it is large, of runs that are rounded at random."""
+    compared = functools.partial(
+        compare_gradients, truth=truth.step.gradients, dtype=torch.bfloat16, reference="fp64 run of stock modules",
+        stock_loss=stock.step.loss, patched_loss=ran.step.loss,
+        bottleneck=min((each.numel() for each in truth.step.outputs.values()), default=2**63),
+    )  # fmt: skip
+
+    def far(ours: Sequence[_Run], theirs: Sequence[_Run]) -> Worst:
+        checks = [*compared([each.step.gradients for each in ours], [each.step.gradients for each in theirs])]
+        worst = max(checks[1:], key=_excess, default=checks[0])
+        return Worst(
+            _excess(worst), f"the gradient of {worst.subject}: {worst.value or 0:.3g}, limit {worst.threshold}"
+        )
+
+    one_of_them = ran.step.gradients.keys() ^ stock.step.gradients.keys()
+    worst = far([ran], [stock]) if not one_of_them else _compared(ran.step, stock.step)
+    if not worst.value <= 1 and not one_of_them:
+        ours = [ran, *(run(pair.patched, dtype, seed=seed) for seed in (1, 2))]
+        theirs = [stock, *(run(pair.stock, dtype, seed=seed) for seed in range(3, 2 + STOCK_RUNS))]
+        worst = far(ours, theirs)
+    again = functools.partial(run, pair.patched, dtype)
+    return _check(
+        "training.rounding", pair, situation, worst,
+        lambda patched: _worst(lambda: again(patched), lambda it: far([it], [stock])), 1.0,
+    )  # fmt: skip
+
+
+_METRICS = {
+    "training.steps": ("largest relative difference of an output or gradient", "only roundings of fp64 may differ"),
+    "training.rounding": ("worst RMS error / stock modules' own, over its limit", "as of gradient.worst_error_ratio"),
+    "training.evaluation": ("largest relative difference without gradients", "patched modules run stock code there"),
+    "training.random_numbers": ("whether generators are left in another state", "dropouts have p = 0"),
+    "training.dropout": ("slope of the loss / what the gradient says, less 1", "central differences in fp64"),
+}
+
+
+def _check(
+    id: str, pair: Pair, situation: Situation | str, worst: Worst, run: Callable[[int], Worst], limit: float
+) -> Check:
+    """The check; where it fails, `run` with the first so many modules patched says which one it is."""
+    metric, reason = _METRICS[id]
+    fails, subject = not worst.value <= limit, f"{len(pair.swapped)} modules"
+    if fails:
+        wrong = first_wrong(run, limit, len(pair.swapped))
+        subject = pair.swapped[wrong - 1][0] if wrong else "a module that is not patched"
+        subject = subject or "the model"
+    return Check(
+        id=id, level="training", subject=subject, status="fail" if fails else "pass", metric=metric,
+        value=float(worst.value), threshold=limit, threshold_reason=reason,
+        reference="stock modules, same weights and batch", n=len(SITUATIONS),
+        detail=f"{situation}" + (f"; most in {worst.where}" if worst.where else ""),
+    )  # fmt: skip
+
+
+def _unproved(pair: Pair) -> Check:
+    """What the situations leave open: a pass that says so."""
+    said = [pair.left_out] * bool(pair.left_out)
+    said += [f"not run: {name} ({why})" for name, why in pair.not_run.items()]
+    said += ["not compared: dropout's values (their gradients are), other lengths, compiled code, GPUs"]
+    return Check(
+        id="training.situations", level="training", subject=f"{len(SITUATIONS) - len(pair.not_run)} situations",
+        status="pass", metric="situations in which stock modules ran", value=len(SITUATIONS) - len(pair.not_run),
+        reference="stock modules", n=len(SITUATIONS), detail="; ".join(said),
+    )  # fmt: skip
+
+
+def _dropout(pair: Pair, batch: dict[str, Any]) -> Iterator[Check]:
+    """With dropouts on and seeds fixed, the slope of the loss along a random direction against the gradient."""
+    model, given = pair.patched, cast_inputs(batch, pair.wide)
+    if pair.wide != torch.float64:
+        return
+
+    def loss(seed: int) -> Tensor:
+        _seed(seed)
+        return loss_of(model(**given))
+
+    def slope(patched: int | None) -> Worst:
+        with preserved(model), precise(pair.wide), pair.with_stock(patched):
+            model.train()
+            model.zero_grad(set_to_none=True)
+            loss(0).backward()
+            generator = torch.Generator().manual_seed(0)
+            moved = [(each, each.data, each.grad) for each in model.parameters() if each.grad is not None]
+            steps = [
+                torch.randn(data.shape, generator=generator).to(data) * _STEP * _size(data) for _, data, _ in moved
+            ]
+            slopes = torch.stack([(grad * step).sum() for (_, _, grad), step in zip(moved, steps, strict=True)])
+            losses = []
+            for sign in (1, -1, 0):
+                for (each, data, _), step in zip(moved, steps, strict=True):
+                    each.data = data + sign * step if sign else data
+                losses.append(float(loss(0).detach()))  # a projection of outputs is made of those with a graph
+            return Worst(
+                abs((losses[0] - losses[1]) / 2 - float(slopes.sum())) / (rms(slopes) * len(slopes) ** 0.5), ""
+            )
+
+    with preserved(model), precise(pair.wide):
+        model.train()
+        draws = float(loss(0).detach()) != float(loss(1).detach())
+    if draws:
+        yield _check("training.dropout", pair, "train mode, dropouts on", slope(None), slope, _SLOPE_LIMIT)
+
+
+def _size(parameter: Tensor) -> float:
+    return rms(parameter) or 1.0
+
+
+def _rounded(dtype: torch.dtype) -> RandomRounding:
+    return RandomRounding(dtype if dtype == torch.float64 else torch.bfloat16)
+
+
+def _seed(seed: int) -> None:
+    seed_cpu(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _generators() -> str:
+    states = (torch.default_generator.get_state().numpy().tobytes(), random.getstate(), np.random.get_state())
+    return hashlib.sha256(pickle.dumps(states)).hexdigest()
+
+
+def _excess(check: Check) -> float:
+    """`value` over its limit."""
+    value = check.value or 0.0
+    if value != value:
+        return float("inf")
+    return value / check.threshold if check.threshold else value
+
+
+def _skip(reason: str) -> Check:
+    return Check(id="training.steps", level="training", subject="steps", status="skip", detail=reason)
