@@ -26,7 +26,7 @@ BLOCKS = ("layers.0", "layers.1", "layers.2")
 
 
 def linear(name: str, width: int = 64) -> LinearSite:
-    saved = ("mul in act",)
+    saved = (f"mul in {name.rpartition('.')[0]}.act",)
     return LinearSite(f"{name}.weight", name, (width, 64), 64, output_module=name, output_saved_by=saved)
 
 

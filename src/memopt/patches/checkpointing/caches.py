@@ -14,7 +14,7 @@ from memopt.patches.swap import original_class
 
 #: What transformers switches off in a checkpointed layer. There it sees keyword arguments only.
 _NAMES = ("past_key_values", "layer_past", "use_cache")
-#: Set on layers of transformers that read a cache and never write it; releases before 5.23 do not look at it.
+#: Set on layers of transformers that read a cache and never write it; a release without the name ignores it.
 READS_CACHE = "_can_checkpoint_with_cache"
 
 
@@ -27,7 +27,7 @@ def without_caches(
     given = [*keywords.items(), *zip(names, args, strict=False)]
     if reads_cache(block) or not any(value is not None and _is_cache(name, value) for name, value in given):
         return function, args
-    places = {place for module in block.modules() if isinstance(place := vars(module).get("layer_idx"), int)}
+    places = {place for place in (getattr(each, "layer_idx", None) for each in block.modules()) if place is not None}
     if any(_is_cache(name, value) and _holds_states(value, places) for name, value in given):
         return None
     values = [value if not _is_cache(name, value) else False if value is True else None for name, value in given]
