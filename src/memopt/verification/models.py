@@ -20,6 +20,7 @@ from memopt.hub import hub_answers
 from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class
+from memopt.walk.models.plain import plain_functions
 
 #: Share of the free memory that a reference run may take.
 _MEMORY_SHARE = 0.6
@@ -58,7 +59,8 @@ def load_run_free(load: Callable[[], nn.Module], run: Callable[[nn.Module], T]) 
     """`run` on the model that `load` returns, which is freed before this returns, so `run` may not keep it."""
     model = load()
     try:
-        return run(model)
+        with plain_functions(model):
+            return run(model)
     finally:
         del model
         gc.collect()  # models are in reference cycles

@@ -31,6 +31,7 @@ from memopt.walk.folds.twin_proofs import with_proofs
 from memopt.walk.folds.verdict import judge, norm_sites
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
+from memopt.walk.models.plain import plain_functions
 from memopt.walk.probes.gated import with_form
 from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, Sites
@@ -53,8 +54,8 @@ def walk_config(
     """
     if not isinstance(config, PreTrainedConfig):
         config = load_config(config, trust_remote_code=trust_remote_code)
-    with _one_thread():
-        model = build_meta(config)
+    model = build_meta(config)
+    with _one_thread(), plain_functions(model):
         if inputs is None:
             return with_proofs(find_sites(model), config)
         check_names(model, inputs)
@@ -146,7 +147,8 @@ def _one_thread() -> Iterator[None]:
 
 def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sites:
     """Sites of one model by structure alone: its modules, their producers and consumers, which folds are legal."""
-    observed = observe(model, inputs, with_labels=True)
+    with plain_functions(model):
+        observed = observe(model, inputs, with_labels=True)
     mode, labels = observed.mode, observed.labels
     assert labels is not None
     heads = list(labels.loss_heads(mode.parameters))
