@@ -60,7 +60,7 @@ class Reads:
         cls = getattr(type(owner), "_memopt_original_class", type(owner))
         if value is Missing:
             origin = next((each for each in cls.__mro__ if name in vars(each)), object)
-            if origin in nn.Module.__mro__:
+            if origin in (nn.Module, object):
                 return  # PyTorch's own machinery
             above = cls.__mro__[: cls.__mro__.index(origin) + 1]
             self.values += [(each, None, name, vars(each).get(name, Missing)) for each in above]

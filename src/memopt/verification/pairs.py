@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from memopt.api import unpatch
 from memopt.patches.record import record_of
@@ -101,6 +102,12 @@ def pair_of(model: nn.Module, probes: Probes) -> Pair | None:
         if own.get(name, stored) is None:
             each.data = each.data.bfloat16().to(stored)  # the same values in every precision
     stock = unpatch(copy.deepcopy(model))
+    for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
+        # Implementations of attention differ where a row of the mask is empty.
+        if isinstance(ours, PreTrainedModel) and isinstance(theirs, PreTrainedModel):
+            attention = ours.config._attn_implementation
+            if attention is not None and attention != theirs.config._attn_implementation:
+                theirs.set_attn_implementation(attention)
     trained = {name for name, _ in model.named_parameters()}
     for name, each in stock.named_parameters():
         each.requires_grad_(each.requires_grad and name in trained)  # what a fold made constant

@@ -186,5 +186,5 @@ class NormFunction(DirectFunction):
 
 @recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
 def _output(node: Node) -> Tensor:
-    x_hat, _, *copies = node.saved_tensors
-    return norm_ops.recompute_output(x_hat, *_rows(*copies), node.arguments)
+    x_hat, _, scale, shift = node.saved_tensors[:4]
+    return norm_ops.recompute_output(x_hat, *_rows(scale, shift), node.arguments)

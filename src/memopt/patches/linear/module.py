@@ -158,7 +158,8 @@ def _reading(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
-    x = shared_cast(x, autocast_dtype)
+    if any_autocast_enabled():
+        x = shared_cast(x, autocast_dtype)
     spec = reads_spec(x, weight)
     if spec is None and not saves_a_cast_weight(x, weight):
         return stock(module, x)

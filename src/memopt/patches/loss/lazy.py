@@ -26,7 +26,7 @@ from memopt.partitioned import fetch_before
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.notes import note
 from memopt.patches.loss.source import Source
-from memopt.torch_compat import tree_leaves, tree_map, wrapper
+from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -44,8 +44,6 @@ _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(
     getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
 }
 
-#: What C++ code exchanges where a function changes a tensor in place: this tensor's, not its value's.
-_HOOKS: Any = getattr(Tensor, "_backward_hooks", ())
 _GRAPH, _VERSION = (getattr(Tensor, name).__get__ for name in ("grad_fn", "_version"))
 
 _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
@@ -81,7 +79,8 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is _HOOKS:
+        if getattr(func, "__self__", ()) is tensor_hooks_slot:
+            # C++ code exchanges these where a function changes a tensor in place: this tensor's, not its value's.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
