@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from memopt.reporting.account import Account, Part, SavedStorage
-from memopt.reporting.compare import UNSEEN, Comparison, compare_rows
+from memopt.reporting.compare import UNSEEN, Comparison, compare_rows, comparison_tables, summary
 from memopt.reporting.json import comparison_dict
-from memopt.reporting.tables import comparison_tables, summary
 from memopt.reporting.training import Training
 
 UNIT = 2**20

@@ -177,7 +177,7 @@ def report(
 
         common.print_rich(*headline_tables(first))
     if comparison is not None:
-        from memopt.reporting.tables import comparison_tables
+        from memopt.reporting.compare import comparison_tables
 
         all_of_it = verbose or first is None
         sections = (line for section in comparison.sections for line in ("", *section.lines()))

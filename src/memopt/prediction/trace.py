@@ -16,8 +16,8 @@ from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
 from memopt.reporting.quantised import quantisation_state
 from memopt.reporting.step import Step
-from memopt.reporting.storages import storages
-from memopt.reporting.timeline import Kind, Lifetime, Record, record
+from memopt.reporting.storages import Lifetime, storages
+from memopt.reporting.timeline import Kind, Record, record
 from memopt.reporting.training import Training
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.models.alike import Run, places, take_out

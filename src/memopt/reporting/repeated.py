@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memopt.kernels.base.pieces import Mark
 from memopt.reporting.operations import Operation
-
-if TYPE_CHECKING:
-    from memopt.reporting.timeline import Lifetime
+from memopt.reporting.storages import Lifetime
 
 #: How many pieces ago a storage was allocated, 0 or 1, and its number among those of its piece.
 _Address = tuple[int, int]

@@ -53,6 +53,24 @@ class Birth:
         return self if self.copy_of is None else self.copy_of.origin
 
 
+@dataclass(eq=False)
+class Lifetime:
+    """One storage of a step. `born` and `died` are numbers of events; `died` is -1 while it lives."""
+
+    nbytes: int
+    birth: Birth
+    born: int
+    died: int = -1
+    before: Lifetime | None = None
+    """The first operand, where it holds a sum."""
+    node: float = -1
+    """The number of the node whose backward allocated it; -1 in forward."""
+    died_in: float = -1
+    recomputed: bool = False
+    module: str = ""
+    """The module whose forward or backward allocated it."""
+
+
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Storages behind `tensors`, looking inside wrapper subclasses (sharded, quantised); none behind meta tensors."""
     for tensor in tensors:

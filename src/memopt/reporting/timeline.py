@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.pieces import Mark, counting
 from memopt.reporting.operations import Operation, operation
 from memopt.reporting.repeated import repeat
-from memopt.reporting.storages import Birth, StorageTracker, storages
+from memopt.reporting.storages import Birth, Lifetime, StorageTracker, storages
 from memopt.torch_compat import (
     current_node,
     is_module_call,
@@ -40,24 +40,6 @@ KINDS: dict[Kind, str] = {
 #: Modules whose functions, where backward calls them, compute saved tensors again.
 _RECOMPUTING = frozenset({"memopt.recompute_specs", "memopt.saved.handles", "torch.utils.checkpoint"})
 _ENGINE_CALLER = run_backward.__module__
-
-
-@dataclass(eq=False)
-class Lifetime:
-    """One storage of a step. `born` and `died` are numbers of events; `died` is -1 while it lives."""
-
-    nbytes: int
-    birth: Birth
-    born: int
-    died: int = -1
-    before: Lifetime | None = None
-    """The first operand, where it holds a sum."""
-    node: float = -1
-    """The number of the node whose backward allocated it; -1 in forward."""
-    died_in: float = -1
-    recomputed: bool = False
-    module: str = ""
-    """The module whose forward or backward allocated it."""
 
 
 class Timeline(StorageTracker):
