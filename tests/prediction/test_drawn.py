@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import random
+from itertools import accumulate
 from typing import Any
 
 import pytest
 from torch.cuda import _memory_viz as viewer
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.charts import chart
+from memopt.prediction.charts import chart, thinned
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.prediction.snapshot import snapshot
@@ -111,8 +113,28 @@ def test_the_chart_has_the_predicted_peak_and_its_parts(predictions: list[Predic
     for prediction in predictions:
         drawn = chart("stock", prediction)
         assert drawn.name == "stock"
-        assert drawn.curve.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
-        at_top = {part: values[drawn.curve.top] for part, values in drawn.curve.live.items()}
+        assert drawn.peak == prediction.peak.nbytes == sum(drawn.at_peak.values())
+        at_top = {part: values[drawn.top] for part, values in drawn.live.items()}
         assert at_top == prediction.parts
-        assert [name for name, _ in drawn.curve.phases] == ["forward", "backward", "optimizer"]
-        assert prediction.where in drawn.moment
+        assert [name for name, _ in drawn.phases] == ["forward", "backward", "optimizer"]
+        assert prediction.where in drawn.where
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 5000])
+def test_a_thinned_chart_keeps_the_peak(length: int) -> None:
+    draw = random.Random(0)
+    changes = [draw.randrange(-(10**6), 10**6) for _ in range(length)]
+    totals = list(accumulate(changes))
+    shown, top = thinned(changes, limit=40)
+    assert len(shown) <= 40 + 1
+    assert list(shown) == sorted(shown)
+    assert (totals[list(shown)[top]] == max(totals)) if totals else not shown
+
+
+def test_a_spike_of_one_event_is_shown() -> None:
+    """The largest of its span, though not of the step."""
+    steady = [100, *(at % 2 * 2 - 1 for at in range(1, 1000))]
+    shown, top = thinned([*steady, 50, -50, 1000], limit=10)
+    assert list(shown)[top] == 1002
+    late, _ = thinned([*steady, 50, -50, *[0] * 998], limit=10)
+    assert 1000 in late

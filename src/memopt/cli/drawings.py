@@ -89,7 +89,7 @@ def write(
     if html is None and snapshot is None:
         return
     from memopt.files import write_output
-    from memopt.prediction.charts import chart, frontier_chart, predictions, ways_table
+    from memopt.prediction.charts import chart, drawn_frontier, predictions, ways_table
     from memopt.prediction.snapshot import snapshot as as_snapshot
     from memopt.reporting.html.page import page
 
@@ -103,14 +103,13 @@ def write(
         notes = [f"Memory over the step: unknown. {error.message}"]
     if html is not None:
         charts = [chart(name, each) for name, each in zip(("stock", "patched"), found, strict=False)]
-        scope = "All that the process allocates on the device is in it, weights and optimizer states included."
-        plans = None if frontier is None else frontier_chart(frontier)
+        plans = None if frontier is None else drawn_frontier(frontier)
         tables = []
         if headline is not None:
             lines = [f"{what}: {answer}" for what, answer in headline.lines()]
             tables = [ways_table(headline)]
             notes = [*headline.notes, *notes]
-        text = page(comparison, charts=charts, scope=scope, notes=notes, lines=lines, tables=tables, frontier=plans)
+        text = page(comparison, charts=charts, notes=notes, lines=lines, tables=tables, frontier=plans)
         write_output(html, text.encode())
         common.note(f"Wrote {html}")
     if snapshot is not None:

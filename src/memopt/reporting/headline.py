@@ -64,6 +64,11 @@ class Way:
         """Whether it fits, margin included."""
         return self.total + self.margin <= memory
 
+    @property
+    def accuracy(self) -> str:
+        """Of its gradients."""
+        return f"approximate, off by up to {self.gradient_error:.0%}" if self.gradient_error else "exact"
+
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
         found = {name: sum(self.parts.get(part, 0) for part in parts) for name, parts in _GROUPS.items()}
@@ -185,7 +190,6 @@ def _table(headline: Headline) -> RenderableType:
     table.add_column("gradients", overflow="fold")
     for way in headline.ways():
         fits = headline.memory is not None and way.fits(headline.memory)
-        exact = "exact" if not way.gradient_error else f"approximate, off by up to {way.gradient_error:.0%}"
         table.add_row(
             way.name,
             _gib(way.total),
@@ -193,7 +197,7 @@ def _table(headline: Headline) -> RenderableType:
             _percent(way.flops),
             _percent(way.moved),
             "" if way.batch is None else str(way.batch),
-            exact,
+            way.accuracy,
         )
     return table
 
