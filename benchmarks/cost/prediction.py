@@ -45,8 +45,7 @@ from memopt.prediction.measure import RealStep
 from memopt.prediction.peak import MARGIN, predict
 from memopt.prediction.setup import Setup
 from memopt.reporting.estimate import quiet
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.zoo.build import model_types

@@ -42,8 +42,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from memopt.reporting.emulate import CudaChoices, unpadded_masks
-from memopt.reporting.fake import make_fake
-from memopt.reporting.fake_reads import FiniteValues
+from memopt.reporting.fake import FiniteValues, make_fake
 from memopt.reporting.timeline import Step, step
 from memopt.torch_compat import FakeTensorMode
 

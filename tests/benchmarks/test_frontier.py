@@ -14,8 +14,7 @@ import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
 from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 
 GIB = 1 << 30

@@ -7,12 +7,10 @@ from torch import nn
 from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.depth import UnlikeError, put_back
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.trace import trace
-from memopt.prediction.tracer import Tracer, _form
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.prediction.tracer import Tracer, UnlikeError, _form, put_back
+from memopt.reporting.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

@@ -17,8 +17,7 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.prediction.snapshot import snapshot
 from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 
 #: Those that unpickle() of torch/utils/viz/MemoryViz.js knows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from memopt.prediction.fit import largest
+from memopt.prediction.alternatives import largest
 from memopt.reporting.headline import Largest
 
 

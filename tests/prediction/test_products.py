@@ -8,8 +8,7 @@ import pytest
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Checkpointing, Training
+from memopt.reporting.training import Checkpointing, Step, Training
 from tests.reporting.builders import named_config, sites_of
 
 

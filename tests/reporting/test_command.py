@@ -18,12 +18,11 @@ from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.pipeline import patch_checkpoint, report_on
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.answer import headline
+from memopt.prediction.alternatives import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
 from memopt.prediction.planner.training import plan_training
-from memopt.reporting.step import Step
-from memopt.reporting.training import Request, Training
+from memopt.reporting.training import Request, Step, Training
 from tests.factories import tiny_model
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_estimate import LLAMA_8B

@@ -23,8 +23,7 @@ from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
 from memopt.reporting.emulate import unpadded_masks
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake import make_fake
-from memopt.reporting.step import Step
-from memopt.reporting.training import Precision, Training
+from memopt.reporting.training import Precision, Step, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

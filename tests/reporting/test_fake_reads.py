@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
 from memopt.reporting.estimate import trace_account
-from memopt.reporting.fake_reads import FakeReads, FiniteValues
-from memopt.reporting.step import Step
-from memopt.reporting.training import Request, Training
+from memopt.reporting.fake import FakeReads, FiniteValues
+from memopt.reporting.training import Request, Step, Training
 from memopt.torch_compat import know_values, known_values
 from memopt.walk.sites import Sites
 

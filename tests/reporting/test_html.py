@@ -20,14 +20,13 @@ from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.charts import chart, drawn_frontier, predictions, ways_table
 from memopt.prediction.peak import Prediction
-from memopt.prediction.planner.choice import Frontier, Plan, point_of
+from memopt.prediction.planner.choice import Frontier, Plan
 from memopt.prediction.setup import Setup
 from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import trace_account
 from memopt.reporting.html.page import page, size
 from memopt.reporting.html.shapes import Chart
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_headline import HEADLINE
 
@@ -99,7 +98,7 @@ def full_page(comparison: Comparison, charts: list[Chart]) -> str:
 
 def frontier_of(card: str, *plans: tuple[str, int, float]) -> Frontier:
     recipe = load_recipe("exact-unfolded")
-    points = (point_of(Plan(recipe, words, 1, 1, total, 1.0, extra)) for words, total, extra in plans)
+    points = (Plan(recipe, words, 1, 1, total, 1.0, extra) for words, total, extra in plans)
     return Frontier("acme/tiny", "batch 1", card, tuple(points))
 
 

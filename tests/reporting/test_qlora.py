@@ -15,9 +15,8 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import parameters_of
 from memopt.reporting.estimate import build_trained, trace_account
 from memopt.reporting.fake import make_fake
-from memopt.reporting.step import Step
 from memopt.reporting.subject import step_of
-from memopt.reporting.training import Request, Train, Training
+from memopt.reporting.training import Request, Step, Train, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.sites import Sites
 from tests.reporting.builders import named_config, sites_of

@@ -18,9 +18,8 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.trace import trace
 from memopt.prediction.tracer import _form
 from memopt.reporting import timeline
-from memopt.reporting.step import Step
 from memopt.reporting.timeline import Timeline, record
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from memopt.torch_compat import FakeTensorMode
 from tests.reporting.builders import named_config, sites_of
 

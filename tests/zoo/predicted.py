@@ -20,9 +20,8 @@ from memopt.prediction.measure import RealStep
 from memopt.prediction.setup import Setup
 from memopt.reporting.account import Account, account
 from memopt.reporting.estimate import quiet, trace_account
-from memopt.reporting.step import Step
 from memopt.reporting.subject import reads_tokens
-from memopt.reporting.training import Precision, Training
+from memopt.reporting.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import shrunken

@@ -150,7 +150,7 @@ def report(
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
         with common.importing():
             from memopt.pipeline import report_on
-            from memopt.prediction.answer import headline
+            from memopt.prediction.alternatives import headline
 
         first, comparison = None, None
         if verbose or json_output or html or snapshot:
@@ -167,10 +167,8 @@ def report(
         if comparison is not None:
             drawings.write(comparison, setup, html, snapshot, headline=first)
     if json_output and comparison is not None:
-        from memopt.reporting.json import comparison_dict
-
         head = None if first is None else first.to_dict()
-        common.print_json(common.document("report", "pass", headline=head, **comparison_dict(comparison)))
+        common.print_json(common.document("report", "pass", headline=head, **comparison.to_dict()))
         return common.EXIT_OK
     if first is not None:
         from memopt.reporting.headline import headline_tables

@@ -84,16 +84,22 @@ def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
         live += event.change
         if live > most:
             most, top = live, index
-    alive: dict[Storage, None] = {}
-    for event in events[: top + 1]:
-        if event.allocated:
-            alive[event.storage] = None
-        else:
-            del alive[event.storage]
+    alive = living(events[: top + 1])
     for storage in alive:
         parts[storage.part] += storage.nbytes
-    last = events[top] if top >= 0 else None
-    if last is None:
+    if top < 0:
         return Peak(most, "forward", "", "", parts, top, ())
+    last = events[top]
     moment = "loss" if last.storage.part == "loss" else last.moment
-    return Peak(most, moment, last.storage.module, last.storage.operation, parts, top, tuple(alive))
+    return Peak(most, moment, last.storage.module, last.storage.operation, parts, top, alive)
+
+
+def living(events: Sequence[Event]) -> tuple[Storage, ...]:
+    """What was allocated and not freed."""
+    found: dict[Storage, None] = {}
+    for event in events:
+        if event.allocated:
+            found[event.storage] = None
+        else:
+            del found[event.storage]
+    return tuple(found)

@@ -28,9 +28,9 @@ from memopt.reporting.arguments import DTYPES, example_of, step_arguments
 from memopt.reporting.estimate import build_trained, quiet
 from memopt.reporting.fake import replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
-from memopt.reporting.step import Step
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import losses_of, record
+from memopt.reporting.training import Step
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
 from memopt.walk.models.config import one_line
 

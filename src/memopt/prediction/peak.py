@@ -11,8 +11,7 @@ from memopt.prediction.optimizers import follow
 from memopt.prediction.setup import Setup
 from memopt.prediction.sharding import shard
 from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 
 #: Of what is reserved: how far a prediction may be off on a CUDA device.
 MARGIN = 0.03

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memopt.prediction.events import Event, Moment, Part, Storage
+from memopt.prediction.events import Event, Moment, Part, Storage, living
 from memopt.reporting.estimate import quiet, traced
 from memopt.reporting.operations import Operation
 from memopt.reporting.quantised import quantisation_state
-from memopt.reporting.step import Step
 from memopt.reporting.storages import Lifetime, storages
 from memopt.reporting.timeline import Kind, Record, record
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.models.alike import Run, places, take_out
 
@@ -201,17 +200,6 @@ def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
         if index < first.died <= index + 2:
             merged[life] = first
     return merged
-
-
-def living(events: Sequence[Event]) -> tuple[Storage, ...]:
-    """What was allocated and not freed."""
-    found: dict[Storage, None] = {}
-    for event in events:
-        if event.allocated:
-            found[event.storage] = None
-        else:
-            del found[event.storage]
-    return tuple(found)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.reporting.fake import make_fake
-from memopt.reporting.fake_reads import FakeReads, FiniteValues
+from memopt.reporting.fake import FakeReads, FiniteValues, make_fake
 from memopt.reporting.timeline import losses_of
 from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map

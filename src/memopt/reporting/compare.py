@@ -5,8 +5,9 @@ Blocks with the same rows are one *kind*; a model has one or a few. The tables f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.patches.base import Section
+from memopt.patches.registry import patches
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
-from memopt.reporting.step import Step
 from memopt.reporting.text import as_text, line
 from memopt.reporting.timeline import KINDS, Kind
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 
 #: Names of the parts, in the order in which a forward meets them.
 PARTS: dict[Part, str] = {
@@ -150,6 +151,30 @@ class Comparison:
         """What is saved outside of single blocks."""
         outside = ([each for each in account.storages if each.part != "block"] for account in (self.before, self.after))
         return compare_rows(*outside)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form: bytes as integers, keys only ever added."""
+        return {
+            "model": {"id": self.model, "class": self.model_class},
+            "recipe": self.recipe,
+            "training": asdict(self.training) | {"lora_targets": list(self.training.lora_targets)},
+            "inputs": self.inputs,
+            "unit_bytes": self.before.unit,
+            "before": _account(self.before),
+            "after": _account(self.after),
+            "block_kinds": [_kind(kind) for kind in self.kinds()],
+            "outside_blocks": [_row(row) for row in self.rest()],
+            "parts": [{"part": name, "before": before, "after": after} for name, before, after in self.parts()],
+            "summary": {
+                "before": self.before.total,
+                "after": self.after.total,
+                "change": self.change,
+            },
+            "step": {"before": _step(self.before), "after": _step(self.after)},
+            **{patch.section: None for patch in patches() if patch.section},
+            **{section.key: section.to_dict() for section in self.sections},
+            "notes": list(self.notes),
+        }
 
 
 def compare_rows(before: Sequence[SavedStorage], after: Sequence[SavedStorage]) -> tuple[Row, ...]:
@@ -282,3 +307,46 @@ def _size(nbytes: int) -> str:
 
 def _percent(change: float) -> str:
     return f"{100 * change:+.0f} %" if round(100 * change) else "0 %"
+
+
+def _account(account: Account) -> dict[str, Any]:
+    return {
+        "total": account.total,
+        "unseen": account.unseen,
+        "per_block": account.per_block(),
+        "per_cause": account.per_cause(),
+    }
+
+
+def _step(account: Account) -> dict[str, Any] | None:
+    """The peak of the step; None where it is not known."""
+    step = account.step
+    if step is None:
+        return None
+    per_kind, per_place = dict.fromkeys(KINDS, 0), Counter[str]()
+    for life, kind in step.at_peak:
+        per_kind[kind] += life.nbytes
+        per_place[account.block_of(life.module) or life.module] += life.nbytes
+    return {
+        "after_forward": step.kept,
+        "peak": step.peak,
+        "peak_in": step.last.module if step.last else "",
+        "per_kind": per_kind,
+        "per_module": dict(per_place.most_common()),
+        "most_of_kind": step.most,
+    }
+
+
+def _kind(kind: BlockKind) -> dict[str, Any]:
+    rows = [_row(row) for row in kind.rows]
+    return {"blocks": list(kind.blocks), "before": kind.before, "after": kind.after, "rows": rows}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "cause": row.cause,
+        "dtype": row.dtype,
+        "shape": list(row.shape),
+        "before": {"bytes": row.before, "tensors": row.count_before},
+        "after": {"bytes": row.after, "tensors": row.count_after},
+    }

@@ -27,11 +27,10 @@ from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
 from memopt.reporting.arguments import DTYPES, Example, example_of, group_experts, step_arguments
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.reporting.fake import make_fake
-from memopt.reporting.fake_reads import FakeReads, FiniteValues
+from memopt.reporting.fake import FakeReads, FiniteValues, make_fake
 from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
-from memopt.reporting.step import Step
 from memopt.reporting.timeline import step
+from memopt.reporting.training import Step
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.calls.batch import PASS_INPUTS
 from memopt.walk.models.build import build_meta

@@ -104,7 +104,7 @@ class Headline:
         stock, patched = self.stock, self.patched
         if self.memory is not None:
             yield "fits", self._fits(self.memory)
-        yield "peak", f"{_gib(patched.total)} {_when(patched)}; stock {_gib(stock.total)} {_when(stock)}"
+        yield "peak", f"{gib(patched.total)} {_when(patched)}; stock {gib(stock.total)} {_when(stock)}"
         number, unit = self._numbers()
         yield "of it", ", ".join(f"{name} {number(size)}" for name, size in patched.by_what().items()) + unit
         yield "saved", self._saved()
@@ -123,7 +123,7 @@ class Headline:
         for name, way in verdicts:
             spare = memory - way.total - way.margin
             verdict, rest = ("yes", "to spare") if spare >= 0 else ("no", "too much")
-            said.append(f"{name} {verdict} ({_gib(abs(spare))} {rest})")
+            said.append(f"{name} {verdict} ({gib(abs(spare))} {rest})")
         return f"{self.card}: {', '.join(said)}"
 
     def _saved(self) -> str:
@@ -133,7 +133,7 @@ class Headline:
         names = [name for name in ("saved activations", "loss") if before[name] != after[name]]
         number, unit = self._numbers()
         changed = ", ".join(f"{name} {number(before[name])} -> {number(after[name])}" for name in names)
-        of_all = f"{_gib(saved)} of {_gib(self.stock.total)} ({100 * share:.0f} %)"
+        of_all = f"{gib(saved)} of {gib(self.stock.total)} ({100 * share:.0f} %)"
         return f"{of_all}: {changed}{unit}" if changed else of_all
 
     def _largest(self) -> str:
@@ -192,7 +192,7 @@ def _table(headline: Headline) -> RenderableType:
         fits = headline.memory is not None and way.fits(headline.memory)
         table.add_row(
             way.name,
-            _gib(way.total),
+            gib(way.total),
             Text("yes" if fits else "no", style="green" if fits else "red"),
             _percent(way.flops),
             _percent(way.moved),
@@ -241,7 +241,8 @@ def _mebi(nbytes: int) -> str:
     return f"{mib:.0f}" if mib >= 9.5 or not nbytes else f"{mib:.1f}"
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """``20.0 GiB``, below one ``534 MiB``."""
     return f"{_number(nbytes)} GiB" if abs(nbytes) >= _GIB else f"{nbytes / (1 << 20):.0f} MiB"
 
 

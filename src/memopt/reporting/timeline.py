@@ -131,23 +131,10 @@ class Step:
     """Bytes that live between forward and backward."""
     peak: int
     """The most bytes that live at one time."""
-    top: int
-    """The event that makes the peak."""
-    forward_ends: int
-    """The first event of backward."""
-    events: int
-    """How many there are."""
-    lives: tuple[tuple[Lifetime, Kind], ...]
-    """Every storage, in order of its allocation."""
+    at_peak: tuple[tuple[Lifetime, Kind], ...]
+    """The storages that live at the peak, in order of their allocation."""
     most: dict[Kind, int]
     """The most bytes of each kind that live at one time, whenever that is."""
-
-    @property
-    def at_peak(self) -> tuple[tuple[Lifetime, Kind], ...]:
-        """The storages that live at the peak, in order of their allocation."""
-        return tuple(
-            (life, kind) for life, kind in self.lives if life.born <= self.top and not 0 <= life.died <= self.top
-        )
 
     @property
     def last(self) -> Lifetime | None:
@@ -230,7 +217,8 @@ def _counted(found: Record) -> Step:
         kept = now if moment < forward_ends else kept
         if now > peak:
             peak, top = now, moment
-    return Step(kept, peak, top, forward_ends, len(events), tuple(kinds.items()), most)
+    at_peak = ((life, kind) for life, kind in kinds.items() if life.born <= top and not 0 <= life.died <= top)
+    return Step(kept, peak, tuple(at_peak), most)
 
 
 def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:

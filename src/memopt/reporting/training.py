@@ -1,14 +1,18 @@
-"""The training step that a report is about: plain data, no torch."""
+"""The training step that a report is about, as a user asks about it and as it is traced: plain data, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from memopt.plan.recipe import Recipe
+    from memopt.walk.calls.batch import Batch
+    from memopt.walk.sites import Sites
 
 Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 Train = Literal["full", "lora", "qlora"]
@@ -103,3 +107,36 @@ class Request:
             lora_targets=tuple(self.lora_targets) or (ALL_LINEAR,),
             checkpointing=self.checkpointing,
         )
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a model is patched and trained. Nothing of the model but its config is read."""
+
+    config: PreTrainedConfig
+    training: Training
+    """``cuda_kernels=False`` traces the step of a CPU."""
+    sites: Sites
+    """What the walk found in this model (`memopt.walk.observe.walk_config`)."""
+    recipe: Recipe | None = None
+    """Patch with it first; None for the stock model."""
+    folded: Collection[str] = frozenset()
+    """Norms whose affine is folded in the checkpoint."""
+    inputs: Batch | None = None
+    """A batch of the size in `training`; by default one is made."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stock(self) -> Step:
+        """The same step of the model without patches."""
+        return replace(self, recipe=None, folded=frozenset())
+
+    @property
+    def rules(self) -> Recipe:
+        """The recipe of a step that has one."""
+        assert self.recipe is not None, "the stock model has no recipe"
+        return self.recipe
+
+    def trained(self, **changes: Any) -> Step:
+        """The same step with other fields of `training`."""
+        return replace(self, training=replace(self.training, **changes))

@@ -17,8 +17,7 @@ from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
 from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.reporting.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.factories import tiny_config, tiny_model
