@@ -206,21 +206,7 @@ def report(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    request = Request(
-        model,
-        recipe,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        checkpointing=checkpointing,
-        inputs=inputs,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    return report_on(request, note)
+    return report_on(Request.of(locals()), note)
 
 
 @generators_kept()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import json
 import resource
 import subprocess
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from memopt.cli import report as command
 from memopt.cli.main import main
 from memopt.errors import ModelError
-from memopt.pipeline import patch_checkpoint, report_on
+from memopt.pipeline import patch_checkpoint, report, report_on
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.alternatives import headline
 from memopt.prediction.cards import find_card
@@ -179,6 +182,15 @@ def test_without_peft_a_report_for_lora_builds_nothing(
     monkeypatch.setattr("memopt.reporting.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
         ask(Request(llama, train="lora"))
+
+
+def test_a_request_has_the_arguments_of_the_function_and_the_options_of_the_command() -> None:
+    arguments, options = (inspect.signature(each).parameters for each in (report, command.report))
+    for each in dataclasses.fields(Request):
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        assert (arguments[each.name].annotation, arguments[each.name].default) == (each.type, default)
+        assert each.name in options
+    assert arguments.keys() - {each.name for each in dataclasses.fields(Request)} == {"note"}
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,6 +95,11 @@ class Request:
     inputs: Mapping[str, Any] | str | Path | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Request:
+        """From the `locals()` of a function with an argument for each field, which tests compare."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
 
     @property
     def training(self) -> Training:
