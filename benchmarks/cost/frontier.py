@@ -45,8 +45,9 @@ from memopt.prediction.planner.choice import Plan
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, trace
 from memopt.prediction.tracer import Tracer
+from memopt.reporting.events import Trace
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
-from memopt.prediction.trace import Trace, trace
+from memopt.reporting.events import Trace
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 

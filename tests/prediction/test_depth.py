@@ -8,8 +8,8 @@ from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
-from memopt.prediction.trace import trace
 from memopt.prediction.tracer import Tracer, UnlikeError, _form, put_back
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta

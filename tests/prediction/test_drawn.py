@@ -16,7 +16,8 @@ from memopt.prediction.charts import chart, thinned
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.prediction.snapshot import snapshot
-from memopt.prediction.trace import Trace, trace
+from memopt.reporting.events import Trace
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.trace import Trace, trace
+from memopt.reporting.events import Trace
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Checkpointing, Step, Training
 from tests.reporting.builders import named_config, sites_of
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from memopt.prediction.peak import Prediction, combine, predict
 from memopt.prediction.setup import Setup, Sharding
-from memopt.prediction.trace import Trace
+from memopt.reporting.events import Trace
 from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from memopt.reporting.arguments import example_of
 from memopt.reporting.build import compare_training
-from memopt.reporting.estimate import trace_account
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

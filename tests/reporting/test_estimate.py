@@ -17,12 +17,12 @@ from memopt.errors import ModelError
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.reporting import estimate
+from memopt.reporting import estimate, trace
 from memopt.reporting.account import Account
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
 from memopt.reporting.emulate import unpadded_masks
-from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake import make_fake
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Precision, Step, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.models.build import build_meta
@@ -301,9 +301,9 @@ def test_a_step_whose_backward_cannot_be_traced_is_said(monkeypatch: pytest.Monk
     def fails(*args: Any, **names: Any) -> Any:
         raise RuntimeError("no rule for this")
 
-    monkeypatch.setattr(estimate, "step", fails)
+    monkeypatch.setattr(trace, "record", fails)
     config = named_config("llama")
-    traced = trace_account(Step(config, Training(seq=8), sites_of(config)), peak=True)
+    traced = trace_account(Step(config, Training(seq=8), sites_of(config)), whole=True)
     assert traced.step is None
     assert traced.total > 0
     assert "Peak of a step: unknown, since backward fails (RuntimeError: no rule for this)." in traced.notes

@@ -12,8 +12,8 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
-from memopt.reporting.estimate import trace_account
 from memopt.reporting.fake import FakeReads, FiniteValues
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Request, Step, Training
 from memopt.torch_compat import know_values, known_values
 from memopt.walk.sites import Sites

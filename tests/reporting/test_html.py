@@ -23,9 +23,9 @@ from memopt.prediction.peak import Prediction
 from memopt.prediction.planner.choice import Frontier, Plan
 from memopt.prediction.setup import Setup
 from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import trace_account
 from memopt.reporting.html.page import page, size
 from memopt.reporting.html.shapes import Chart
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Step, Training
 from tests.reporting.builders import named_config, sites_of
 from tests.reporting.test_headline import HEADLINE

@@ -12,10 +12,10 @@ import transformers
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.trace import parameters_of
-from memopt.reporting.estimate import build_trained, trace_account
+from memopt.reporting.estimate import build_trained
 from memopt.reporting.fake import make_fake
 from memopt.reporting.subject import step_of
+from memopt.reporting.trace import parameters_of, trace_account
 from memopt.reporting.training import Request, Step, Train, Training
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.sites import Sites

@@ -16,8 +16,8 @@ import benchmarks.prediction as benchmark
 import memopt
 from memopt.prediction.peak import predict
 from memopt.reporting.account import account
-from memopt.reporting.estimate import trace_account
 from memopt.reporting.subject import step_of
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Precision, Request
 from tests.factories import tiny_inputs, tiny_model
 from tests.train.test_quantised import _WIDTH

@@ -131,9 +131,8 @@ def report(
         first, comparison = None, None
         if verbose or json_output or files.drawn:
             comparison = report_on(request, common.note)
-        known = None if comparison is None else comparison.step
         try:
-            first = headline(request, gpu=gpu, setup=setup, step=known)
+            first = headline(request, gpu=gpu, setup=setup, known=comparison)
         except ModelError:
             if gpu is not None:
                 raise

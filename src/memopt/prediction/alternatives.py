@@ -11,9 +11,10 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
-from memopt.prediction.trace import Trace
 from memopt.prediction.tracer import Tracer, trace_ahead
+from memopt.reporting.compare import Comparison
 from memopt.reporting.estimate import max_positions
+from memopt.reporting.events import Trace
 from memopt.reporting.headline import Headline, Largest, Way, gib
 from memopt.reporting.subject import subject_of
 from memopt.reporting.training import Checkpointing, Request, Step, Train, Training
@@ -27,7 +28,7 @@ _COMPILE = (
 
 
 def headline(
-    request: Request, *, gpu: str | None = None, setup: Setup | None = None, step: Step | None = None
+    request: Request, *, gpu: str | None = None, setup: Setup | None = None, known: Comparison | None = None
 ) -> Headline:
     """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
@@ -37,16 +38,20 @@ def headline(
         request: the model and the step.
         gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
         setup: optimizer and devices, else AdamW on one device.
-        step: what `request` comes to, where that is known: `Comparison.step`.
+        known: what was traced of `request` already.
 
     Raises:
         UsageError: no card is named so.
     """
     card, setup = None if gpu is None else find_card(gpu), setup or Setup()
-    if step is None:
+    traces: tuple[Trace | None, ...] = (None, None)
+    if known is None or known.step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
-    return _Answer(step, setup if card is None else setup_on(card, setup), card).headline(str(request.model))
+    else:
+        step, traces = known.step, (known.before.trace, known.after.trace)
+    answer = _Answer(step, setup if card is None else setup_on(card, setup), card)
+    return answer.headline(str(request.model), traces)
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,16 @@ class _Answer:
     extends: bool | None = field(default=None, init=False)
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
 
-    def headline(self, source: str) -> Headline:
+    def headline(self, source: str, traces: Sequence[Trace | None]) -> Headline:
         step, training = self.step, self.step.training
         patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
         if self.card:  # two small traces gain less than a fork costs
             trace_ahead(patched.tracer, training, (stock.tracer, training))
+        else:  # with one, that blocks may be left out has to be found out, which takes traces of few
+            for candidate, traced in zip((stock, patched), traces, strict=True):
+                if traced is not None:
+                    candidate.tracer.traces[candidate.training] = traced
         patched.at()
         self.extends = patched.tracer.extends
         # Blocks of a stock model may be alike where those of the patched one are not.

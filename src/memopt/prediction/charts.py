@@ -8,15 +8,15 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from memopt.prediction.events import PARTS, Part
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.choice import Frontier
 from memopt.prediction.setup import Setup
-from memopt.prediction.tracer import Tracer
 from memopt.reporting.compare import Comparison
+from memopt.reporting.events import PARTS, Part
 from memopt.reporting.headline import Headline, Way
 from memopt.reporting.html.page import size
 from memopt.reporting.html.shapes import Chart, share, ticks
+from memopt.reporting.trace import trace
 
 #: Moments of a chart: two in each column of one that is a few hundred columns wide.
 _SHOWN = 600
@@ -31,7 +31,8 @@ def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
     """
     of = comparison.step
     assert of is not None, "a comparison by compare_training has one"
-    return [combine(Tracer(way).at(of.training), setup) for way in (of.stock, of)]
+    ways = ((of.stock, comparison.before.trace), (of, comparison.after.trace))
+    return [combine(trace(way) if known is None else known, setup) for way, known in ways]
 
 
 def chart(name: str, prediction: Prediction) -> Chart:

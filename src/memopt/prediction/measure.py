@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.prediction.events import peak_of
 from memopt.prediction.optimizers import make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import parameters_of, step_events
 from memopt.reporting.arguments import DTYPES, example_of, step_arguments
 from memopt.reporting.estimate import build_trained, quiet
+from memopt.reporting.events import peak_of
 from memopt.reporting.fake import replace_tensors
 from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
 from memopt.reporting.storages import storages
 from memopt.reporting.timeline import losses_of, record
+from memopt.reporting.trace import parameters_of, step_events
 from memopt.reporting.training import Step
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
 from memopt.walk.models.config import one_line

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.prediction.events import Event, Storage
 from memopt.prediction.setup import Setup
+from memopt.reporting.events import Event, Storage
 from memopt.reporting.storages import tensors
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, operator_schema, storage_id, tree_leaves
 

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from typing import Any
 
 from memopt.prediction.allocator import LARGE_POOL, Allocator
-from memopt.prediction.events import Storage
 from memopt.prediction.peak import Prediction
+from memopt.reporting.events import Storage
 
 _PROTOCOL = 4
 

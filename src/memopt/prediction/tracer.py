@@ -18,9 +18,9 @@ from typing import Literal
 
 from memopt.errors import ModelError
 from memopt.forks import each, processes
-from memopt.prediction.events import Event, Storage, living
-from memopt.prediction.trace import Trace, trace
+from memopt.reporting.events import Event, Storage, Trace, living
 from memopt.reporting.operations import Operation
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, Run, places
 

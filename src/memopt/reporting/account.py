@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE, Causes
+from memopt.reporting.events import Trace
 from memopt.reporting.storages import StorageTracker, storages
-from memopt.reporting.timeline import Step
+from memopt.reporting.timeline import Activations
 from memopt.saved_tensors import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.sites import Sites
@@ -131,8 +132,8 @@ class Account:
     notes: tuple[str, ...] = ()
     hidden_in: str = ""
     """The module in which most of the `unseen` bytes were allocated."""
-    step: Step | None = None
-    """The peak of the whole step; None where no backward was run."""
+    trace: Trace | None = None
+    """The whole step; None where no backward was run."""
 
     @property
     def total(self) -> int:
@@ -143,6 +144,11 @@ class Account:
     def saved(self) -> int:
         """Bytes of the saved tensors alone."""
         return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def step(self) -> Activations | None:
+        """What lives over the whole step; None where no backward was run."""
+        return None if self.trace is None else self.trace.activations
 
     def per_part(self) -> dict[Part, int]:
         """Bytes of each part that saves any."""

@@ -13,8 +13,8 @@ from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
 from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import trace_account
 from memopt.reporting.subject import Subject, default_seq, reads_tokens, subject_of
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Request, Step, Training
 from memopt.walk.calls.batch import Batch, describe
 from memopt.walk.calls.processed import has_processor, processed_batches
@@ -73,7 +73,7 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
 def _compare(subject: Subject, batch: Batch | None) -> Comparison:
     of, rules = subject.step(batch), subject.rules
     sites, notes = of.sites, list(of.notes)
-    before, after = each([partial(trace_account, way, peak=True) for way in (of.stock, of)])
+    before, after = each([partial(trace_account, way, whole=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")

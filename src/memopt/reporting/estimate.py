@@ -1,4 +1,4 @@
-"""The account of a training step from the model's config alone: traced on fake tensors, no weights, no device.
+"""A model that is ready for a training step, from its config alone: on fake tensors, no weights, no device.
 
 The model's own code runs on tensors that have shapes and no data, so every byte is one that PyTorch would save. Where
 a CUDA device would choose another kernel than the CPU, `memopt.reporting.emulate` makes its choice.
@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ from memopt.kernels.base.device import pieces_computed
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
-from memopt.reporting.account import Account, account
 from memopt.reporting.adapters import add_adapters
 from memopt.reporting.arguments import DTYPES, Example, example_of, group_experts, step_arguments
 from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.reporting.fake import FakeReads, FiniteValues, make_fake
 from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
-from memopt.reporting.timeline import step
 from memopt.reporting.training import Step
 from memopt.torch_compat import FakeTensorMode
 from memopt.walk.calls.batch import PASS_INPUTS
@@ -49,28 +47,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.disabled = before
-
-
-@quiet()
-def trace_account(of: Step, *, peak: bool = False) -> Account:
-    """What one forward of the model saves for backward, stock or patched.
-
-    Args:
-        of: the model, and how it is patched and trained.
-        peak: trace a whole step as well, for ``Account.step``.
-
-    Raises:
-        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
-    """
-    with traced(of) as model:
-        saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
-        if not peak:
-            return saved
-        try:
-            return replace(saved, step=step(model.model, model.run, during_backward=model.choices()))
-        except Exception as error:  # the saved bytes are known all the same
-            why = f"{type(error).__name__}: {one_line(error)}"
-            return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -124,7 +124,7 @@ class Timeline(StorageTracker):
 
 
 @dataclass(frozen=True)
-class Step:
+class Activations:
     """The live storages of one step, without parameters, buffers, inputs and the gradients of parameters."""
 
     kept: int
@@ -144,7 +144,7 @@ class Step:
 
 def step(
     model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
-) -> Step:
+) -> Activations:
     """Follow the storages over forward, loss and backward.
 
     Args:
@@ -153,7 +153,7 @@ def step(
             output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
         during_backward: a context to run backward in.
     """
-    return _counted(record(model, run, during_backward=during_backward))
+    return counted(record(model, run, during_backward=during_backward))
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ def losses_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _counted(found: Record) -> Step:
+def counted(found: Record, root: str = "") -> Activations:
+    """What lived of `found`; modules are named from `root` on, the model that adapters wrap."""
     events, forward_ends, left_out, kind_of = found.events, found.forward_ends, found.gradients, found.kind_of
     kinds: dict[Lifetime, Kind] = {}
     live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -217,8 +218,16 @@ def _counted(found: Record) -> Step:
         kept = now if moment < forward_ends else kept
         if now > peak:
             peak, top = now, moment
-    at_peak = ((life, kind) for life, kind in kinds.items() if life.born <= top and not 0 <= life.died <= top)
-    return Step(kept, peak, tuple(at_peak), most)
+
+    def named(module: str) -> str:
+        return module.removeprefix(root).removeprefix(".") if module.startswith(root) else ""
+
+    at_peak = (
+        (replace(life, module=named(life.module)), kind)
+        for life, kind in kinds.items()
+        if life.born <= top and not 0 <= life.died <= top
+    )
+    return Activations(kept, peak, tuple(at_peak), most)
 
 
 def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:

@@ -28,7 +28,7 @@ from memopt.patches.record import record_of
 from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped
 from memopt.reporting.account import Account, account, live_by_module, live_bytes
-from memopt.reporting.estimate import trace_account
+from memopt.reporting.trace import trace_account
 from memopt.reporting.training import Precision, Step, Training
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype

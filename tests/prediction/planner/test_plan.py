@@ -16,7 +16,8 @@ from memopt.prediction.cards import find_card
 from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, trace
+from memopt.reporting.events import Trace
+from memopt.reporting.trace import trace
 from memopt.reporting.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

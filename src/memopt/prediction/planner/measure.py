@@ -14,10 +14,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from memopt.prediction.cards import Card
-from memopt.prediction.events import Event, Storage
 from memopt.prediction.peak import Prediction
 from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.search import BlockModel, Option
+from memopt.reporting.events import Event, Storage
 from memopt.reporting.operations import Operation
 
 

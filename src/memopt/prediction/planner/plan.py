@@ -19,7 +19,7 @@ from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.measure import Measured, cut, measure
 from memopt.prediction.planner.search import BlockModel, between, cheapest, fastest_that_fits, frontier, without
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace
+from memopt.reporting.events import Trace
 from memopt.reporting.training import Training
 
 TraceOf = Callable[[Recipe, int], Trace]

@@ -22,10 +22,11 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, parameters_of
 from memopt.prediction.tracer import Tracer, trace_ahead
+from memopt.reporting.events import Trace
 from memopt.reporting.quantised import quantisation_of
 from memopt.reporting.subject import default_seq, reads_tokens, step_of
+from memopt.reporting.trace import parameters_of
 from memopt.reporting.training import ALL_LINEAR, Precision, Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

@@ -1,25 +1,26 @@
-"""Forward and backward of one step, traced from the config alone: every storage with what it is for."""
+"""Forward and backward of one step, traced from the config alone: what is saved, and every storage with its purpose."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memopt.prediction.events import Event, Moment, Part, Storage, living
-from memopt.reporting.estimate import quiet, traced
-from memopt.reporting.operations import Operation
+from memopt.reporting.account import Account, account
+from memopt.reporting.estimate import TracedModel, quiet, traced
+from memopt.reporting.events import Event, Moment, Parameter, Part, Storage, Trace, living
 from memopt.reporting.quantised import quantisation_state
 from memopt.reporting.storages import Lifetime, storages
-from memopt.reporting.timeline import Kind, Record, record
-from memopt.reporting.training import Step, Training
+from memopt.reporting.timeline import Kind, Record, counted, record
+from memopt.reporting.training import Step
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.walk.models.alike import Run, places, take_out
+from memopt.walk.models.config import one_line
 
 _PARTS: dict[Kind, Part] = {
     "saved": "saved tensors",
@@ -28,45 +29,6 @@ _PARTS: dict[Kind, Part] = {
     "gradients": "activation gradients",
     "temporaries": "temporaries",
 }
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A weight, adapter or buffer; tied ones are one."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    trained: bool
-    is_buffer: bool = False
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One forward and backward, with nothing of the optimizer. Independent of it, so one trace serves several."""
-
-    training: Training
-    parameters: tuple[Parameter, ...]
-    batch: int
-    """Bytes of the inputs."""
-    events: tuple[Event, ...]
-    """Gradients of parameters live on at their end."""
-    gradients: tuple[Storage, ...]
-    """Those that live at the end."""
-    notes: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = field(default=(), repr=False)
-    operations: tuple[Operation, ...] = field(default=(), repr=False)
-    """What was computed and moved; their `moment` counts `events`."""
-    runs: tuple[Run, ...] = ()
-    """Runs of alike blocks whose events are not in `events`; their parameters are in `parameters`."""
-
-    def resident(self) -> Iterator[Storage]:
-        """What lives throughout: weights, buffers and the batch."""
-        for each in self.parameters:
-            dtype = str(each.dtype).removeprefix("torch.")
-            yield Storage(each.nbytes, "weights", each.name, "", dtype, each.shape)
-        yield Storage(self.batch, "batch")
 
 
 @quiet()
@@ -89,11 +51,38 @@ def trace(
         prepare(model)
 
     with traced(of, shrink) as model:
-        batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
-        found = record(model.trained, model.run, during_backward=model.choices())
-        events, numbers = step_events(found)
-        operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
-        parameters = tuple(parameters_of(model.trained))
+        return _follow(of, model, runs)
+
+
+@quiet()
+def trace_account(of: Step, *, whole: bool = False) -> Account:
+    """What one forward of the model saves for backward, stock or patched.
+
+    Args:
+        of: the model, and how it is patched and trained.
+        whole: follow a whole step as well, for ``Account.trace``.
+
+    Raises:
+        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    with traced(of) as model:
+        saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
+        if not whole:
+            return saved
+        try:
+            return replace(saved, trace=_follow(of, model))
+        except Exception as error:  # the saved bytes are known all the same
+            why = f"{type(error).__name__}: {one_line(error)}"
+            return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
+
+
+def _follow(of: Step, model: TracedModel, runs: Sequence[Run] = ()) -> Trace:
+    batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
+    found = record(model.trained, model.run, during_backward=model.choices())
+    events, numbers = step_events(found)
+    operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
+    parameters = tuple(parameters_of(model.trained))
+    root = next(name for name, module in model.trained.named_modules() if module is model.model)
     for run in runs:
         parameters = with_all_blocks(parameters, run)
     return Trace(
@@ -106,6 +95,7 @@ def trace(
         of.sites.blocks,
         operations,
         tuple(runs),
+        None if runs else counted(found, root),
     )
 
 

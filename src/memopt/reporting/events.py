@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import torch
+
+from memopt.reporting.operations import Operation
+from memopt.reporting.timeline import Activations
+from memopt.reporting.training import Training
+from memopt.walk.models.alike import Run
 
 Part = Literal[
     "weights",
@@ -71,6 +78,47 @@ class Peak:
     """Of the event that made the peak; -1 where what lives throughout is the peak."""
     alive: tuple[Storage, ...]
     """What was allocated during the step and lives then, in order of allocation."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight, adapter or buffer; tied ones are one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    trained: bool
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward and backward, with nothing of the optimizer. Independent of it, so one trace serves several."""
+
+    training: Training
+    parameters: tuple[Parameter, ...]
+    batch: int
+    """Bytes of the inputs."""
+    events: tuple[Event, ...]
+    """Gradients of parameters live on at their end."""
+    gradients: tuple[Storage, ...]
+    """Those that live at the end."""
+    notes: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = field(default=(), repr=False)
+    operations: tuple[Operation, ...] = field(default=(), repr=False)
+    """What was computed and moved; their `moment` counts `events`."""
+    runs: tuple[Run, ...] = ()
+    """Runs of alike blocks whose events are not in `events`; their parameters are in `parameters`."""
+    activations: Activations | None = field(default=None, repr=False)
+    """The same step without parameters and their gradients; None where blocks were left out."""
+
+    def resident(self) -> Iterator[Storage]:
+        """What lives throughout: weights, buffers and the batch."""
+        for each in self.parameters:
+            dtype = str(each.dtype).removeprefix("torch.")
+            yield Storage(each.nbytes, "weights", each.name, "", dtype, each.shape)
+        yield Storage(self.batch, "batch")
 
 
 def peak_of(resident: Iterable[Storage], events: Sequence[Event]) -> Peak:
