@@ -45,10 +45,10 @@ from memopt.prediction.planner.choice import Plan
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose
 from memopt.prediction.setup import Setup
-from memopt.prediction.tracer import Tracer
-from memopt.reporting.events import Trace
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.tracer import Tracer
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 

@@ -41,10 +41,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
-from memopt.reporting.emulate import CudaChoices, unpadded_masks
-from memopt.reporting.fake import FiniteValues, make_fake
-from memopt.reporting.timeline import Activations, step
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.emulate import CudaChoices, unpadded_masks
+from memopt.trace.fake import FiniteValues, make_fake
+from memopt.trace.timeline import Activations, step
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 DTYPE = torch.bfloat16

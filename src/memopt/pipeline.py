@@ -24,7 +24,7 @@ from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config

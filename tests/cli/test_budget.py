@@ -13,9 +13,9 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER
-from memopt.reporting.training import Request
+from memopt.trace.training import Request
 from tests.factories import tiny_config
-from tests.reporting.builders import named_config
+from tests.trace.builders import named_config
 
 GIB = 1 << 30
 RECIPE = load_recipe("exact-unfolded", ("checkpointing.method=full", "checkpointing.blocks=[model.layers.0]"))

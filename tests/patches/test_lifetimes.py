@@ -11,10 +11,10 @@ from torch import nn
 
 import memopt
 from memopt.kernels.base import parts
-from memopt.reporting.emulate import CudaChoices
-from memopt.reporting.fake import make_fake
-from memopt.reporting.timeline import Activations, step
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.emulate import CudaChoices
+from memopt.trace.fake import make_fake
+from memopt.trace.timeline import Activations, step
 from tests.factories import tiny_model
 
 BATCH, LENGTH = 4, 64

@@ -10,7 +10,7 @@ import benchmarks.prediction
 import memopt.prediction.peak
 from benchmarks.prediction import LIMIT, PAIRS, Pair, measure
 from memopt.prediction.setup import Setup
-from memopt.reporting.events import Event, Trace
+from memopt.trace.events import Event, Trace
 
 FAST = [
     Pair("llama", "full", "none"),

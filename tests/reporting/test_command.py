@@ -25,10 +25,10 @@ from memopt.prediction.alternatives import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
 from memopt.prediction.planner.training import plan_training
-from memopt.reporting.training import Request, Step, Training
+from memopt.trace.training import Request, Step, Training
 from tests.factories import tiny_model
-from tests.reporting.builders import named_config, sites_of
-from tests.reporting.test_estimate import LLAMA_8B
+from tests.trace.builders import named_config, sites_of
+from tests.trace.test_estimate import LLAMA_8B
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_without_peft_a_report_for_lora_builds_nothing(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
-    monkeypatch.setattr("memopt.reporting.subject.build_meta", lambda config: pytest.fail("a model was built"))
+    monkeypatch.setattr("memopt.trace.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
         ask(Request(llama, train="lora"))
 

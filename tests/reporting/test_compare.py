@@ -8,9 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.compare import UNSEEN, Comparison, compare_rows, comparison_tables, summary
-from memopt.reporting.training import Training
+from memopt.trace.account import Account, Part, SavedStorage
+from memopt.trace.training import Training
 
 UNIT = 2**20
 

@@ -18,17 +18,17 @@ import pytest
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.charts import chart, drawn_frontier, predictions, ways_table
 from memopt.prediction.peak import Prediction
 from memopt.prediction.planner.choice import Frontier, Plan
 from memopt.prediction.setup import Setup
+from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
 from memopt.reporting.compare import Comparison
 from memopt.reporting.html.page import page, size
 from memopt.reporting.html.shapes import Chart
-from memopt.reporting.trace import trace_account
-from memopt.reporting.training import Step, Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Step, Training
 from tests.reporting.test_headline import HEADLINE
+from tests.trace.builders import named_config, sites_of
 
 HOSTILE = "</script><script>alert(1)</script>&\"'<!--"
 VOID = {"meta", "input", "br", "wbr"}
@@ -230,7 +230,7 @@ def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
         raise ModelError("Its backward fails.")
 
     monkeypatch.setattr("memopt.pipeline.report_on", lambda *arguments, **options: comparison)
-    monkeypatch.setattr("memopt.prediction.charts.predictions", fail)
+    monkeypatch.setattr("memopt.reporting.charts.predictions", fail)
     assert main(["report", "acme/tiny", "--html", str(tmp_path / "page.html")]) == 0
     assert "Memory over the step: unknown. Its backward fails." in (tmp_path / "page.html").read_text()
     assert main(["report", "acme/tiny", "--snapshot", str(tmp_path / "step.pickle")]) == 2

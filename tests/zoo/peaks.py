@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
-from memopt.reporting.estimate import max_positions, quiet, traced
-from memopt.reporting.subject import reads_tokens
-from memopt.reporting.timeline import Activations, step
-from memopt.reporting.training import Precision, Step, Training
+from memopt.trace.estimate import max_positions, quiet, traced
+from memopt.trace.subject import reads_tokens
+from memopt.trace.timeline import Activations, step
+from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import name_placeholders

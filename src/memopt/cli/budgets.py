@@ -16,7 +16,7 @@ from memopt.forks import forking
 if TYPE_CHECKING:
     from memopt.prediction.planner.choice import Choice
     from memopt.prediction.setup import Setup
-    from memopt.reporting.training import Request
+    from memopt.trace.training import Request
 
 Allowed = Literal["approximate"]
 BudgetOption = Annotated[

@@ -13,11 +13,11 @@ from memopt.cli import common
 from memopt.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
+    from memopt.prediction.headline import Headline
     from memopt.prediction.planner.choice import Choice, Frontier
     from memopt.prediction.setup import Setup
     from memopt.reporting.compare import Comparison
-    from memopt.reporting.headline import Headline
-    from memopt.reporting.training import Request
+    from memopt.trace.training import Request
 
 HtmlOption = Annotated[
     Path | None,
@@ -102,9 +102,9 @@ def write(
     if not files.drawn:
         return
     from memopt.files import write_output
-    from memopt.prediction.charts import chart, drawn_frontier, predictions, ways_table
-    from memopt.prediction.snapshot import snapshot
+    from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
     from memopt.reporting.html.page import page
+    from memopt.reporting.snapshot import snapshot
 
     found, notes = [], []
     try:

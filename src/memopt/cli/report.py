@@ -12,7 +12,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 
 _Given = Mapping[str, bool]
 """Options, and whether they are on the command line."""
@@ -132,7 +132,8 @@ def report(
         if verbose or json_output or files.drawn:
             comparison = report_on(request, common.note)
         try:
-            first = headline(request, gpu=gpu, setup=setup, known=comparison)
+            step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
+            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces)
         except ModelError:
             if gpu is not None:
                 raise

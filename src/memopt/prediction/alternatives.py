@@ -9,15 +9,14 @@ from functools import partial
 from memopt.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
+from memopt.prediction.headline import Headline, Largest, Way, gib
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
-from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import max_positions
-from memopt.reporting.events import Trace
-from memopt.reporting.headline import Headline, Largest, Way, gib
-from memopt.reporting.subject import subject_of
-from memopt.reporting.training import Checkpointing, Request, Step, Train, Training
+from memopt.trace.estimate import max_positions
+from memopt.trace.events import Trace
+from memopt.trace.subject import subject_of
+from memopt.trace.tracer import Tracer, trace_ahead
+from memopt.trace.training import Checkpointing, Request, Step, Train, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -28,7 +27,12 @@ _COMPILE = (
 
 
 def headline(
-    request: Request, *, gpu: str | None = None, setup: Setup | None = None, known: Comparison | None = None
+    request: Request,
+    *,
+    gpu: str | None = None,
+    setup: Setup | None = None,
+    step: Step | None = None,
+    traces: Sequence[Trace | None] = (None, None),
 ) -> Headline:
     """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
@@ -38,18 +42,16 @@ def headline(
         request: the model and the step.
         gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
         setup: optimizer and devices, else AdamW on one device.
-        known: what was traced of `request` already.
+        step: what `request` comes to, where that is known.
+        traces: its steps, stock and patched, where they are known.
 
     Raises:
         UsageError: no card is named so.
     """
     card, setup = None if gpu is None else find_card(gpu), setup or Setup()
-    traces: tuple[Trace | None, ...] = (None, None)
-    if known is None or known.step is None:
+    if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
-    else:
-        step, traces = known.step, (known.before.trace, known.after.trace)
     answer = _Answer(step, setup if card is None else setup_on(card, setup), card)
     return answer.headline(str(request.model), traces)
 

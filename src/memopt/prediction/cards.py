@@ -18,7 +18,7 @@ from memopt.errors import UsageError
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Setup
 
 if TYPE_CHECKING:
-    from memopt.reporting.operations import Operation
+    from memopt.trace.operations import Operation
 
 GIB = 1 << 30
 #: PCI Express of 16 lanes, bytes per second in one direction, by generation.

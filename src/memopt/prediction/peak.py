@@ -9,9 +9,9 @@ from memopt.prediction.allocator import reserved
 from memopt.prediction.optimizers import follow
 from memopt.prediction.setup import Setup
 from memopt.prediction.sharding import shard
-from memopt.reporting.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
+from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
 
 #: Of what is reserved: how far a prediction may be off on a CUDA device.
 MARGIN = 0.03

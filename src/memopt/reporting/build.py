@@ -13,9 +13,9 @@ from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
 from memopt.reporting.compare import Comparison
-from memopt.reporting.subject import Subject, default_seq, reads_tokens, subject_of
-from memopt.reporting.trace import trace_account
-from memopt.reporting.training import Request, Step, Training
+from memopt.trace.subject import Subject, default_seq, reads_tokens, subject_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Request, Step, Training
 from memopt.walk.calls.batch import Batch, describe
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.models.build import build_meta

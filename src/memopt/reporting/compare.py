@@ -17,11 +17,12 @@ from rich.text import Text
 
 from memopt.patches.base import Section
 from memopt.patches.registry import patches
-from memopt.reporting.account import Account, Part, SavedStorage
-from memopt.reporting.causes import CAUSES
 from memopt.reporting.text import as_text, line
-from memopt.reporting.timeline import KINDS, Kind
-from memopt.reporting.training import Step, Training
+from memopt.trace.account import Account, Part, SavedStorage
+from memopt.trace.causes import CAUSES
+from memopt.trace.events import Trace
+from memopt.trace.timeline import KINDS, Kind
+from memopt.trace.training import Step, Training
 
 #: Names of the parts, in the order in which a forward meets them.
 PARTS: dict[Part, str] = {
@@ -132,6 +133,11 @@ class Comparison:
     def has_step(self) -> bool:
         """Whether the peak of a step is known, stock and patched."""
         return self.before.step is not None and self.after.step is not None
+
+    @property
+    def traces(self) -> tuple[Trace | None, Trace | None]:
+        """The whole step, stock and patched; None where its backward fails."""
+        return self.before.trace, self.after.trace
 
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
         """(kind, where, bytes before, bytes after) of what lives at the peak of the step, in the order of `KINDS`.

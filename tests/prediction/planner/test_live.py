@@ -15,7 +15,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import plan, training
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.setup import Setup
-from memopt.reporting.events import Trace
+from memopt.trace.events import Trace
 from tests.factories import tiny_inputs, tiny_model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from memopt.errors import printable
 from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.setup import Setup
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 
 GIB, MIB = 1 << 30, 1 << 20
 

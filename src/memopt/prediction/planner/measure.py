@@ -17,8 +17,8 @@ from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction
 from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.search import BlockModel, Option
-from memopt.reporting.events import Event, Storage
-from memopt.reporting.operations import Operation
+from memopt.trace.events import Event, Storage
+from memopt.trace.operations import Operation
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.measure import Measured, cut, measure
 from memopt.prediction.planner.search import BlockModel, between, cheapest, fastest_that_fits, frontier, without
 from memopt.prediction.setup import Setup
-from memopt.reporting.events import Trace
-from memopt.reporting.training import Training
+from memopt.trace.events import Trace
+from memopt.trace.training import Training
 
 TraceOf = Callable[[Recipe, int], Trace]
 """A recipe and the rows of a batch -> one step."""

@@ -22,12 +22,12 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
-from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.events import Trace
-from memopt.reporting.quantised import quantisation_of
-from memopt.reporting.subject import default_seq, reads_tokens, step_of
-from memopt.reporting.trace import parameters_of
-from memopt.reporting.training import ALL_LINEAR, Precision, Request, Step, Training
+from memopt.trace.events import Trace
+from memopt.trace.quantised import quantisation_of
+from memopt.trace.subject import default_seq, reads_tokens, step_of
+from memopt.trace.trace import parameters_of
+from memopt.trace.tracer import Tracer, trace_ahead
+from memopt.trace.training import ALL_LINEAR, Precision, Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites

@@ -44,8 +44,8 @@ def page(
         comparison: stock and patched, traced.
         charts: memory over the step, of each variant.
         lines: sentences to put first.
-        tables: to put before the charts, as `memopt.prediction.charts.ways_table` makes them.
-        frontier: memory against time, as `memopt.prediction.charts.drawn_frontier` makes it.
+        tables: to put before the charts, as `memopt.reporting.charts.ways_table` makes them.
+        frontier: memory against time, as `memopt.reporting.charts.drawn_frontier` makes it.
         notes: sentences to put before those of `comparison`.
     """
     from jinja2 import Environment

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 import torch
 
-from memopt.reporting.operations import Operation
-from memopt.reporting.timeline import Activations
-from memopt.reporting.training import Training
+from memopt.trace.operations import Operation
+from memopt.trace.timeline import Activations
+from memopt.trace.training import Training
 from memopt.walk.models.alike import Run
 
 Part = Literal[

@@ -12,7 +12,7 @@ from typing import Any
 
 from memopt.prediction.allocator import LARGE_POOL, Allocator
 from memopt.prediction.peak import Prediction
-from memopt.reporting.events import Storage
+from memopt.trace.events import Storage
 
 _PROTOCOL = 4
 

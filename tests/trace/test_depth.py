@@ -8,13 +8,13 @@ from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
-from memopt.prediction.tracer import Tracer, UnlikeError, _form, put_back
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
+from memopt.trace.trace import trace
+from memopt.trace.tracer import Tracer, UnlikeError, _form, put_back
+from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
-from tests.reporting.builders import named_config
+from tests.trace.builders import named_config
 
 
 def tracer(name: str, recipe: str | None = None) -> Tracer:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memopt.reporting.account import Account, account
-from memopt.reporting.estimate import TracedModel, quiet, traced
-from memopt.reporting.events import Event, Moment, Parameter, Part, Storage, Trace, living
-from memopt.reporting.quantised import quantisation_state
-from memopt.reporting.storages import Lifetime, storages
-from memopt.reporting.timeline import Kind, Record, counted, record
-from memopt.reporting.training import Step
 from memopt.torch_compat import storage_id, tree_leaves
+from memopt.trace.account import Account, account
+from memopt.trace.estimate import TracedModel, quiet, traced
+from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
+from memopt.trace.quantised import quantisation_state
+from memopt.trace.storages import Lifetime, storages
+from memopt.trace.timeline import Kind, Record, counted, record
+from memopt.trace.training import Step
 from memopt.walk.models.alike import Run, places, take_out
 from memopt.walk.models.config import one_line
 
@@ -35,7 +35,7 @@ _PARTS: dict[Kind, Part] = {
 def trace(
     of: Step, *, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
 ) -> Trace:
-    """Follow one step; errors as `memopt.reporting.estimate.traced`'s.
+    """Follow one step; errors as `memopt.trace.estimate.traced`'s.
 
     Args:
         of: the model, and how it is patched and trained.

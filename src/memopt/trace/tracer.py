@@ -18,10 +18,10 @@ from typing import Literal
 
 from memopt.errors import ModelError
 from memopt.forks import each, processes
-from memopt.reporting.events import Event, Storage, Trace, living
-from memopt.reporting.operations import Operation
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
+from memopt.trace.events import Event, Storage, Trace, living
+from memopt.trace.operations import Operation
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, Run, places
 
 

@@ -12,10 +12,10 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memopt.reporting.build import compare_training
-from memopt.reporting.fake import FakeReads, FiniteValues
-from memopt.reporting.trace import trace_account
-from memopt.reporting.training import Request, Step, Training
 from memopt.torch_compat import know_values, known_values
+from memopt.trace.fake import FakeReads, FiniteValues
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Request, Step, Training
 from memopt.walk.sites import Sites
 
 

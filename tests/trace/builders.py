@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.reporting.account import Account, account
+from memopt.trace.account import Account, account
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites

@@ -12,14 +12,14 @@ import pytest
 from torch.cuda import _memory_viz as viewer
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.charts import chart, thinned
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
-from memopt.prediction.snapshot import snapshot
-from memopt.reporting.events import Trace
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.reporting.charts import chart, thinned
+from memopt.reporting.snapshot import snapshot
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
+from tests.trace.builders import named_config, sites_of
 
 #: Those that unpickle() of torch/utils/viz/MemoryViz.js knows.
 OPCODES = {

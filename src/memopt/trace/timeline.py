@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.pieces import Mark, counting
-from memopt.reporting.operations import Operation, operation
-from memopt.reporting.repeated import repeat
-from memopt.reporting.storages import Birth, Lifetime, StorageTracker, storages
 from memopt.torch_compat import (
     current_node,
     is_module_call,
@@ -27,6 +24,9 @@ from memopt.torch_compat import (
     storage_id,
     tree_leaves,
 )
+from memopt.trace.operations import Operation, operation
+from memopt.trace.repeated import repeat
+from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
 
 #: What a storage that lives at the peak is for, in the order in which tables list it.
 Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]

@@ -8,15 +8,15 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+from memopt.prediction.headline import Headline, Way
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.choice import Frontier
 from memopt.prediction.setup import Setup
 from memopt.reporting.compare import Comparison
-from memopt.reporting.events import PARTS, Part
-from memopt.reporting.headline import Headline, Way
 from memopt.reporting.html.page import size
 from memopt.reporting.html.shapes import Chart, share, ticks
-from memopt.reporting.trace import trace
+from memopt.trace.events import PARTS, Part
+from memopt.trace.trace import trace
 
 #: Moments of a chart: two in each column of one that is a few hundred columns wide.
 _SHOWN = 600

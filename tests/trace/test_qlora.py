@@ -12,15 +12,15 @@ import transformers
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.estimate import build_trained
-from memopt.reporting.fake import make_fake
-from memopt.reporting.subject import step_of
-from memopt.reporting.trace import parameters_of, trace_account
-from memopt.reporting.training import Request, Step, Train, Training
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.estimate import build_trained
+from memopt.trace.fake import make_fake
+from memopt.trace.subject import step_of
+from memopt.trace.trace import parameters_of, trace_account
+from memopt.trace.training import Request, Step, Train, Training
 from memopt.walk.sites import Sites
-from tests.reporting.builders import named_config, sites_of
-from tests.reporting.test_estimate import BLOCKS_8B, LLAMA_8B
+from tests.trace.builders import named_config, sites_of
+from tests.trace.test_estimate import BLOCKS_8B, LLAMA_8B
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 

@@ -17,19 +17,19 @@ from memopt.errors import ModelError
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.reporting import estimate, trace
-from memopt.reporting.account import Account
-from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE
-from memopt.reporting.emulate import unpadded_masks
-from memopt.reporting.fake import make_fake
-from memopt.reporting.trace import trace_account
-from memopt.reporting.training import Precision, Step, Training
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace import estimate, trace
+from memopt.trace.account import Account
+from memopt.trace.causes import EXPERTS, EXPERTS_NOTE
+from memopt.trace.emulate import unpadded_masks
+from memopt.trace.fake import make_fake
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.factories import tiny_inputs, tiny_model
-from tests.reporting.builders import named_config, real_account, sites_of
+from tests.trace.builders import named_config, real_account, sites_of
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Size, Tensor
 from torch.utils.flop_counter import flop_registry
 
-from memopt.reporting.storages import storages, tensors
 from memopt.torch_compat import FakeTensor, is_operator, operator_schema, storage_id
+from memopt.trace.storages import storages, tensors
 
 #: Operations that read of their operands as much as they write.
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.reporting.emulate import AnyGroupedProduct
+from memopt.trace.emulate import AnyGroupedProduct
 
 GROUPS, ROWS, INNER, COLUMNS = 4, 16, 8, 24
 OFFSETS = torch.tensor([4, 8, 12, ROWS], dtype=torch.int32)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.reporting.fake import FakeReads, FiniteValues, make_fake
-from memopt.reporting.timeline import losses_of
-from memopt.reporting.training import Precision, Training
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
+from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.timeline import losses_of
+from memopt.trace.training import Precision, Training
 from memopt.walk.calls.arguments.request import Size
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets

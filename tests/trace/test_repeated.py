@@ -15,13 +15,13 @@ from memopt.kernels.base import parts
 from memopt.kernels.base.pieces import pieces
 from memopt.patches.loss import plain
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.tracer import _form
-from memopt.reporting import timeline
-from memopt.reporting.timeline import Timeline, record
-from memopt.reporting.trace import trace
-from memopt.reporting.training import Step, Training
 from memopt.torch_compat import FakeTensorMode
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace import timeline
+from memopt.trace.timeline import Timeline, record
+from memopt.trace.trace import trace
+from memopt.trace.tracer import _form
+from memopt.trace.training import Step, Training
+from tests.trace.builders import named_config, sites_of
 
 ROWS = 38
 

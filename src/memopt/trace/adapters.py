@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.reporting.quantised import Linear4bit
-from memopt.reporting.training import ALL_LINEAR
+from memopt.trace.quantised import Linear4bit
+from memopt.trace.training import ALL_LINEAR
 from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from memopt.reporting.causes import EXPERTS, EXPERTS_NOTE, Causes
-from memopt.reporting.events import Trace
-from memopt.reporting.storages import StorageTracker, storages
-from memopt.reporting.timeline import Activations
 from memopt.saved_tensors import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id, tree_leaves
+from memopt.trace.causes import EXPERTS, EXPERTS_NOTE, Causes
+from memopt.trace.events import Trace
+from memopt.trace.storages import StorageTracker, storages
+from memopt.trace.timeline import Activations
 from memopt.walk.sites import Sites
 
 
@@ -108,7 +108,7 @@ class SavedStorage:
     savers: tuple[tuple[str, str], ...]
     """(module, operation) of each save, in order."""
     cause: str
-    """What it is: one of `memopt.reporting.causes.CAUSES`."""
+    """What it is: one of `memopt.trace.causes.CAUSES`."""
     module: str = ""
     """The innermost module that was running when it was allocated; of codes, the one of their tensor."""
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from memopt.activations import OPERATIONS
-from memopt.reporting.storages import Birth
 from memopt.saved_tensors import CHECKPOINT
+from memopt.trace.storages import Birth
 from memopt.walk.sites import Sites
 
 Cause = Literal[

@@ -11,10 +11,10 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from memopt.reporting.arguments import example_of
 from memopt.reporting.build import compare_training
-from memopt.reporting.trace import trace_account
-from memopt.reporting.training import Request, Step, Training
+from memopt.trace.arguments import example_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.factories import tiny_config

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from memopt.kernels.base.pieces import Mark
-from memopt.reporting.operations import Operation
-from memopt.reporting.storages import Lifetime
+from memopt.trace.operations import Operation
+from memopt.trace.storages import Lifetime
 
 #: How many pieces ago a storage was allocated, 0 or 1, and its number among those of its piece.
 _Address = tuple[int, int]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.reporting.account import account
-from memopt.reporting.timeline import step
+from memopt.trace.account import account
+from memopt.trace.timeline import step
 from tests.factories import tiny_inputs, tiny_model
 
 ROWS, WIDTH = 64, 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.reporting.operations import Operation
-from memopt.reporting.timeline import record
+from memopt.trace.operations import Operation
+from memopt.trace.timeline import record
 
 
 def operations(model: nn.Module, x: torch.Tensor) -> list[Operation]:

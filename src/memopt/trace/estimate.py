@@ -1,7 +1,7 @@
 """A model that is ready for a training step, from its config alone: on fake tensors, no weights, no device.
 
 The model's own code runs on tensors that have shapes and no data, so every byte is one that PyTorch would save. Where
-a CUDA device would choose another kernel than the CPU, `memopt.reporting.emulate` makes its choice.
+a CUDA device would choose another kernel than the CPU, `memopt.trace.emulate` makes its choice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from memopt.kernels.base.device import pieces_computed
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe
-from memopt.reporting.adapters import add_adapters
-from memopt.reporting.arguments import DTYPES, Example, example_of, group_experts, step_arguments
-from memopt.reporting.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
-from memopt.reporting.fake import FakeReads, FiniteValues, make_fake
-from memopt.reporting.quantised import Quantisation, quantisation_of, quantise
-from memopt.reporting.training import Step
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.adapters import add_adapters
+from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
+from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.quantised import Quantisation, quantisation_of, quantise
+from memopt.trace.training import Step
 from memopt.walk.calls.batch import PASS_INPUTS
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import config_nodes, one_line
@@ -137,7 +137,7 @@ def build_trained(
     """The model of `of` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
 
     Args:
-        quantised: puts 4-bit linears into a model, as `memopt.reporting.quantised.quantise`.
+        quantised: puts 4-bit linears into a model, as `memopt.trace.quantised.quantise`.
 
     Raises:
         ModelError: the model cannot be built, or peft is missing for LoRA.
