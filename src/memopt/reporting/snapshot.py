@@ -7,6 +7,7 @@ torch/utils/viz/MemoryViz.js read it: a pickle of plain lists and dicts, of a pr
 from __future__ import annotations
 
 import pickle
+import sys
 from bisect import bisect_left
 from typing import Any
 
@@ -100,5 +101,6 @@ class _Device:
         """What the viewer prints for a block: what it is for, the operator and the module."""
         key = (storage.part, storage.operation, storage.module)
         names = ((storage.part, "part"), (storage.operation, "operation"), (storage.module, "module"))
-        found = [{"filename": kind, "line": 0, "name": name} for name, kind in names if name]
+        # Interned: the file is the same, whether a fork traced the step or this process.
+        found = [{"filename": kind, "line": 0, "name": sys.intern(name)} for name, kind in names if name]
         return self._frames.setdefault(key, found)

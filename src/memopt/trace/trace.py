@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memopt.errors import ModelError
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.account import Account, account
-from memopt.trace.estimate import TracedModel, quiet, traced
+from memopt.trace.estimate import quiet, traced
 from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
 from memopt.trace.quantised import quantisation_state
 from memopt.trace.storages import Lifetime, storages
@@ -51,7 +52,26 @@ def trace(
         prepare(model)
 
     with traced(of, shrink) as model:
-        return _follow(of, model, runs)
+        batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
+        found = record(model.trained, model.run, during_backward=model.choices())
+        events, numbers = step_events(found)
+        operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
+        parameters = tuple(parameters_of(model.trained))
+        root = next(name for name, module in model.trained.named_modules() if module is model.model)
+    for run in runs:
+        parameters = with_all_blocks(parameters, run)
+    return Trace(
+        of.training,
+        parameters,
+        batch,
+        events,
+        living(events),
+        model.notes,
+        of.sites.blocks,
+        operations,
+        tuple(runs),
+        None if runs else counted(found, root),
+    )
 
 
 @quiet()
@@ -67,36 +87,14 @@ def trace_account(of: Step, *, whole: bool = False) -> Account:
     """
     with traced(of) as model:
         saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
-        if not whole:
-            return saved
-        try:
-            return replace(saved, trace=_follow(of, model))
-        except Exception as error:  # the saved bytes are known all the same
-            why = f"{type(error).__name__}: {one_line(error)}"
-            return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
-
-
-def _follow(of: Step, model: TracedModel, runs: Sequence[Run] = ()) -> Trace:
-    batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
-    found = record(model.trained, model.run, during_backward=model.choices())
-    events, numbers = step_events(found)
-    operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
-    parameters = tuple(parameters_of(model.trained))
-    root = next(name for name, module in model.trained.named_modules() if module is model.model)
-    for run in runs:
-        parameters = with_all_blocks(parameters, run)
-    return Trace(
-        of.training,
-        parameters,
-        batch,
-        events,
-        living(events),
-        model.notes,
-        of.sites.blocks,
-        operations,
-        tuple(runs),
-        None if runs else counted(found, root),
-    )
+    if not whole:
+        return saved
+    try:
+        return replace(saved, trace=trace(of))
+    except ModelError as error:  # the saved bytes are known all the same
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {one_line(cause)}"
+        return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
 
 
 def parameters_of(model: nn.Module) -> Iterator[Parameter]:
