@@ -37,7 +37,7 @@ SHARED_KERNELS = {"base"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
     "sampling.py": "the public path of patches/sampled_linear",
-    "reporting/causes.py": "functions of PyTorch, by which a saved tensor is explained",
+    "trace/causes.py": "functions of PyTorch, by which a saved tensor is explained",
     "activations.py": "operations of PyTorch",
     "torch_compat/compiling.py": "a mark on the nodes of PyTorch's graphs",
 }

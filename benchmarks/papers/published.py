@@ -16,8 +16,7 @@ from benchmarks.ways import CHECKPOINTING, STOCK
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.peak import Prediction
 from memopt.prediction.peak import predict as predicted
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites

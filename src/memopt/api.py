@@ -225,7 +225,7 @@ def _check_values(model: nn.Module) -> None:
 
 def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:
     """The recipe of the fastest plan that fits; warns where that needs smaller micro-batches."""
-    from memopt.prediction.planner.live import plan_model
+    from memopt.prediction.planner.training import plan_model
 
     plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
     if plan.accumulation > 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memopt.checkpoint.manifest import read_manifest
 from memopt.patches.registry import patches
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
 from memopt.verification.step import training_loss, training_step

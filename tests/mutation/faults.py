@@ -30,7 +30,7 @@ _PINNED = ("tests/saved/test_pinned.py",)
 _FOLDS = ("tests/checkpoint",)
 _ATOMIC = ("tests/checkpoint/test_atomic.py",)
 _LEVELS = ("tests/verification/test_levels.py",)
-_REPORT = ("tests/reporting/test_account.py",)
+_REPORT = ("tests/trace/test_account.py",)
 _FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
 _SCENARIOS = "tests/device/numeric/test_scenarios.py"
 _SHRINK = ("tests/walk/models/test_shrink.py", "tests/walk/models/test_shrink_rest.py")
@@ -355,7 +355,7 @@ FAULTS: tuple[Fault, ...] = (
         "report: a view counts as memory of its own",
         "if address in aliases:",
         "if not aliases:",
-        ("tests/reporting",),
+        ("tests/trace",),
     ),
     # The walk.
     Fault(
@@ -449,7 +449,7 @@ FAULTS: tuple[Fault, ...] = (
         "codes count as computed by the module that runs while they are made",
         "module=(original or birth).module",
         "module=birth.module",
-        ("tests/reporting/test_account.py", "-k", "codes"),
+        ("tests/trace/test_account.py", "-k", "codes"),
     ),
     Fault(
         "no observer sees the copies that a recomputed batch norm keeps",

@@ -17,8 +17,8 @@ from memopt.patches.registry import patches
 from memopt.patches.swap import swap_state
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import dump_recipe, load_recipe
-from memopt.reporting.timeline import record
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.timeline import record
 from memopt.walk.sites import LinearSite, LossHead, Sites
 from tests.factories import tiny_model
 

@@ -27,7 +27,7 @@ from memopt.kernels.quantize.layout import Quantized
 from memopt.kernels.quantize.quantize import dequantize
 from memopt.patches.compression import compressor as compression
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 
 WIDTH, HEADS, HIDDEN, BATCH, TOKENS, STEPS = 16, 2, 32, 4, 8, 12
 GROUP = 128

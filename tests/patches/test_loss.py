@@ -20,8 +20,8 @@ from memopt.patches.loss import plain, readers, rows
 from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
-from memopt.reporting.account import account
 from memopt.torch_compat import TorchDispatchMode
+from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
 from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
 from tests.support.largest import Largest

@@ -19,7 +19,7 @@ from memopt.patches.linear import output
 from memopt.patches.linear.decide import output_levels
 from memopt.patches.linear.output import OutputRewrite
 from memopt.patches.swap import is_swapped, swap_state
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs
 from tests.factories import tiny_inputs, tiny_model

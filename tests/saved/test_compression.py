@@ -22,8 +22,8 @@ from memopt.kernels.quantize.quantize import dequantize, quantize
 from memopt.patches.compression import compressor as compression
 from memopt.patches.compression.compressor import Compression
 from memopt.recompute_rules import FAMILIES, NORMALISED
-from memopt.reporting.account import account, live_bytes
 from memopt.saved import RecomputeScope
+from memopt.trace.account import account, live_bytes
 from tests import factories
 from tests.saved.builders import GatedMLP
 

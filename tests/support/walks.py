@@ -58,6 +58,7 @@ ABOVE = {
     "prediction",
     "reporting",
     "sampling",
+    "trace",
 } | {"verification"}
 #: Libraries whose models and operations a walk observes.
 _LIBRARIES = ("torch", "transformers", "peft", "numpy")

@@ -10,7 +10,7 @@ from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.setup import Optimizer, Sharding
-from memopt.reporting.training import ALL_LINEAR, Precision, Training
+from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from memopt.patches.base import Output, PlanView
 from memopt.patches.record import record_of
 from memopt.patches.registry import patches
 from memopt.patches.swap import is_swapped
-from memopt.reporting.account import Account, account, live_by_module, live_bytes
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.step import Step
-from memopt.reporting.training import Precision, Training
+from memopt.trace.account import Account, account, live_by_module, live_bytes
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Precision, Step, Training
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
 from memopt.verification.step import training_loss

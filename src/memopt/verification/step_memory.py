@@ -21,9 +21,9 @@ from torch import nn
 
 from memopt.checks import Check
 from memopt.plan.recipe import Recipe
-from memopt.reporting.storages import storages
-from memopt.reporting.timeline import Timeline
 from memopt.torch_compat import storage_id
+from memopt.trace.storages import storages
+from memopt.trace.timeline import Timeline
 from memopt.verification.inputs import probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free
 from memopt.verification.pairs import Pair, pair_of

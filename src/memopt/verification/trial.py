@@ -14,8 +14,8 @@ from memopt.patches.base import Section
 from memopt.patches.registry import patches
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
-from memopt.reporting.subject import chosen_recipe
-from memopt.reporting.training import Request
+from memopt.trace.subject import chosen_recipe
+from memopt.trace.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import load_patched, load_stock
 from memopt.verification.step import Gradients, training_step
