@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memopt.patches.checkpointing.decisions import Decisions
 from memopt.patches.repeated import ABSENT, MODES, Slot, has_memory, standing
 from memopt.patches.swap import is_watched
-from memopt.saved.kept import check_version
+from memopt.recompute.versions import check_version
 
 #: Calls in which all of a block's state is looked at: the first may make some of it.
 _LOOKS = 2

@@ -22,9 +22,9 @@ from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.linear.output import recomputed_output
 from memopt.patches.repeated import RepeatedMode, Slot, active_modes, has_memory, inside, modes_of, standing
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.recompute_specs import shared_cast
+from memopt.recompute.specs import shared_cast
+from memopt.recompute.versions import with_witness
 from memopt.saved.scope import in_a_scope
-from memopt.saved.versions import with_witness
 from memopt.torch_compat import FakeTensor, is_checkpointed_region, module_hooks, no_dispatch
 
 

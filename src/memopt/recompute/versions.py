@@ -1,4 +1,4 @@
-"""Whether a tensor that may be gone by now was changed in place while it was there.
+"""Whether a tensor was changed in place, by autograd's version counter.
 
 Autograd counts the changes of what it keeps. What it does not keep can be changed without a trace, under ``no_grad``
 even where a graph goes through it, so whoever makes a tensor that others may copy leaves a witness on its node.
@@ -7,14 +7,38 @@ even where a graph goes through it, so whoever makes a tensor that others may co
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from memopt.recompute_rules import Node
+from memopt.recompute.rules import Node
 from memopt.torch_compat import FakeTensor
 
 _METADATA_KEY = "memopt.version"
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """How often each was changed in place; None is left out."""
+    return [tensor._version for tensor in tensors if tensor is not None]
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise as autograd would where `tensor` was changed in place since it was at `version`.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if tensor._version != version:
+        raise changed_in_place(f"[{tensor.type()} {list(tensor.shape)}]", tensor._version, version)
+
+
+def changed_in_place(what: str, version: object, expected: object, why: str = "") -> RuntimeError:
+    """The error for a change of `what`, which begins as autograd's does."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {version}; expected version {expected} instead{why}."
+    )
 
 
 def with_witness(output: Tensor) -> Tensor:
