@@ -7,7 +7,7 @@ even where a graph goes through it, so whoever makes a tensor that others may co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ from memopt.torch_compat import FakeTensor
 _METADATA_KEY = "memopt.version"
 
 
-def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
     """How often each was changed in place; None is left out."""
-    return [tensor._version for tensor in tensors if tensor is not None]
+    try:
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except RuntimeError:  # tensors of inference have no version
+        there = (tensor for tensor in tensors if tensor is not None)
+        return [0 if tensor.is_inference() else tensor._version for tensor in there]
 
 
 def check_version(tensor: Tensor, version: int) -> None:
