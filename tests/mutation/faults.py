@@ -531,8 +531,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a copy of logits is the same memory",
-        "y.to(dtype, copy=True)",
-        "y.to(dtype)",
+        "(Tensor.to, (VALUE, dtype), ((\"copy\", True),))",
+        "(Tensor.to, (VALUE, dtype), ())",
         ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
     ),
     Fault(
