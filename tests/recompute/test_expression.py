@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from memopt.recompute.expression import VALUE, Beside, after, cast, step
+from memopt.recompute.expression import VALUE, Beside, after, cast_to, step
 
 
 def test_a_step_reads_the_value_and_tensors_beside_it() -> None:
@@ -17,7 +17,7 @@ def test_a_step_reads_the_value_and_tensors_beside_it() -> None:
         step(Tensor.mul, 2.0),
         (torch.where, (Beside(0), VALUE, -1.0), ()),
         (torch.cat, ((VALUE, Beside(1)),), (("dim", 0),)),
-        cast(torch.float64),
+        cast_to(torch.float64),
     ]
     expected = torch.cat((torch.where(mask, value * 2.0, -1.0), other), dim=0).double()
     assert torch.equal(after(value, steps, [mask, other]), expected)
@@ -25,7 +25,7 @@ def test_a_step_reads_the_value_and_tensors_beside_it() -> None:
 
 def test_equal_steps_are_one_key() -> None:
     assert len({step(Tensor.view, (2, 3)), step(Tensor.view, (2, 3)), step(Tensor.view, (3, 2))}) == 2
-    assert len({cast(torch.float16), cast(torch.float16), cast(torch.bfloat16)}) == 2
+    assert len({cast_to(torch.float16), cast_to(torch.float16), cast_to(torch.bfloat16)}) == 2
 
 
 def test_each_value_is_let_go_when_the_next_one_is_there() -> None:

@@ -16,7 +16,7 @@ import memopt.patches.norm.module as norm_module
 import memopt.verification.models as models
 from memopt.checks import Check
 from memopt.pipeline import patch_checkpoint
-from memopt.recompute.shared import Recomputed
+from memopt.recompute.specs import Recomputed
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 

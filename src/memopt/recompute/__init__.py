@@ -4,8 +4,7 @@
 `rules` says of which nodes of the autograd graph the output can be a first value, `operations` registers PyTorch's own;
 `graph` and `calls` record steps: from the autograd graph, and from the functions that a module's forward calls;
 `versions` tells whether a tensor was changed in place;
-`shared` is the recomputed output of one node, while its readers need it;
-`specs` serves readers that save the inputs of an expression by their own autograd function;
+`specs` serves readers that save the inputs by their own autograd function; all readers share a recomputed output;
 `memopt.saved` serves all others: inside a scope they save a handle;
 `weights` are sums of a weight and an adapter's product.
 """

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast, step
+from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast_to, step
 from memopt.recompute.rules import PROBABILITIES, Node, Rule
 from memopt.torch_compat import (
     FakeTensor,
@@ -110,13 +110,13 @@ class Followed:
         if type(output) is not type(x) or output.device != x.device:
             return
         reads = list(before.reads)
-        steps = [*before.steps, cast(output.dtype)]
+        steps = [*before.steps, cast_to(output.dtype)]
         if STEPS[function] is not Tensor.to:
             places = {id(x): VALUE}
             named = tuple((name, self._placed(each, places, reads)) for name, each in kwargs.items())
             steps[-1:] = [(STEPS[function], self._placed(args, places, reads), named)]
             if output is x:  # written in place, in the dtype that it had
-                steps.append(cast(output.dtype))
+                steps.append(cast_to(output.dtype))
         elif output is x:
             return
         # What is made here and as large would live longer, to be kept in the scores' place.

@@ -29,7 +29,7 @@ def step(function: Callable[..., Tensor], *args: Any) -> Step:
     return function, (VALUE, *args), ()
 
 
-def cast(dtype: torch.dtype) -> Step:
+def cast_to(dtype: torch.dtype) -> Step:
     """The step that converts the value to `dtype`."""
     return Tensor.to, (VALUE, dtype), ()
 

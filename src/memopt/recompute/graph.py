@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.recompute.expression import Expression, Step, cast, step
+from memopt.recompute.expression import Expression, Step, cast_to, step
 from memopt.recompute.operations import signed
 from memopt.recompute.rules import MASKED, Node, Rule, rule_of
 from memopt.recompute.versions import is_unchanged
@@ -139,7 +139,7 @@ def expression_of(node: Node) -> Expression:
     while node is not None:
         name = node.name()
         if name == _CAST and input_metadata is not None:
-            steps.append(cast(input_metadata(node)[0].dtype))
+            steps.append(cast_to(input_metadata(node)[0].dtype))
         elif name == _CLONE or (name == _CAT and _is_of_one(node)):
             steps.append(_CLONED)
         elif name in _VIEWS and input_metadata is not None:

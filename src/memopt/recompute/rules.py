@@ -59,7 +59,7 @@ def recomputable(
 def register_operator(node_name: str, family: str) -> None:
     """Register the nodes of an operator of memopt's, called `node_name`.
 
-    A node has `recomputes_output`, and where that is true, `recomputed` (`memopt.recompute.shared.Recomputed`), whose
+    A node has `recomputes_output`, and where that is true, `recomputed` (`memopt.recompute.specs.Recomputed`), whose
     `function` computes the output from all tensors that the node saved.
     """
     recomputable(node_name, family, _recomputes_output)(_output)

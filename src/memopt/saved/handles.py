@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memopt.recompute.expression import Expression, Step, after
 from memopt.recompute.graph import padded, reads_parts
-from memopt.recompute.shared import recomputed_of
+from memopt.recompute.specs import recomputed_of
 
 
 class _Remaking(threading.local):

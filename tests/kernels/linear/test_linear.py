@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.linear.function import linear, reads_spec
-from memopt.recompute.shared import Recomputed
-from memopt.recompute.specs import attach_spec, keep_producer
+from memopt.recompute.specs import Recomputed, attach_spec, keep_producer
 from tests.support.compare import gradients_of_squares
 
 

@@ -34,8 +34,7 @@ from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.parts import elementwise
 from memopt.kernels.base.rows import laid_out_like
 from memopt.recompute.rules import ELEMENTWISE, register_operator
-from memopt.recompute.shared import Recompute, Recomputed
-from memopt.recompute.specs import Differentiate, attach_spec
+from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
 
 #: (dtype of the input, that of autocast) -> dtype of the output.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]

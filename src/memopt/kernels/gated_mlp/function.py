@@ -35,8 +35,7 @@ from memopt.kernels.base.autograd import (
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute.rules import PRODUCT, register_operator
-from memopt.recompute.shared import Recompute, Recomputed
-from memopt.recompute.specs import Differentiate, attach_spec
+from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
 
 

@@ -28,8 +28,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
     without_autocast,
 )
-from memopt.recompute.shared import Recompute
-from memopt.recompute.specs import Differentiate, RecomputeSpec, spec_of
+from memopt.recompute.specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     FakeTensor,
     any_autocast_enabled,

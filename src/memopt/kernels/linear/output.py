@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction
 from memopt.recompute.rules import LINEAR, register_operator
-from memopt.recompute.shared import Recomputed
+from memopt.recompute.specs import Recomputed
 
 
 def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

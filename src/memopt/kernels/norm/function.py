@@ -25,8 +25,7 @@ from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 from memopt.recompute.rules import NORMALISED, register_operator
-from memopt.recompute.shared import Recompute, Recomputed
-from memopt.recompute.specs import attach_spec
+from memopt.recompute.specs import Recompute, Recomputed, attach_spec
 
 __all__ = [
     "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward",

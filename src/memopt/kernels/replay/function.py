@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
 from memopt.recompute.rules import NORMALISED, register_operator
-from memopt.recompute.shared import Recomputed
+from memopt.recompute.specs import Recomputed
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
