@@ -531,7 +531,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a copy of logits is the same memory",
-        "(Tensor.to, (VALUE, dtype), ((\"copy\", True),))",
+        '(Tensor.to, (VALUE, dtype), (("copy", True),))',
         "(Tensor.to, (VALUE, dtype), ())",
         ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
     ),
