@@ -1,7 +1,7 @@
-"""Modules that run again in backward: they find what they found in their forward.
+"""What a module needs to run again in backward as it ran in its forward.
 
-`Held` is what stood in a module (weights, buffers, modes), the generators gave the same numbers, and function modes
-around it were active. Autocast is `memopt.kernels.base.autograd.autocast_as`; inputs and hooks are the caller's affair.
+These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, and the function modes around
+it. Autocast is `memopt.kernels.base.autograd.autocast_as`; inputs and hooks are the caller's affair.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class Held:
-    """What a forward finds in some slots, and the versions of the tensors in it."""
+    """The values in some slots when a forward runs, and the versions of the tensors among them."""
 
     __slots__ = ("_tensors", "slots", "values", "versions")
 
@@ -102,7 +102,7 @@ class Held:
         return [i for i, (now, value) in enumerate(pairs) if id(value) in moved or not _is_same(now, value)]
 
     def lent(self, module: nn.Module, why: str, instead: Mapping[int, Tensor] | None = None) -> list[tuple[Slot, Any]]:
-        """What has to be put where, so that `module` finds the same again.
+        """Which values have to be put into which slots before `module` runs again.
 
         Args:
             why: the end of an error: why the module runs again, and what to do.
@@ -121,7 +121,7 @@ class Held:
             if instead and i in instead:
                 lent.append((slot, instead[i].clone()))  # a graph that is retained runs the module once more
             elif isinstance(value, Tensor) and now[i] is not value and not _has_memory(value):
-                continue  # sharding frees the weights of a forward; those that are gathered since are the same
+                continue  # sharding frees the weights of a forward, and gathers the same values again
             elif version != expected:
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
