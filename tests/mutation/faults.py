@@ -120,8 +120,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "kept tensor: a change in place is not noticed",
-        "    if tensor._version != version:\n        raise RuntimeError(",
-        "    if False:\n        raise RuntimeError(",
+        "    if tensor._version != version:\n        raise changed_in_place(",
+        "    if False:\n        raise changed_in_place(",
         ("tests/saved/test_scope.py",),
     ),
     Fault(
@@ -157,8 +157,8 @@ FAULTS: tuple[Fault, ...] = (
     # Attention probabilities.
     Fault(
         "softmax: what was done last to the scores is forgotten",
-        "    for function, args, kwargs in steps:\n",
-        "    for function, args, kwargs in steps[:-1]:\n",
+        "    for function, args, named in steps:\n",
+        "    for function, args, named in list(steps)[:-1]:\n",
         _SOFTMAX,
     ),
     Fault(
@@ -169,14 +169,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "softmax: a mask that has changed since is read",
-        "unchanged = all(each.tensor._version == each.version for each in self.reads)",
+        "unchanged = all(each.tensor._version == each.version for each in reads)",
         "unchanged = True",
         _SOFTMAX,
     ),
     Fault(
         "softmax: scores that have changed since are recomputed",
-        "return scores if reference() is x and version == x._version else None",
-        "return scores if reference() is x else None",
+        "return known.expression if known.version == x._version else None",
+        "return known.expression",
         _SOFTMAX,
     ),
     Fault(
@@ -531,8 +531,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a copy of logits is the same memory",
-        "y.to(dtype, copy=True)",
-        "y.to(dtype)",
+        '(Tensor.to, (VALUE, dtype), (("copy", True),))',
+        "(Tensor.to, (VALUE, dtype), ())",
         ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
     ),
     Fault(

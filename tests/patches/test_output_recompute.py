@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from memopt.patches import rerun
 from memopt.patches.linear import output
 from memopt.patches.linear.decide import output_levels
 from memopt.patches.linear.output import OutputRewrite
@@ -163,7 +164,7 @@ def test_adapters_with_dropout_run_again_with_the_masks_of_the_forward(when, set
 
 
 def test_forgetting_the_masks_would_be_seen(monkeypatch):
-    monkeypatch.setattr(output, "_set_random_states", lambda states, x: None)
+    monkeypatch.setattr(rerun, "_set_random_states", lambda states, x: None)
     inputs = tiny_inputs("llama", 2, 16)
     exact, model = (memopt.patch(adapted(model_of("llama"), 0.5), rules) for rules in (EXACT, recipe()))
     assert not same(step(model, inputs), step(exact, inputs))

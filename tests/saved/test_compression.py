@@ -21,7 +21,7 @@ from memopt.kernels.quantize.layout import GROUP
 from memopt.kernels.quantize.quantize import dequantize, quantize
 from memopt.patches.compression import compressor as compression
 from memopt.patches.compression.compressor import Compression
-from memopt.recompute_rules import FAMILIES, NORMALISED
+from memopt.recompute.rules import FAMILIES, NORMALISED
 from memopt.saved import RecomputeScope
 from memopt.trace.account import account, live_bytes
 from tests import factories

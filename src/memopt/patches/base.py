@@ -278,7 +278,7 @@ class Patch:
     # --- scopes: no torch --------------------------------------------------------------------------------------------
 
     def families(self, recipe: RecipeView) -> frozenset[str]:
-        """Families of recompute rules (`memopt.recompute_rules`) that hold inside scopes."""
+        """Families of recompute rules (`memopt.recompute.rules`) that hold inside scopes."""
         return frozenset()
 
     def scoped(self, plan: PlanView) -> Iterable[str]:

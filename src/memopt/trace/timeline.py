@@ -38,7 +38,7 @@ KINDS: dict[Kind, str] = {
     "temporaries": "temporaries of one operation",
 }
 #: Modules whose functions, where backward calls them, compute saved tensors again.
-_RECOMPUTING = frozenset({"memopt.recompute_specs", "memopt.saved.handles", "torch.utils.checkpoint"})
+_RECOMPUTING = frozenset({"memopt.recompute.specs", "memopt.saved.handles", "torch.utils.checkpoint"})
 _ENGINE_CALLER = run_backward.__module__
 
 

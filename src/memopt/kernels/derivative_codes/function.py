@@ -22,7 +22,7 @@ from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.derivative_codes.codes import apply_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.recompute_rules import ELEMENTWISE, RULES, Rule, recomputable
+from memopt.recompute.rules import ELEMENTWISE, RULES, Rule, recomputable
 
 
 class CodeSlot(Protocol):

@@ -27,9 +27,9 @@ from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.activation.slot import save_as_code
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.recompute_specs import keep_producer
+from memopt.recompute.specs import keep_producer
+from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
-from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Trial
-from memopt.recompute_rules import ELEMENTWISE
+from memopt.recompute.rules import ELEMENTWISE
 from memopt.walk.sites import ActivationSite, Sites, parent
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from memopt.patches.base import EXCLUDED, LEFT, Patch, PlanView, RecipeView
 from memopt.patches.norm.patch import NormRules
-from memopt.recompute_rules import NORMALISED
+from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import Sites, parent
 
 
 class BatchNormalizationPatch(Patch):
-    """The modules stay stock: in a scope, what reads their output saves a handle (`memopt.saved.rules`)."""
+    """The modules stay stock: in a scope, what reads their output saves a handle (`memopt.recompute.operations`)."""
 
     name = kind = "batch_normalization"
     noun, plural = "batch norm", "batch norms"

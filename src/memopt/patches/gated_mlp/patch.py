@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import ELEMENTWISE, PRODUCT
+from memopt.recompute.rules import ELEMENTWISE, PRODUCT
 from memopt.walk.sites import GatedMLPSite, Sites
 
 

@@ -20,7 +20,7 @@ from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_spec
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
-from memopt.recompute_specs import carries_spec, shared_cast
+from memopt.recompute.specs import carries_spec, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
 from memopt.walk.probes.isolate import with_stand_ins

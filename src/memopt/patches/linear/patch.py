@@ -11,7 +11,7 @@ from memopt.patches.activation.patch import gains_alone
 from memopt.patches.base import OFF, Live, Patch, PlanView, RecipeView
 from memopt.patches.linear.decide import RECOMPUTE, input_is_saved
 from memopt.patches.linear.rules import OutputRules
-from memopt.recompute_rules import LINEAR, WEIGHT
+from memopt.recompute.rules import LINEAR, WEIGHT
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Output, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import NORMALISED
+from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import BATCH_STATISTICS, NormSite, Sites
 
 #: The setting that folds norms which have cautions.

@@ -21,7 +21,7 @@ from memopt.patches.sampled_linear.rules import LinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
 from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
-from memopt.recompute_specs import shared_cast
+from memopt.recompute.specs import shared_cast
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import PROBABILITIES
+from memopt.recompute.rules import PROBABILITIES
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:

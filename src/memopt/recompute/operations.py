@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.activations import OPERATIONS, Operation
-from memopt.recompute_rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
+from memopt.recompute.rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
 from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, held, saved, shows_saved
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.recompute_rules import LINEAR, NORMALISED, rule_of
+from memopt.recompute.expression import cast_to
+from memopt.recompute.rules import LINEAR, NORMALISED, Node, rule_of
+from memopt.recompute.versions import versions_of
 from memopt.torch_compat import top_saved_tensors_hooks
 
-#: The output from the saved tensors of its spec (None where the producer has none in that place).
+#: The output from tensors that its producer saved (None where it has none in that place); more are left out.
 Recompute = Callable[..., Tensor]
 #: (dh, inputs, use, given_once) -> gradient of each input: the backward of the producer, which calls ``use(h)`` with
 #: its output, if there is a `use`. It calls ``dh()`` once, for the gradient of h, which nobody else reads: it may be
@@ -31,15 +33,17 @@ Differentiate = Callable[
     [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None, bool], tuple[Tensor, ...]
 ]
 
-_ATTRIBUTE = "_memopt_recompute_spec"
+_ATTRIBUTE, _METADATA_KEY = "_memopt_recompute_spec", "memopt"
 
 
 class Recomputed:
     """The recomputed output of one node while its readers need it. Refers to no node."""
 
-    __slots__ = ("_rows", "_spec", "_value", "of_cast", "readers", "served", "values")
+    __slots__ = ("_rows", "_value", "function", "of_cast", "readers", "served", "spec", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, function: Recompute | None = None) -> None:
+        self.function = function
+        """The output from the tensors that the node saved, for nodes of memopt's operators."""
         self.readers = 0
         """Linears and handles that will need the output in backward."""
         self.served = 0
@@ -47,10 +51,11 @@ class Recomputed:
         self._rows: Tensor | None = None
         """The output, and the same as a matrix, for linears."""
         self.values: dict[Any, Tensor] = {}
-        """(what was done to the output, strides, device) -> the result, for handles and for linears of other dtypes."""
+        """(steps from the output, strides, device) -> the result, for handles and for linears of other dtypes."""
         self.of_cast: Recomputed | None = None
         """That of the cast which linears share (`RecomputeSpec.cast`)."""
-        self._spec: weakref.ref[RecomputeSpec] | None = None
+        self.spec: weakref.ref[RecomputeSpec] | None = None
+        """It gives up its tensors when the node's backward runs."""
 
     def as_produced(self) -> Tensor | None:
         """The output as its node produced it, if it is there."""
@@ -62,20 +67,23 @@ class Recomputed:
         """Keep the output as its node produced it for the readers to come."""
         self._value = value
 
-    def rows(self, recompute: Recompute, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    def rows(self, saved: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """The output in `dtype` as a matrix of rows, for one of its readers; the last one lets it go."""
         rows = self._rows
         if rows is None:
             value = self.as_produced()
-            self._value = value = recompute(*saved) if value is None else value
+            if value is None:
+                assert self.function is not None
+                value = self.function(*saved)
+            self._value = value
             self._rows = rows = value.reshape(-1, value.size(-1))
         if rows.dtype != dtype:
-            steps = (("cast", dtype),)
-            cast = next((each for (done, *_), each in self.values.items() if done == steps), None)
-            if cast is None:
+            steps = (cast_to(dtype),)
+            narrow = next((each for (done, *_), each in self.values.items() if done == steps), None)
+            if narrow is None:
                 assert self._value is not None
-                cast = self.values[steps, None, None] = self._value.to(dtype)
-            rows = cast.reshape(rows.shape)
+                narrow = self.values[steps, None, None] = self._value.to(dtype)
+            rows = narrow.reshape(rows.shape)
         self.count()
         return rows
 
@@ -95,25 +103,36 @@ class Recomputed:
     def finish(self) -> None:
         """The node's own backward runs: let the output go, and what an output that outlives the graph would hold."""
         self.release()
-        spec = None if self._spec is None else self._spec()
+        spec = None if self.spec is None else self.spec()
         if spec is not None:
             spec.saved = spec.cast = None
         if self.of_cast is not None:
             self.of_cast.finish()
 
 
+def recomputed_of(node: Node) -> Recomputed:
+    """What the readers of the output of `node` share."""
+    own: Recomputed | None = getattr(node, "recomputed", None)  # released by the node's own backward
+    if own is not None:
+        return own
+    recomputed: Recomputed | None = node.metadata.get(_METADATA_KEY)
+    if recomputed is None:
+        recomputed = node.metadata[_METADATA_KEY] = Recomputed()
+        # All readers come before the node in backward: when its turn comes, nothing needs the value any more.
+        node.register_prehook(recomputed.release)
+    return recomputed
+
+
 class RecomputeSpec:
     """What one output is recomputed from. Lives as long as the output, or until the producer's backward has run."""
 
     __slots__ = (
-        "__weakref__", "cast", "differentiate", "function", "hook", "is_recomputed", "narrow", "recomputed", "saved",
-        "versions",
+        "__weakref__", "cast", "differentiate", "hook", "is_recomputed", "narrow", "recomputed", "saved", "versions",
     )  # fmt: skip
 
     def __init__(
         self,
         saved: tuple[Tensor | None, ...],
-        recompute: Recompute,
         recomputed: Recomputed,
         differentiate: Differentiate | None,
         versions: list[int] | None,
@@ -122,14 +141,13 @@ class RecomputeSpec:
         narrow: Recompute | None,
     ) -> None:
         self.saved: tuple[Tensor | None, ...] | None = saved
-        self.function, self.recomputed = recompute, recomputed
-        self.differentiate, self.versions = differentiate, versions
+        self.recomputed, self.differentiate, self.versions = recomputed, differentiate, versions
         self.hook, self.narrow = hook, narrow
         self.cast: Tensor | None = None
         """The output in autocast's dtype, which all linears share that read it; None until the first one does."""
         self.is_recomputed = is_recomputed
         """Scopes find from the graph of the tensors in `saved` how to recompute these."""
-        recomputed._spec = weakref.ref(self)
+        recomputed.spec = weakref.ref(self)
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         # A saved tensor has no graph. Neither None nor any class of ours is loaded by torch.load's weights_only.
@@ -148,21 +166,20 @@ class RecomputeSpec:
 def attach_spec(
     output: Tensor,
     saved: tuple[Tensor | None, ...],
-    recompute: Recompute,
     recomputed: Recomputed,
     *,
     are_private: bool = False,
     differentiate: Differentiate | None = None,
     narrow: Recompute | None = None,
 ) -> None:
-    """Say that ``recompute(*saved)`` is `output`.
+    """Say that ``recomputed.function(*saved)`` is `output`.
 
     Args:
-        saved: tensors that the producer saves anyway, in the order that `recompute` takes them.
+        saved: tensors that the producer saves anyway.
         recomputed: that of the producer's node, whose backward calls its `finish`.
         are_private: nobody else can change `saved` in place.
         differentiate: the producer's backward, for a reader that takes its place; `saved` are then its inputs.
-        narrow: as `recompute`, in the dtype that autocast had at the producer, which is not that of `output`. Readers
+        narrow: as that function, in the dtype that autocast had at the producer, which is not that of `output`. Readers
             that would cast the output to it share one cast (:func:`shared_cast`).
     """
     if not output.requires_grad:
@@ -176,9 +193,9 @@ def attach_spec(
         is_inside = hook is None or hook is _region.hook or getattr(hook, "memopt_observer", False)
         if differentiate is None and (not is_inside or getattr(top[0], "compressor", None) is not None):
             return
-    versions = None if are_private else _versions(saved)
+    versions = None if are_private else versions_of(saved)
     is_recomputed = top is not None and not are_private and any(map(_is_recomputed, saved))
-    spec = RecomputeSpec(saved, recompute, recomputed, differentiate, versions, hook, is_recomputed, narrow)
+    spec = RecomputeSpec(saved, recomputed, differentiate, versions, hook, is_recomputed, narrow)
     setattr(output, _ATTRIBUTE, spec)
 
 
@@ -205,7 +222,7 @@ def spec_of(x: object) -> RecomputeSpec | None:
     top = top_saved_tensors_hooks(False)
     if spec.hook is not (None if top is None else getattr(top[0], "memopt_outer_pack", top[0])):
         return None
-    return None if spec.versions is not None and spec.versions != _versions(spec.saved) else spec
+    return None if spec.versions is not None and spec.versions != versions_of(spec.saved) else spec
 
 
 def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None]) -> Tensor:
@@ -222,8 +239,8 @@ def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None
             return x
         assert spec.saved is not None
         spec.cast = cast = x.to(dtype)
-        spec.recomputed.of_cast = own = Recomputed()
-        setattr(cast, _ATTRIBUTE, RecomputeSpec(spec.saved, spec.narrow, own, None, None, spec.hook, False, None))
+        spec.recomputed.of_cast = own = Recomputed(spec.narrow)
+        setattr(cast, _ATTRIBUTE, RecomputeSpec(spec.saved, own, None, None, spec.hook, False, None))
     return cast if cast.dtype is dtype else x
 
 
@@ -291,7 +308,3 @@ def _foreign_pack_hook() -> object:
     """The innermost saved-tensor pack hook that is no scope's; None where there is none."""
     top = top_saved_tensors_hooks(False)
     return None if top is None else getattr(top[0], "memopt_outer_pack", top[0])
-
-
-def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
-    return [tensor._version for tensor in tensors if tensor is not None]

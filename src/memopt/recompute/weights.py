@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.recompute_rules import RULES, WEIGHT, Node, recomputable
-from memopt.saved.kept import check_version
-from memopt.saved.versions import with_witness
+from memopt.recompute.rules import RULES, WEIGHT, Node, recomputable
+from memopt.recompute.versions import check_version, with_witness
 from memopt.torch_compat import FakeTensor, saved, shows_saved
 
 _METADATA_KEY = "memopt.weight"

@@ -1,8 +1,8 @@
 """The registry of tensors that can be recomputed in backward: one rule per kind of autograd node.
 
 A rule belongs to the node (``tensor.grad_fn``) of a tensor's producer. It tells whether the node saved enough to
-recompute its output, and does so in one elementwise pass from the node's saved tensors. The rules of PyTorch's
-operations are in `memopt.saved.rules`; memopt's operators register theirs with :func:`recomputable`.
+recompute its output, and does so from the node's saved tensors. The rules of PyTorch's operations are in
+`memopt.recompute.operations`; memopt's operators register theirs with :func:`register_operator`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,25 @@ def recomputable(
         return recompute
 
     return register
+
+
+def register_operator(node_name: str, family: str) -> None:
+    """Register the nodes of an operator of memopt's, called `node_name`.
+
+    A node has `recomputes_output`, and where that is true, `recomputed` (`memopt.recompute.specs.Recomputed`), whose
+    `function` computes the output from all tensors that the node saved.
+    """
+    recomputable(node_name, family, _recomputes_output)(_output)
+
+
+def _recomputes_output(node: Node) -> bool:
+    # A user's function may have the name of one of ours.
+    return getattr(node, "recomputes_output", False)
+
+
+def _output(node: Node) -> Tensor:
+    output: Tensor = node.recomputed.function(*node.saved_tensors)
+    return output
 
 
 _rule_of_type: dict[type, Rule | None] = {}
