@@ -142,6 +142,13 @@ class PlanView(Protocol):
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind -> action -> number of sites."""
 
+    @property
+    def done(self) -> str:
+        """How many sites of each kind are rewritten, as one phrase."""
+
+    def left(self, kind: str, module: str, reason: str) -> PlanView:
+        """The plan with what it does to `module` as a site of `kind` refused."""
+
 
 class Live(Protocol):
     """A model while a plan is carried out on it."""
@@ -166,7 +173,8 @@ class Live(Protocol):
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """Call `rewrite` on the module `name`; a ValueError is a refusal, with its reason."""
 
-    def refuse(self, name: str, reason: str) -> None: ...
+    def refuse(self, name: str, reason: str) -> None:
+        """Note what could not be done to the module `name`, beside its rewrite."""
 
 
 class Section(Protocol):

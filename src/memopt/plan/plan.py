@@ -11,7 +11,7 @@ from typing import Any
 from memopt.patches.base import LEFT, Entry, Patch, matches
 from memopt.patches.registry import patches
 from memopt.plan.recipe import Recipe
-from memopt.walk.sites import Sites
+from memopt.walk.sites import Sites, is_inside
 
 __all__ = ["Entry", "Plan", "make_plan"]
 
@@ -103,6 +103,20 @@ class Plan:
             if patch is None or entry.action != patch.folding or entry.site not in reasons:
                 return entry
             return dataclasses.replace(entry, action=patch.unfolded, reason=f"not folded: {reasons[entry.site]}")
+
+        return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
+
+    def left(self, kind: str, module: str, reason: str) -> Plan:
+        """The plan with what it does to `module` as a site of `kind` refused: a weight of it, where sites are weights,
+        or the site that it is in."""
+        planned = [entry.site for entry in self.rewrites if entry.kind == kind]
+        inside = [site for site in planned if is_inside(site, module)]
+        sites = {module} if module in planned else {*inside} or {each for each in planned if is_inside(module, each)}
+
+        def revised(entry: Entry) -> Entry:
+            if entry.kind != kind or not entry.rewritten or entry.site not in sites:
+                return entry
+            return dataclasses.replace(entry, action=LEFT, reason=reason)
 
         return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
 

@@ -31,6 +31,11 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def is_inside(name: str, module: str) -> bool:
+    """Whether `name` is `module`, or a module or parameter inside it; the model itself has the empty name."""
+    return not module or f"{name}.".startswith(f"{module}.")
+
+
 @dataclass(frozen=True)
 class Consumer:
     """One contraction of a norm's output with a parameter, i.e. one linear that reads the norm."""

@@ -52,8 +52,11 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
     if not samplings:
-        record = record_of(model)
-        planned = record.plan.chosen("linear", "sample") if record is not None else ()
+        record, planned = record_of(model), set[str]()
+        if record is not None:
+            refused = {name for name, _ in record.refused}
+            planned = {site.module for site in record.plan.chosen("linear", "sample")}
+            planned |= {site.module for site in record.plan.sites.linears if site.module in refused}
         yield Check(
             id="sampling.linears", level="gradient", subject="linears", status="fail" if planned else "pass",
             metric="planned linears that are not sampled", value=float(len(planned)), threshold=0.0,
