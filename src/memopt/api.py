@@ -16,8 +16,9 @@ from memopt.generators import generators_kept
 from memopt.partitioned import before_sharding, shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.base import PlanView
+from memopt.patches.capabilities import Reports
 from memopt.patches.record import Record, drop_record, keep_record, record_of, warn_once
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, shadowed
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
@@ -112,7 +113,7 @@ def summary(model: nn.Module) -> Summary:
         f"{first_of([name or 'the model' for name in names])}"
         for owner, names in others.items()
     ]
-    remarks += [line for patch in patches() for line in patch.remarks(model)]
+    remarks += [line for patch in having(Reports) for line in patch.remarks(model)]
     return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
+from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rows, Rules
 from memopt.walk.sites import ActivationSite, Sites
 
 
 class ToyRules(Rules):
     """How toys are rewritten."""
+
+    key = "toys"
 
     method: Literal["none", "shrink"] = "none"
 
@@ -18,11 +20,10 @@ class ToyRules(Rules):
 class ToyPatch(Patch):
     """Modules that compute x * sigmoid(1.702 x) of their own."""
 
-    name, kind = "toy_patch", "toy"
-    noun, plural = "toy gate", "toy gates"
+    name = "toy_patch"
     after = ("activation",)
-    actions: ClassVar[Mapping[str, str]] = {"shrink": "shrunk"}
-    key, rules = "toys", ToyRules
+    rows = Rows("toy", {"shrink": "shrunk"}, noun="toy gate", plural="toy gates")
+    rules = ToyRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, ActivationSite]]:
         return ((site.name, site) for site in sites.activations if site.kind == "quick_gelu" and site.is_module)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from memopt.partitioned import gathered, hooks_lifted, offloads
-from memopt.patches.base import PlanView
+from memopt.patches.base import PlanView, Rows
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.scopes import choose_scopes
@@ -54,10 +54,10 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
                 live.attempt(SCOPE, name, patch_scope, scope)
         for patch in patches():
             patch.finish(live)
-    kinds: dict[str | None, str | None] = {patch.name: patch.kind for patch in patches()}
+    rows: dict[str | None, Rows | None] = {patch.name: patch.rows for patch in patches()}
     for by, name, reason in live.refused:
-        if (kind := kinds.get(by)) is not None:
-            plan = plan.left(kind, name, reason)
+        if (its := rows.get(by)) is not None:
+            plan = plan.left(its.kind, name, reason)
     refused = tuple((name, reason) for _, name, reason in live.refused)
     return Applied(plan, {patch: tuple(names) for patch, names in live.rewritten.items()}, refused)
 

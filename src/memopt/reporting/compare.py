@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memopt.patches.base import Section
+from memopt.patches.capabilities import Section
 from memopt.reporting.account import Account, Part, SavedStorage
 from memopt.reporting.causes import CAUSES
 from memopt.reporting.step import Step

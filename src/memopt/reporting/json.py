@@ -6,7 +6,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Reports
+from memopt.patches.registry import having
 from memopt.reporting.account import Account
 from memopt.reporting.compare import BlockKind, Comparison, Row
 from memopt.reporting.timeline import KINDS
@@ -31,7 +32,7 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
             "change": comparison.change,
         },
         "step": {"before": _step(comparison.before), "after": _step(comparison.after)},
-        **{patch.section: None for patch in patches() if patch.section},
+        **{patch.section: None for patch in having(Reports) if patch.section},
         **{section.key: section.to_dict() for section in comparison.sections},
         "notes": list(comparison.notes),
     }

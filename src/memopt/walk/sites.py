@@ -161,6 +161,12 @@ class ActivationSite:
 
         return self.operations == 1 and saves_its_output(self.kind)
 
+    @property
+    def gains_alone(self) -> bool:
+        """Whether its module saves less once it is rewritten, whatever reads its output: a single operation saves its
+        input only, and its output is a matter of its readers, unless the next linear reads a copy of it."""
+        return self.operations > 1 or self.parameters or (self.copied and not self.saves_its_output)
+
 
 @dataclass(frozen=True)
 class GatedMLPSite:

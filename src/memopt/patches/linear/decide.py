@@ -6,19 +6,17 @@ import math
 from collections.abc import Iterator
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, PlanView, any_matches
-from memopt.patches.linear.rules import OutputRules
+from memopt.patches.linear.rules import LinearRules
 from memopt.walk.sites import LinearSite
 
 RECOMPUTE = "recompute output"
-
-
 #: An output of fewer channels than this part of the hidden state (an adapter's) is recomputed only if it is named.
 _NARROW = 4
 
 
 def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
     """Action and reason for the output of a linear; None where the recipe does not speak of it."""
-    recompute = plan.recipe.rules(OutputRules).recompute
+    recompute = plan.recipe.rules(LinearRules).recompute
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
         return None
