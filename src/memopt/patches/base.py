@@ -31,6 +31,8 @@ Effect = Literal["exact", "approximate", "sampled"]
 OFF = "none"
 #: The action of a site that is left as it is, whatever its patch.
 LEFT = "keep"
+#: The action of a site that is left as it is, and reads what another rewrite recomputes: it saves no input of its own.
+READS = "read recomputed"
 EXCLUDED = "excluded by the recipe's targets or ignore"
 
 
@@ -97,7 +99,7 @@ class Entry:
 
     @property
     def rewritten(self) -> bool:
-        return self.action != LEFT
+        return self.action not in (LEFT, READS)
 
 
 R = TypeVar("R", bound=Rules)

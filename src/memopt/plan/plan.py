@@ -131,8 +131,9 @@ class Plan:
     def done(self) -> str:
         """How many sites of each kind are rewritten, as one phrase: ``61 of 61 norms, 30 of 30 gated MLPs``."""
         known = rows()
-        counts = ((known[kind], sum(of.values()), of.get(LEFT, 0)) for kind, of in self.counts().items())
-        return ", ".join(f"{total - left} of {total} {its.plural}" for its, total, left in counts if total > left)
+        done = Counter(entry.kind for entry in self.rewrites)
+        totals = ((kind, sum(actions.values())) for kind, actions in self.counts().items() if done[kind])
+        return ", ".join(f"{done[kind]} of {total} {known[kind].plural}" for kind, total in totals)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; stored in memopt.json."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from memopt.checks import Check
 from memopt.errors import printable
-from memopt.patches.base import LEFT, PlanView
+from memopt.patches.base import LEFT, READS, PlanView
 from memopt.patches.registry import rows
 from memopt.plan.plan import Entry, Plan
 from memopt.reporting.text import line
@@ -48,7 +48,7 @@ def coverage_totals(plan: PlanView) -> list[str]:
     known, lines = rows(), []
     for kind, counts in plan.counts().items():
         its, total = known[kind], sum(counts.values())
-        done = {**its.actions, LEFT: "left"}
+        done = {**its.actions, READS: "reading a recomputed input", LEFT: "left"}
         parts = [f"{counts[action]} {participle}" for action, participle in done.items() if counts.get(action)]
         lines.append(f"{total} {its.noun if total == 1 else its.plural}: {', '.join(parts)}")
     return lines

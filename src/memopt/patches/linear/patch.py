@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memopt.patches.base import LEFT, OFF, InScopes, Live, Patch, PlanView, Rows, matches
+from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
-from memopt.patches.linear.decide import RECOMPUTE, decide_output, input_is_saved, output_levels
+from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers
 from memopt.patches.linear.rules import LinearRules
 from memopt.recompute_rules import LINEAR, WEIGHT
 from memopt.walk.sites import LinearSite, Sites, is_inside
@@ -32,13 +32,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
     def propose(self, sites: Sites) -> Iterator[tuple[str, LinearSite]]:
         return ((site.parameter, site) for site in sites.linears)
 
-    def decide(self, site: LinearSite, plan: PlanView) -> tuple[str, str]:
-        output = decide_output(site, plan)
-        if output is not None:
-            return output
-        shared = ", ".join(site.input_shared_with)
-        fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
-        return LEFT, "exact as it is" + (f"; its input is one storage with {shared}" if shared else fed)
+    def decisions(self, plan: PlanView) -> Iterator[Entry]:
+        producers = recomputed_producers(plan)
+        for name, site in self.propose(plan.sites):
+            yield Entry("linear", name, *decide_linear(site, plan, producers))
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         patterns, linears = plan.recipe.rules(LinearRules).recompute, plan.sites.linears
@@ -134,7 +131,8 @@ class LinearPatch(Patch, Levels, Checks, Reports):
 
 def _outputs(plan: PlanView) -> dict[str, bool]:
     """Module whose output is recomputed -> whether its input is saved also where its own weight is frozen."""
-    return {site.output_module: input_is_saved(site, plan) for site in plan.chosen("linear", RECOMPUTE)}
+    producers = recomputed_producers(plan)
+    return {site.output_module: site.fed_by in producers for site in plan.chosen("linear", RECOMPUTE)}
 
 
 PATCH = LinearPatch()

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from memopt.patches.base import EXCLUDED, LEFT, Entry, InScopes, Live, Patch, PlanView, Rows, any_matches, matches
+from memopt.patches.base import (
+    EXCLUDED,
+    LEFT,
+    READS,
+    Entry,
+    InScopes,
+    Live,
+    Patch,
+    PlanView,
+    Rows,
+    any_matches,
+    matches,
+)
 from memopt.patches.capabilities import Checks, Reports, Section, Trial
 from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.walk.sites import LinearSite, is_inside
@@ -32,10 +44,12 @@ class SampledLinearPatch(Patch, Checks, Reports):
         if rules.is_off:
             return
         outputs = {entry.site for entry in plan.rewrites if entry.kind == "linear"}  # they are recomputed
+        reading = {entry.site for entry in plan.refusals if entry.kind == "linear" and entry.action == READS}
         refusals = _refusals(plan, outputs)
         for site in plan.sites.linears:
             if site.parameter in refusals:
-                yield Entry("linear", site.parameter, LEFT, refusals[site.parameter])
+                action = READS if site.parameter in reading else LEFT
+                yield Entry("linear", site.parameter, action, refusals[site.parameter])
             elif site.parameter not in outputs:
                 together = f", one sample with {', '.join(site.input_shared_with)}" if site.input_shared_with else ""
                 reason = f"keeps {rules.budget:.0%} of the rows of its input, if nobody else holds it then{together}"
