@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TypeVar
 
 import memopt.patches
 from memopt.patches.base import Patch, Rows
+from memopt.walk.probes.brought import PROBES
 
 C = TypeVar("C")
 _registered: dict[str, Patch] = {}
@@ -56,12 +58,20 @@ def register(package: str) -> Patch:
     Raises:
         ValueError: there is a patch of that name, or one with that key of a recipe.
     """
-    patch: Patch = import_module(f"{package}.patch").PATCH
+    patch = _patch_of(package)
     for other in patches():
         if other.name == patch.name or _has_key_of(patch, other):
             raise ValueError(f"'{patch.name}' of {package}: the patch '{other.name}' has its name or its recipe key")
     _registered[patch.name] = patch
     _changed()
+    return patch
+
+
+def _patch_of(package: str) -> Patch:
+    """The registered object of a folder, whose probe, if it brings one, is made known to the walk."""
+    patch: Patch = import_module(f"{package}.patch").PATCH
+    if find_spec(f"{package}.probe") is not None:
+        PROBES.add(f"{package}.probe")
     return patch
 
 
@@ -75,6 +85,7 @@ def _has_key_of(patch: Patch, other: Patch) -> bool:
 def unregister(patch: Patch) -> None:
     """Take back :func:`register`."""
     del _registered[patch.name]
+    PROBES.discard(f"{type(patch).__module__.removesuffix('.patch')}.probe")
     _changed()
 
 
@@ -93,7 +104,7 @@ def _shipped() -> dict[str, Patch]:
         home = f"{memopt.patches.__name__}.{folder}"
         if any(module.name == "patch" for module in pkgutil.iter_modules(import_module(home).__path__)):
             try:
-                found[folder] = import_module(f"{home}.patch").PATCH
+                found[folder] = _patch_of(home)
             except ModuleNotFoundError as missing:
                 if str(missing.name).rpartition(".")[0] != memopt.patches.__name__:
                     raise
