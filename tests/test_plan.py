@@ -9,6 +9,7 @@ import pytest
 from memopt.errors import RecipeError
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import load_recipe
+from memopt.reporting.terminal import coverage_totals
 from memopt.walk.sites import ActivationSite, Consumer, DropoutSite, LinearSite, NormSite, Reach, Sites
 
 CAUTION = "its output is returned as last_hidden_state by model"
@@ -97,6 +98,20 @@ def reasons(
     plan = make_plan(found, load_recipe(recipe, settings))
     entries = (entry for entry in plan.entries if entry.kind == "linear")
     return {e.site.split(".")[-2]: "sample" if e.action == "sample" else e.reason for e in entries}
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sampled"])
+@pytest.mark.parametrize("off", [False, True])
+def test_a_linear_that_reads_a_recomputed_input_is_counted_as_such(recipe: str, off: bool) -> None:
+    linears = (replace(FC2, fed_by=NORM.name), replace(QUERY, fed_by="something else", saved_by=("mul in x",)))
+    sites = Sites("M", "m", linears=linears, norms=(NORM,), blocks=(BLOCK,), hidden_size=8)
+    plan = make_plan(sites, load_recipe(recipe, ["norms.method=none"] if off else []))
+    of_linears = {e.site: e.action for e in plan.entries if e.kind == "linear"}
+    action = "read recomputed" if not off else "keep" if recipe == "exact" else "sample"
+    assert of_linears == {FC2.parameter: action, QUERY.parameter: "keep"}
+    assert not [entry for entry in plan.rewrites if entry.action == "read recomputed"]
+    if not off:
+        assert "2 linears: 1 reading a recomputed input, 1 left" in coverage_totals(plan)
 
 
 def test_what_nobody_else_holds_is_sampled() -> None:

@@ -38,12 +38,12 @@ from memopt.patches.norm.module import patch_norm
 from memopt.patches.replay.module import patch_replay
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.sum_norm import module as sum_norms
+from memopt.patches.sum_norm import probe as sum_norm_probe
 from memopt.patches.swap import is_as_patched, original_class, swap_forward, unswap
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.gated import with_form
 from memopt.walk.probes.probe import NormProbe, probe_norm
-from memopt.walk.probes.sum_norm import sum_norm_sites
-from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite
+from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
 
 WIDTH = 12
 INTERNAL = {*vars(nn.Module()), "_memopt", "_memopt_reads", "_is_hf_initialized"}
@@ -166,7 +166,8 @@ def patch_an_adapted_linear(module: nn.Module) -> None:
 
 
 def patch_a_sum_norm(module: nn.Module) -> None:
-    (site,) = sum_norm_sites(nn.ModuleDict({"a": module}), [dataclasses.replace(norm_site(module.norm), name="a.norm")])
+    sites = Sites("M", "m", norms=(dataclasses.replace(norm_site(module.norm), name="a.norm"),))
+    (site,) = sum_norm_probe.find(nn.ModuleDict({"a": module}), sites)
     patch_a_norm(module.norm)
     sum_norms.patch_sum_norm(module, site, None)
 

@@ -26,7 +26,7 @@ DEFAULT_CHECKPOINT_RECIPE = "exact"
 
 
 class Recipe(Strict):
-    """A recipe; see docs/recipes.md for every key. Each patch with rules adds a field of its own, `Patch.key`."""
+    """A recipe; see docs/recipes.md for every key. Each patch with rules adds a field of its own, `Rules.key`."""
 
     name: str
     description: str = ""
@@ -61,6 +61,11 @@ class Recipe(Strict):
         """The rules of that kind; their defaults where no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
 
+    def is_off(self, key: str) -> bool:
+        """Whether the rules of a key are off, or no patch has them."""
+        rules = self._all_rules().get(key)
+        return rules is None or rules.is_off
+
     def without(self, *effects: Effect) -> tuple[str, ...]:
         """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
         return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
@@ -83,7 +88,8 @@ class Recipe(Strict):
 def _add_rules() -> None:
     """Give `Recipe` a field for each patch that has rules."""
     own = {name: field for name, field in Recipe.model_fields.items() if not _is_rules(field.annotation)}
-    added = {p.key: FieldInfo(annotation=p.rules, default=p.rules()) for p in patches() if p.key}
+    known = [patch.rules for patch in patches() if patch.rules is not None]
+    added = {rules.key: FieldInfo(annotation=rules, default=rules()) for rules in known}
     name, description, *others = own.items()
     Recipe.model_fields.clear()
     Recipe.model_fields.update([name, description, *added.items(), *others])
@@ -132,9 +138,9 @@ def modernised(data: dict[str, Any]) -> dict[str, Any]:
 def _old_spellings() -> dict[str, Mapping[str, str]]:
     """KEY.FIELD -> old spelling -> today's."""
     return {
-        f"{patch.key}.{field}": spellings
+        f"{patch.rules.key}.{field}": spellings
         for patch in patches()
-        if patch.key
+        if patch.rules is not None
         for field, spellings in patch.rules.old_spellings.items()
     }
 

@@ -15,8 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memopt.patches.base import Section
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Reports, Section
+from memopt.patches.registry import having
 from memopt.reporting.text import as_text, line
 from memopt.trace.account import Account, Part, SavedStorage
 from memopt.trace.causes import CAUSES
@@ -177,7 +177,7 @@ class Comparison:
                 "change": self.change,
             },
             "step": {"before": _step(self.before), "after": _step(self.after)},
-            **{patch.section: None for patch in patches() if patch.section},
+            **{patch.section: None for patch in having(Reports) if patch.section},
             **{section.key: section.to_dict() for section in self.sections},
             "notes": list(self.notes),
         }

@@ -1,6 +1,6 @@
 """Level "gradient" of approximate recipes: the error of the gradient against its declared and predicted limits.
 
-The forward is exact, so the loss must be. Every approximation is switched on (`Patch.at_most`), whatever is trained.
+The forward is exact, so the loss must be. Every approximation is switched on (`Checks.farthest`), whatever is trained.
 Two limits: the error that the recipe declares, and what the errors of single derivatives on this model's inputs predict
 (`Patch.derivative_errors`).
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from memopt.checks import Check
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.models import load_run_free
 from memopt.verification.step import Gradients
@@ -35,11 +36,11 @@ def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of the patched model with those of stock modules on the same weights."""
     recipe = trial.recipe
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
-    everywhere = (setting for patch in patches() for setting in patch.at_most(recipe))
+    everywhere = (setting for patch in having(Checks) for setting in patch.farthest(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
     seed_cpu(0)  # for stochastic rounding of codes
     with contextlib.ExitStack() as watched:
-        errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
+        errors = [watched.enter_context(patch.derivative_errors(model)) for patch in having(Checks)]
         loss, approximate = trial.step(model)
     return list(_checks(recipe, exact_loss, loss, exact, approximate, list(itertools.chain(*errors))))
 

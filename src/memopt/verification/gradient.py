@@ -20,7 +20,8 @@ from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.errors import first_of
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import EngineSettings
+from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verification.inputs import Probes, probe_inputs
@@ -121,7 +122,7 @@ def stock_runs(folder: Path, recipe: Recipe, *, trust_remote_code: bool = False,
     """
     load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
 
-    settings = [patch.engine_settings(recipe, ()) for patch in patches()]
+    settings = [patch.engine_settings(recipe, ()) for patch in having(EngineSettings)]
     attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
 
     def step(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Level "memory": the patched model saves for backward what the plan says, block by block and module by module.
 
 The stock model runs stock code alone. What each patched module may save follows from the sizes of the stock modules'
-outputs and the plan's arithmetic (`Patch.own_bytes`, `Patch.recomputed`), not from patched code; the trace of the plan
+outputs and the plan's arithmetic (`memopt.patches.capabilities.Saves`), not from patched code; the trace of the plan
 on the config, which `memopt report` prints, is held to the measurement as well. The patched model's live storages are
 counted too, so that a tensor hidden in an attribute shows.
 """
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from memopt.checkpoint.patched import patched_folder
 from memopt.checks import Check, ratio_status
 from memopt.errors import ModelError
-from memopt.patches.base import Output, PlanView
+from memopt.patches.base import PlanView
+from memopt.patches.capabilities import Checks, Output
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped
 from memopt.trace.account import Account, account, live_by_module, live_bytes
 from memopt.trace.trace import trace_account
@@ -214,9 +215,10 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
         return
     allowed, own = _own(stock.account), _own(patched.account)
     stock_saves, saves = _all_saves(stock.account), _all_saves(patched.account)
-    producers = {name for patch in patches() for name in patch.recomputed(plan)}
-    for patch in patches():
-        for name, nbytes in patch.own_bytes(plan, stock.outputs).items():
+    planned = [patch.saves(plan, stock.outputs) for patch in having(Checks)]
+    producers = {name for each in planned for name in each.recomputed}
+    for saves_at_most in (each.own for each in planned):
+        for name, nbytes in saves_at_most.items():
             # One whose parameters have another dtype than its input runs stock code.
             if saves[name].keys() <= stock_saves[name].keys():
                 producers.discard(name)
@@ -236,7 +238,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     for each in patched.account.storages:
         if each.part == "block" and each.module in producers and each.savers_modules <= linears - {each.module}:
             kept[each.module] += each.nbytes
-    unsaved = {name for patch in patches() for name in patch.unsaved(plan)}
+    unsaved = {name for each in planned for name in each.unsaved}
     for each in patched.account.storages:
         if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
             kept[each.module] += each.nbytes

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checks import Check
+from memopt.patches.capabilities import Checks
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves
 from memopt.verification.inputs import Probes
@@ -94,7 +95,7 @@ def verify_modules(
     if alone is not None:
         yield alone
     with precise(dtype):
-        for patch in patches():
+        for patch in having(Checks):
             yield from patch.module_checks(dict(swapped), limit)
 
 

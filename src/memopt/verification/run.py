@@ -12,7 +12,8 @@ from memopt.checkpoint.sources.source import MANIFEST
 from memopt.checks import LEVELS, Check, Level, Status
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.generators import generators_kept
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
 from memopt.walk.models.adapter import refuse_adapter
@@ -152,7 +153,7 @@ def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | No
     with contextlib.suppress(NegativeVerdict) if checks else contextlib.nullcontext():
         # What is patched exactly is compared exactly; a recipe may approximate everything that it patches.
         checks += _exact_gradient(record, trust_remote_code, inputs)
-    for patch in patches():
+    for patch in having(Checks):
         checks += patch.checks(trial)
     return checks
 

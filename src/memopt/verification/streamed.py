@@ -27,7 +27,8 @@ from memopt.api import load
 from memopt.checkpoint.sources.source import open_source
 from memopt.checks import Check
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.reporting.text import Terminal
 from memopt.torch_compat import tree_leaves, tree_map
@@ -148,7 +149,7 @@ class _Sweep:
         outer = {name: self.model.get_submodule(name) for name in names}
         self._alone(outer)
         with precise(_WIDE):
-            for check in (check for patch in patches() for check in patch.module_checks(outer, LIMITS[_WIDE])):
+            for check in (check for patch in having(Checks) for check in patch.module_checks(outer, LIMITS[_WIDE])):
                 self._add(check)
 
     def checks(self) -> Iterator[Check]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from memopt.api import plan_for
-from memopt.patches.base import Section
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Reports, Section
+from memopt.patches.registry import having
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
 from memopt.trace.subject import chosen_recipe
@@ -66,5 +66,5 @@ def report_sections(request: Request, note: Callable[[str], None] | None = None)
     folder, inputs = Path(request.model).expanduser(), given_batch(request.inputs)
     trial = CheckpointTrial(folder, chosen_recipe(request), request.trust_remote_code, inputs)
     trains_all, tell = request.train == "full", note or (lambda text: None)
-    sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in patches())
+    sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in having(Reports))
     return tuple(section for section in sections if section is not None)

@@ -31,8 +31,8 @@ from memopt.walk.folds.twin_proofs import with_proofs
 from memopt.walk.folds.verdict import judge, norm_sites
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
+from memopt.walk.probes.brought import with_brought_sites
 from memopt.walk.probes.gated import with_form
-from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, Sites
 
 _CTC = "its loss is a CTC loss, which reads the logits of all tokens at once"
@@ -173,12 +173,11 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     }
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
-    return Sites(
+    sites = Sites(
         model_class=type(model).__name__,
         model_type=str(getattr(config, "model_type", "")),
         norms=norms,
         gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
-        sum_norms=sum_norm_sites(model, norms),
         activations=labels.activation_sites(),
         linears=linears,
         dropouts=labels.dropout_sites(),
@@ -190,6 +189,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
         traces=tuple(observed.traces),
     )
+    return with_brought_sites(model, sites)
 
 
 def _calls_ctc_loss(model: nn.Module) -> bool:

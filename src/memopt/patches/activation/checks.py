@@ -18,7 +18,7 @@ from memopt.checks import Check
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
-from memopt.patches.base import Trial
+from memopt.patches.capabilities import Trial
 from memopt.patches.swap import is_swapped, original_class, swap_state
 
 _INPUTS, _SCALE = 8192, 3.0

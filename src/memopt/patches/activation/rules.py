@@ -14,6 +14,8 @@ CodeScheme = Literal["none", "published", "2bit", "3bit", "4bit", "8bit", "4bit-
 class ActivationRules(Rules):
     """How activations are rewritten."""
 
+    key = "activations"
+
     method: Literal["recompute", "none"] = "recompute"
     """Whether their output is recomputed in backward instead of kept."""
     code: CodeScheme = "none"

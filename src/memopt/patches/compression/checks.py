@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from memopt.checks import Check
 from memopt.kernels.quantize.layout import GROUP
-from memopt.patches.base import Trial
+from memopt.patches.capabilities import Trial
 from memopt.patches.compression.compressor import Compression, Compressor
 from memopt.patches.running import RunningScopes
 

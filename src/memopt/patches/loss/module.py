@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
-from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.notes import say_whole, whole
@@ -29,6 +28,7 @@ from memopt.torch_compat import (
     makes_wrappers,
     module_hooks,
 )
+from memopt.walk.probes.linear import is_linear
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from memopt.checks import Check, Status
 from memopt.generators import seed_cpu
 from memopt.kernels.sampled_linear.sampling import Method
-from memopt.patches.base import Trial
+from memopt.patches.capabilities import Checks, Trial
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
 from memopt.patches.sampled_linear.noise import SamplingErrors
@@ -48,12 +48,15 @@ _SCATTER = 1.5
 def verify_sampling(trial: Trial) -> Iterator[Check]:
     """Checks that sampling adds noise and nothing else to the gradients of the patched model."""
     # What else is approximate acts alike on both sides, and by no other random numbers.
-    alike = [setting for patch in patches() for setting in patch.alike(trial.recipe)]
+    alike = [setting for patch in having(Checks) for setting in patch.repeatable(trial.recipe)]
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
     if not samplings:
-        record = record_of(model)
-        planned = record.plan.chosen("linear", "sample") if record is not None else ()
+        record, planned = record_of(model), set[str]()
+        if record is not None:
+            refused = {name for name, _ in record.refused}
+            planned = {site.module for site in record.plan.chosen("linear", "sample")}
+            planned |= {site.module for site in record.plan.sites.linears if site.module in refused}
         yield Check(
             id="sampling.linears", level="gradient", subject="linears", status="fail" if planned else "pass",
             metric="planned linears that are not sampled", value=float(len(planned)), threshold=0.0,

@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from memopt.patches.sum_norm.site import SumNormSite
 from memopt.walk.probes.stand_ins import Marker, Scrambler, linear, run
-from memopt.walk.sites import NormSite, SumNormSite
+from memopt.walk.sites import NormSite, Sites
 
 _WIDTH = 6
 _NARROW = (torch.bfloat16, torch.float16)
 _RESIDUAL: tuple[Literal[0, 1], ...] = (1, 0)
 
 
-def sum_norm_sites(model: nn.Module, norms: Collection[NormSite]) -> tuple[SumNormSite, ...]:
-    """The parents of `norms` that compute norm(between(dense(hidden)) + residual).
+def find(model: nn.Module, sites: Sites) -> tuple[SumNormSite, ...]:
+    """The parents of norms that compute norm(between(dense(hidden)) + residual).
 
     Such a module has the norm, one child with parameters, at most one without (a dropout), and no tensors of its own.
     """
-    return tuple(site for norm in norms for site in _proved(model, norm))
+    return tuple(site for norm in sites.norms for site in _proved(model, norm))
 
 
 def _proved(model: nn.Module, norm: NormSite) -> Iterator[SumNormSite]:

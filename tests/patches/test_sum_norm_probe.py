@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memopt.patches.registry import patches
+from memopt.patches.sum_norm.probe import find
+from memopt.patches.sum_norm.site import SumNormSite
 from memopt.walk.models.build import clone_to_meta
 from memopt.walk.observe import find_sites, walk_model
-from memopt.walk.probes.sum_norm import sum_norm_sites
-from memopt.walk.sites import NormSite, SumNormSite
+from memopt.walk.sites import NormSite, Sites
 from tests.factories import tiny_model
+
+pytestmark = pytest.mark.walks(shared=False)
 
 NORM = NormSite("norm", "layer", 16, 1e-5, "norm.weight", "norm.bias")
 SITE = SumNormSite("", "dense", "drop", "norm", ("hidden", "residual"), 1)
@@ -31,7 +35,7 @@ class PostNorm(nn.Module):
 
 
 def found(module: nn.Module) -> tuple[SumNormSite, ...]:
-    return sum_norm_sites(module, [NORM])
+    return find(module, Sites("M", "m", norms=(NORM,)))
 
 
 def changed(change) -> nn.Module:
@@ -201,11 +205,12 @@ class Encoder(nn.Module):
 def test_the_walk_proposes_what_it_finds_around_a_norm(prepare):
     model = prepare(Encoder())
     x = torch.randn(2, 5, 16, device=next(model.parameters()).device)
-    (site,) = find_sites(model, {"x": x}).sum_norms
+    assert patches()  # the probes are known to the walk
+    (site,) = find_sites(model, {"x": x}).of(SumNormSite)
     assert (site.name, site.dense, site.between, site.norm) == ("post", "dense", "drop", "norm")
 
 
 @pytest.mark.parametrize(("name", "a_layer"), [("bert", 2), ("roberta", 2), ("vit", 0), ("t5", 0), ("llama", 0)])
 def test_post_norm_encoders_have_two_in_every_layer_and_pre_norm_models_none(name, a_layer):
     model = tiny_model(name)
-    assert len(walk_model(model).sum_norms) == a_layer * model.config.num_hidden_layers
+    assert len(walk_model(model).of(SumNormSite)) == a_layer * model.config.num_hidden_layers
