@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
-from memopt.patches.linear.module import is_linear
+from memopt.patches.linear.module import is_linear, linear_reads
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.notes import say_whole, whole
@@ -66,7 +66,8 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room))
+    reads = None if transposed is None else linear_reads(module)  # any other function is called as it is
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room), reads)
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
