@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter, is_
@@ -29,7 +29,9 @@ _LOOKS = 2
 _LARGEST_COPY = 1 << 20
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float, str)
-_PLAIN = (type(None), bool, tuple, *_NUMBERS, *_CONTAINERS)
+_PLAIN = (type(None), bool, tuple, *_NUMBERS)
+#: Objects that hold objects: so many levels of them are looked at.
+_DEPTH = 3
 _VERSION = attrgetter("_version")
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
 
@@ -44,7 +46,7 @@ class BlockState:
         self._parts, self._size = [None], 0
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
-        self.looks, self.decides = 0, False
+        self.looks, self.decides, self._checked = 0, False, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockState, ()
@@ -61,21 +63,28 @@ class BlockState:
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
         self.decides = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
+        inside: dict[int, dict[Any, Any]] = {}
         for module in modules:
             own = vars(module)
             # Engines keep counters of their own on the modules that they hook.
             looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - _OF_EVERY_MODULE)
             self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
+            _add_tables(inside, [own[name] for name in looked_at if name in own])
+        self._checked = len(self.slots)
+        self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
 
     def has_run(self, moved: Sequence[Slot]) -> None:
         """The forward has changed what these hold."""
         self.looks += 1
         self.moving.update((id(table), name) for table, name in moved)
         if self.looks == _LOOKS:
-            self.slots = [slot for slot in self.slots if self._is_read(*slot)]
+            self.slots = [slot for place, slot in enumerate(self.slots) if self.is_read(place, *slot)]
+            self._checked = len(self.slots)
 
-    def _is_read(self, table: dict[str, Any], name: str) -> bool:
-        return name in MODES or isinstance(table.get(name), Tensor) or (id(table), name) in self.moving
+    def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
+        """Whether the value in a slot counts: any tensor of a module, and elsewhere what the forward has changed."""
+        held = name in MODES or isinstance(table.get(name), Tensor)
+        return (id(table), name) in self.moving or (held and place < self._checked)
 
 
 class RunsTwice:
@@ -87,7 +96,7 @@ class RunsTwice:
         named = getattr(function, "keywords", {})
         self._given = (
             [_copied(value) for value in given],
-            {name: copy.copy(value) for name, value in named.items() if type(value) in _CONTAINERS},
+            {name: _copied(value) for name, value in named.items() if isinstance(value, _CONTAINERS)},
         )
         # PyTorch's checkpoint checks the versions of tensors that are given by position.
         self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
@@ -101,7 +110,7 @@ class RunsTwice:
         args = tuple(
             value if isinstance(value, Tensor) else _copied(mine) for value, mine in zip(args, positional, strict=True)
         )
-        function = functools.partial(self._function, **{name: copy.copy(value) for name, value in named.items()})
+        function = functools.partial(self._function, **{name: _copied(value) for name, value in named.items()})
         with standing(lent), nullcontext() if self._decisions is None else self._decisions.repeat():
             return function(*args)
 
@@ -162,7 +171,7 @@ class RunsTwice:
                 lent.append((slot, self._copies[i].clone()))  # a graph that is retained runs the block once more
             elif isinstance(value, Tensor) and now[i] is not value and not has_memory(value):
                 continue  # sharding frees the weights of a forward
-            elif version != expected:
+            elif version != expected and self._state.is_read(i, *slot):
                 raise RuntimeError(self._changed(slot, value, expected))
             elif not _is_same(now[i], value):
                 lent.append((slot, _copied(value)))
@@ -182,20 +191,37 @@ class RunsTwice:
 
 def _is_state(value: Any) -> bool:
     # A tensor with a graph is a result of the last call: to hold it would keep that graph alive.
-    return not value.requires_grad if isinstance(value, Tensor) else type(value) in _PLAIN
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    return type(value) in _PLAIN or isinstance(value, _CONTAINERS)
+
+
+def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: int = _DEPTH) -> None:
+    """Add the dictionaries and the attributes of objects in `values`, by their id, and those inside them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            _add_tables(found, value, depth - 1)
+            continue
+        is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
+        table = value if isinstance(value, dict) else {} if is_other else getattr(value, "__dict__", {})
+        if table and depth and id(table) not in found:
+            found[id(table)] = table
+            _add_tables(found, table.values(), depth - 1)
 
 
 def _copied(value: Any) -> Any:
     """`value`, or a copy of it where it is a container, which may be changed in place."""
-    return copy.copy(value) if type(value) in _CONTAINERS else value
+    if type(value) is list:
+        return list(map(_copied, value))
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
 def _is_same(a: Any, b: Any) -> bool:
     if a is b or type(a) is not type(b):
         return a is b
-    if type(a) in _CONTAINERS:
-        values = [[*each, *each.values()] if type(each) is dict else each for each in (a, b)]
-        return len(a) == len(b) and all(map(is_, *values))
+    if isinstance(a, _CONTAINERS):
+        values = [[*each, *each.values()] if isinstance(each, dict) else each for each in (a, b)]
+        return len(a) == len(b) and all(map(_is_same if type(a) is list else is_, *values))
     return type(a) in _NUMBERS and bool(a == b)
 
 
@@ -214,6 +240,6 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """Those in nested containers too."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for value in values:
-        if type(value) in (tuple, *_CONTAINERS):
-            tensors += _tensors_in([*value.values()] if type(value) is dict else [*value])
+        if isinstance(value, (tuple, *_CONTAINERS)):
+            tensors += _tensors_in([*value.values()] if isinstance(value, dict) else [*value])
     return tensors
