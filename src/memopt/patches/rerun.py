@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
@@ -25,7 +25,7 @@ from memopt.torch_compat import no_dispatch
 #: What a module's forward goes by beside its tensors: whether it trains, and which of its adapters (PEFT) are on.
 MODES = ("training", "_active_adapter", "_disable_adapters")
 #: A table that holds a value (parameters, buffers or attributes of a module), and the value's name there.
-Slot = tuple[dict[str, Any], str]
+Slot = tuple[dict[Any, Any], Any]
 ABSENT = object()
 #: What may be changed in place, and what is compared by value.
 CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
@@ -101,12 +101,19 @@ class Held:
         pairs = zip(_standing_in(self.slots), self.values, strict=True)
         return [i for i, (now, value) in enumerate(pairs) if id(value) in moved or not _is_same(now, value)]
 
-    def lent(self, module: nn.Module, why: str, instead: Mapping[int, Tensor] | None = None) -> list[tuple[Slot, Any]]:
+    def lent(
+        self,
+        module: nn.Module,
+        why: str,
+        instead: Mapping[int, Tensor] | None = None,
+        is_read: Callable[[int, dict[Any, Any], Any], bool] | None = None,
+    ) -> list[tuple[Slot, Any]]:
         """Which values have to be put into which slots before `module` runs again.
 
         Args:
             why: the end of an error: why the module runs again, and what to do.
             instead: index of a slot -> a copy of its tensor, which the forward changed in place.
+            is_read: whether a slot (its index, table and name) counts; other tensors may change. By default all do.
 
         Raises:
             RuntimeError: a tensor was changed in place since, and there is no copy of it.
@@ -122,7 +129,7 @@ class Held:
                 lent.append((slot, instead[i].clone()))  # a graph that is retained runs the module once more
             elif isinstance(value, Tensor) and now[i] is not value and not _has_memory(value):
                 continue  # sharding frees the weights of a forward, and gathers the same values again
-            elif version != expected:
+            elif version != expected and (is_read is None or is_read(i, *slot)):
                 owner = _name_of(slot, module)
                 raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
             elif not _is_same(now[i], value):
@@ -139,15 +146,17 @@ def _name_of(slot: Slot, module: nn.Module) -> str:
 
 def copied(value: Any) -> Any:
     """`value`, or a copy of it where it is a container, which may be changed in place."""
-    return copy.copy(value) if type(value) in CONTAINERS else value
+    if type(value) is list:
+        return list(map(copied, value))
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
 def _is_same(a: Any, b: Any) -> bool:
     if a is b or type(a) is not type(b):
         return a is b
-    if type(a) in CONTAINERS:
-        values = [[*each, *each.values()] if type(each) is dict else each for each in (a, b)]
-        return len(a) == len(b) and all(map(is_, *values))
+    if isinstance(a, CONTAINERS):
+        values = [[*each, *each.values()] if isinstance(each, dict) else each for each in (a, b)]
+        return len(a) == len(b) and all(map(_is_same if type(a) is list else is_, *values))
     return type(a) in NUMBERS and bool(a == b)
 
 

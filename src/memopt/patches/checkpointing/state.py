@@ -6,9 +6,8 @@ the second run, and so are copies of what the forward itself changes in place. O
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -25,7 +24,9 @@ from memopt.recompute.versions import check_version, versions_of
 _LOOKS = 2
 #: Numbers in the largest buffer that is copied where the forward changes it in place.
 _LARGEST_COPY = 1 << 20
-_PLAIN = (type(None), bool, tuple, *NUMBERS, *CONTAINERS)
+_PLAIN = (type(None), bool, tuple, *NUMBERS)
+#: Objects that hold objects: so many levels of them are looked at.
+_DEPTH = 3
 _WHY = (
     ", because the block is checkpointed and runs again in backward. Change weights after backward; if the block's own "
     "forward changes them, leave the block out of checkpointing.blocks"
@@ -43,7 +44,7 @@ class BlockState:
         self._parts, self._size = [None], 0
         self.moving: set[tuple[int, str]] = set()
         self.slots: list[Slot] = []
-        self.looks, self.decides = 0, False
+        self.looks, self.decides, self._checked = 0, False, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockState, ()
@@ -60,21 +61,28 @@ class BlockState:
         self._size, self.looks, self.moving = sum(map(len, self._tables)), 0, set()
         self.decides = False
         self.slots = [(table, name) for table in self._tables for name, held in table.items() if held is not None]
+        inside: dict[int, dict[Any, Any]] = {}
         for module in modules:
             own = vars(module)
             # Engines keep counters of their own on the modules that they hook.
             looked_at = MODES if is_watched(module) else (*MODES, *own.keys() - _OF_EVERY_MODULE)
             self.slots += [(own, name) for name in looked_at if name in own and _is_state(own[name])]
+            _add_tables(inside, [own[name] for name in looked_at if name in own])
+        self._checked = len(self.slots)
+        self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
 
     def has_run(self, moved: Sequence[Slot]) -> None:
         """The forward has changed what these hold."""
         self.looks += 1
         self.moving.update((id(table), name) for table, name in moved)
         if self.looks == _LOOKS:
-            self.slots = [slot for slot in self.slots if self._is_read(*slot)]
+            self.slots = [slot for place, slot in enumerate(self.slots) if self.is_read(place, *slot)]
+            self._checked = len(self.slots)
 
-    def _is_read(self, table: dict[str, Any], name: str) -> bool:
-        return name in MODES or isinstance(table.get(name), Tensor) or (id(table), name) in self.moving
+    def is_read(self, place: int, table: dict[Any, Any], name: Any) -> bool:
+        """Whether the value in a slot counts: any tensor of a module, and elsewhere what the forward has changed."""
+        held = name in MODES or isinstance(table.get(name), Tensor)
+        return (id(table), name) in self.moving or (held and place < self._checked)
 
 
 class RunsTwice:
@@ -86,7 +94,7 @@ class RunsTwice:
         named = getattr(function, "keywords", {})
         self._given = (
             [copied(value) for value in given],
-            {name: copy.copy(value) for name, value in named.items() if type(value) in CONTAINERS},
+            {name: copied(value) for name, value in named.items() if isinstance(value, CONTAINERS)},
         )
         # PyTorch's checkpoint checks the versions of tensors that are given by position.
         self._arguments = _tensors_in([*named.values(), *(value for value in given if not isinstance(value, Tensor))])
@@ -100,12 +108,12 @@ class RunsTwice:
         if versions_of(self._arguments) != self._given_versions:
             for tensor, version in zip(self._arguments, self._given_versions, strict=True):
                 check_version(tensor, version)
-        lent = self._held.lent(self._block, _WHY, self._copies)
+        lent = self._held.lent(self._block, _WHY, self._copies, is_read=self._state.is_read)
         positional, named = self._given
         args = tuple(
             value if isinstance(value, Tensor) else copied(mine) for value, mine in zip(args, positional, strict=True)
         )
-        function = functools.partial(self._function, **{name: copy.copy(value) for name, value in named.items()})
+        function = functools.partial(self._function, **{name: copied(value) for name, value in named.items()})
         with standing(lent), nullcontext() if self._decisions is None else self._decisions.repeat():
             return function(*args)
 
@@ -140,13 +148,28 @@ class RunsTwice:
 
 def _is_state(value: Any) -> bool:
     # A tensor with a graph is a result of the last call: to hold it would keep that graph alive.
-    return not value.requires_grad if isinstance(value, Tensor) else type(value) in _PLAIN
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    return type(value) in _PLAIN or isinstance(value, CONTAINERS)
+
+
+def _add_tables(found: dict[int, dict[Any, Any]], values: Iterable[Any], depth: int = _DEPTH) -> None:
+    """Add the dictionaries and the attributes of objects in `values`, by their id, and those inside them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            _add_tables(found, value, depth - 1)
+            continue
+        is_other = isinstance(value, (Tensor, nn.Module, type)) or callable(value)
+        table = value if isinstance(value, dict) else {} if is_other else getattr(value, "__dict__", {})
+        if table and depth and id(table) not in found:
+            found[id(table)] = table
+            _add_tables(found, table.values(), depth - 1)
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """Those in nested containers too."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     for value in values:
-        if type(value) in (tuple, *CONTAINERS):
-            tensors += _tensors_in([*value.values()] if type(value) is dict else [*value])
+        if isinstance(value, (tuple, *CONTAINERS)):
+            tensors += _tensors_in([*value.values()] if isinstance(value, dict) else [*value])
     return tensors

@@ -124,8 +124,7 @@ class LazyLogits(Tensor):
                                 each.source.losses.append(func.__name__)
                                 each.source.pass_moments_to(found)
                     return answer
-            if func is not Tensor.as_subclass:
-                note(func, pending[0].source.head.module)
+            note(func, pending[0].source.head.module)
         for each in lazy:
             each.compute()
         family = [member for each in lazy for member in each.family]
@@ -146,6 +145,10 @@ class LazyLogits(Tensor):
             return leaf.compute().detach() if isinstance(leaf, LazyLogits) else leaf
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor: PyTorch's reads the graph of this one in C++, which may be behind that of its value."""
+        return self.compute().as_subclass(cls)
 
     @property
     def is_foreign(self) -> bool:
@@ -346,6 +349,8 @@ class _AdoptFunction(DirectFunction):
 def _own_state(logits: LazyLogits) -> tuple[Any, int]:
     """The autograd node and the version of this tensor itself, whether or not it has a value."""
     read = super(LazyLogits, LazyLogits).__torch_function__
+    if read(Tensor.is_inference, (), (logits,)):
+        return None, 0  # it has neither
     return read(_GRAPH, (), (logits,)), read(_VERSION, (), (logits,))
 
 

@@ -66,7 +66,9 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room))
+    is_known = transposed is None or type(module) is nn.Linear
+    reads = None if is_known else observed_reads(module, None)  # any other function is called as it is
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room), reads)
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:
