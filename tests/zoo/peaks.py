@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.reporting.estimate import max_positions, quiet, traced
+from memopt.reporting.step import Step as TracedStep
 from memopt.reporting.subject import reads_tokens
 from memopt.reporting.timeline import Step, step
 from memopt.reporting.training import Precision, Training
@@ -102,7 +103,7 @@ def _steps(config: PreTrainedConfig, sites: Sites) -> tuple[Step, Step]:
 
     def step_of(precision: Precision, recipe: Recipe | None) -> Step:
         training = Training(batch=STEP_ROWS, seq=seq, precision=precision, dropout=False)
-        with traced(config, training, sites=sites, recipe=recipe) as model:
+        with traced(TracedStep(config, training, sites, recipe)) as model:
             return step(model.model, model.run, during_backward=model.choices())
 
     try:
