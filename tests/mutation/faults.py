@@ -366,14 +366,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "walk: a norm with obstacles is folded",
-        "tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),",
-        "(),",
+        "fold_obstacles=tuple(dict.fromkeys(_obstacles(mode, record, readers))),",
+        "",
         _FAMILIES,
     ),
     Fault(
         "walk: cautions are forgotten",
-        "tuple(_cautions(record, readers.get(record.name, []), loss_head)),",
-        "(),",
+        "cautions=tuple(_cautions(record, readers, loss_head)),",
+        "",
         _FAMILIES,
     ),
     Fault(

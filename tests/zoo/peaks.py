@@ -19,7 +19,7 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import name_placeholders
 from memopt.walk.models.shrink.depth import MAX_DEPTH, with_depth
-from memopt.walk.models.shrink.rotary import fit_rotary
+from memopt.walk.models.shrink.width import fit_rotary
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.zoo.build import Row, Stop, runnable

@@ -28,7 +28,7 @@ from memopt.walk.flow.blocks import find_blocks
 from memopt.walk.flow.linear_inputs import InputUse
 from memopt.walk.flow.watch import Observed, observe
 from memopt.walk.folds.twin_proofs import with_proofs
-from memopt.walk.folds.verdict import judge, norm_sites
+from memopt.walk.folds.verdict import norm_sites
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.probes.brought import with_brought_sites
@@ -150,14 +150,13 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     mode, labels = observed.mode, observed.labels
     assert labels is not None
     heads = list(labels.loss_heads(mode.parameters))
-    verdicts = judge(mode, next((head.parameter for head in heads if not head.obstacle), None))
+    norms = norm_sites(mode, next((head.parameter for head in heads if not head.obstacle), None))
     if _calls_ctc_loss(inner_model(model)):
         heads = [replace(head, obstacle=head.obstacle or _CTC) for head in heads]
     linears = tuple(
         replace(x, **observed.inputs.get(x.parameter, InputUse((), ()))._asdict()) for x in labels.linear_sites()
     )
     rejected = {name: record.rejected for name, record in mode.norms.items() if record.rejected}
-    norms = norm_sites(mode, verdicts)
     owners = {linear.module for linear in linears}
     if not observed.calls:
         # No linear ran, so every module with a matrix counts as one.

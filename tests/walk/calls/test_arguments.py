@@ -275,11 +275,11 @@ def test_a_robot_gets_its_state_and_a_mask_of_its_cameras() -> None:
     assert given["pixel_attention_mask"].tolist() == [[True, True], [True, True]]
 
 
-def test_a_config_that_a_family_stumbles_over_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_a_rule_stumbles_over_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def stumbles(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "main:first", {}
+        yield "first", {}
         raise ZeroDivisionError
 
-    monkeypatch.setattr(arguments, "_FAMILIES", (stumbles, arguments.text))
+    monkeypatch.setattr(arguments, "RULES", (("main", stumbles), ("main", arguments.text)))
     names = [name for name, _ in arguments.candidates(twin("bert"), "plain", 0)]
     assert names[:2] == ["main:first", "main:"]

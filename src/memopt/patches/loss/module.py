@@ -18,6 +18,7 @@ from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.notes import say_whole, whole
 from memopt.patches.loss.rows import product_rows
 from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
+from memopt.patches.reads import observed_reads
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.sum_norm.site import SumNormSite
-from memopt.walk.probes.stand_ins import Marker, Scrambler, linear, run
+from memopt.walk.probes.isolate import Marker, Scrambler, random_linear, run_on
 from memopt.walk.sites import NormSite, Sites
 
 _WIDTH = 6
@@ -78,7 +78,7 @@ def _does(module: nn.Module, site: SumNormSite) -> bool:
     """
     generator = torch.Generator().manual_seed(0)
     stand_ins: dict[str, nn.Module] = {
-        site.dense: linear(_WIDTH, _WIDTH, generator),
+        site.dense: random_linear(_WIDTH, _WIDTH, generator),
         site.norm: Scrambler(_WIDTH, generator),
     }
     if site.between is not None:
@@ -120,7 +120,7 @@ def _rounds_alike(
     inputs = [x.to(dtype) for x in given]
     for child in stand_ins.values():
         child.to(dtype)
-    y = run(module, stand_ins, lambda alone: call(alone, *inputs), training=False, native=True)
+    y = run_on(module, stand_ins, lambda alone: call(alone, *inputs), training=False, native=True)
     return y is not None and torch.equal(y, formula(module, *inputs))
 
 
@@ -137,7 +137,7 @@ def _value_and_gradients(
     inputs = [leaf.clone() for leaf in leaves]  # a forward may write into its input, and no leaf may be written to
     # The backward of a forward that overwrites its own saved tensors raises a RuntimeError.
     with torch.enable_grad(), contextlib.suppress(RuntimeError):
-        y = run(module, stand_ins, lambda alone: call(alone, *inputs), training=training)
+        y = run_on(module, stand_ins, lambda alone: call(alone, *inputs), training=training)
         if y is None or y.shape != given[0].shape or not y.requires_grad:
             return None
         weights = torch.arange(1.0, y.numel() + 1, dtype=torch.float64).view(y.shape)
