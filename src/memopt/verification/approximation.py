@@ -37,7 +37,7 @@ def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
     everywhere = (setting for patch in patches() for setting in patch.at_most(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
-    seed_cpu(0)  # for stochastic rounding of codes
+    seed_cpu(0)  # compressed tensors are rounded at random
     with contextlib.ExitStack() as watched:
         errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
         loss, approximate = trial.step(model)

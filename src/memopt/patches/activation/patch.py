@@ -104,8 +104,7 @@ class ActivationPatch(Patch):
         return ("activations.where=all",)
 
     def alike(self, recipe: RecipeView) -> tuple[str, ...]:
-        code = recipe.rules(ActivationRules).code.removesuffix("-stochastic")
-        return ("activations.where=all", f"activations.code={code}")
+        return ("activations.where=all",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
         if trial.recipe.rules(ActivationRules).code == OFF:

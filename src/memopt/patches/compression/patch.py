@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from memopt.saved.compressible import Compression
 
 
-class KeptRules(Rules):
+class CompressionRules(Rules):
     """How saved tensors are stored that are not recomputed."""
 
-    method: Literal["none", "int8", "int4"] = "none"
-    """``int8``, ``int4``: a code for each element, a minimum and a step for each 128."""
+    method: Literal["none", "int8"] = "none"
+    """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
     """Everything in the repeated blocks, or what their MLPs keep."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
 
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+    old_key: ClassVar[str] = "kept"
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
+    old_fields: ClassVar[frozenset[str]] = frozenset({"rounding"})
 
     @property
     def effect(self) -> Effect:
@@ -31,25 +32,24 @@ class KeptRules(Rules):
 class CompressionPatch(Patch):
     """Scopes that quantise; a matter of blocks, so it has no rows."""
 
-    name = "compression"
+    name = key = "compression"
+    rules = CompressionRules
     after = ("dropout", "sampled_linear")  # it stores what they leave
     requires = ("quantize",)
-    key, rules = "kept", KeptRules
 
     def compression(self, recipe: RecipeView) -> Compression | None:
-        rules = recipe.rules(KeptRules)
-        if rules.method == "none":
+        if recipe.rules(CompressionRules).is_off:
             return None
-        from memopt.patches.compression.compressor import Compression
+        from memopt.patches.compression.compressor import Compressor
 
-        return Compression(8 if rules.method == "int8" else 4, rules.rounding == "stochastic")
+        return Compressor
 
     def settles(self, plan: PlanView) -> bool:
-        return self.compression(plan.recipe) is not None
+        return not plan.recipe.rules(CompressionRules).is_off
 
     def compressed(self, plan: PlanView) -> Iterable[str]:
         """Blocks, or the MLPs in them."""
-        rules, sites = plan.recipe.rules(KeptRules), plan.sites
+        rules, sites = plan.recipe.rules(CompressionRules), plan.sites
         if rules.is_off:
             return ()
         if rules.where == "block":
@@ -61,14 +61,11 @@ class CompressionPatch(Patch):
         return (f"{self.key}.method={OFF}",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        from memopt.patches.compression.compressor import Compression
-
-        compression = self.compression(trial.recipe)
-        if not isinstance(compression, Compression):
+        if trial.recipe.rules(CompressionRules).is_off:
             return ()
         from memopt.patches.compression.checks import verify_rounding
 
-        return verify_rounding(trial, compression)
+        return verify_rounding(trial)
 
 
 PATCH = CompressionPatch()
