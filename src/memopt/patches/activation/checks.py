@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.activations import ACTIVATIONS
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
@@ -51,10 +51,7 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
 
 def _check(id: str, values: dict[str, float], metric: str, limit: float, reason: str, reference: str) -> Check:
     worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
-    return Check(
-        id=id, level="gradient", subject=worst, status="pass" if values[worst] <= limit else "fail", metric=metric,
-        value=values[worst], threshold=limit, threshold_reason=reason, reference=reference, n=len(values),
-    )  # fmt: skip
+    return limited(id, worst, values[worst], limit, metric, reason, reference, len(values), level="gradient")
 
 
 def _off_its_levels(module: nn.Module, stock: functools.partial[Tensor], code: DerivativeCode) -> float:

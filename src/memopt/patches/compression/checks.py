@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.kernels.quantize.layout import GROUP, LEVELS
 from memopt.patches.base import Trial
 from memopt.patches.compression.compressor import Compressor
@@ -34,19 +34,16 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
         yield Check("quantised.steps", "gradient", "blocks", "skip", detail="nothing was quantised in this step")
         return
     worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
-    yield Check(
-        id="quantised.steps", level="gradient", subject=worst,
-        status="pass" if seen.largest[worst] <= 1 else "fail", metric="largest error of an element, in steps",
-        value=seen.largest[worst], threshold=1.0, threshold_reason="what rounding to a level can cost",
-        reference="what was saved, and steps computed from it", n=seen.elements,
+    yield limited(
+        "quantised.steps", worst, seen.largest[worst], 1.0, "largest error of an element, in steps",
+        "what rounding to a level can cost", "what was saved, and steps computed from it", seen.elements,
+        level="gradient",
     )  # fmt: skip
     bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}
     worst = max(bias, key=lambda name: bias[name])
-    yield Check(
-        id="quantised.bias", level="gradient", subject=worst,
-        status="pass" if bias[worst] <= _STANDARD_ERRORS else "fail",
-        metric="mean error of saved elements, in standard errors", value=bias[worst], threshold=_STANDARD_ERRORS,
-        threshold_reason="stochastic rounding has no bias", reference="what was saved", n=seen.elements,
+    yield limited(
+        "quantised.bias", worst, bias[worst], _STANDARD_ERRORS, "mean error of saved elements, in standard errors",
+        "stochastic rounding has no bias", "what was saved", seen.elements, level="gradient",
     )  # fmt: skip
 
 
