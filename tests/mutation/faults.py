@@ -188,24 +188,18 @@ FAULTS: tuple[Fault, ...] = (
     # Codes and quantised tensors.
     Fault(
         "codes: the highest level is never chosen",
-        "number.clamp(0, len(code.levels) - 1)",
-        "number.clamp(0, len(code.levels) - 2)",
+        "floor().clamp(0, len(code.levels) - 1)",
+        "floor().clamp(0, len(code.levels) - 2)",
         _CODES,
     ),
-    Fault("codes: rounding is always down", "number = (place + 0.5).floor()", "number = place.floor()", _CODES),
-    Fault(
-        "codes: stochastic rounding is biased",
-        "number = below + (uniform(index, seed) < place - below)\n    else:\n        number = (place",
-        "number = below + (uniform(index, seed) < (place - below) ** 2)\n    else:\n        number = (place",
-        _CODES,
-    ),
+    Fault("codes: rounding is always down", "codes = (place + 0.5).floor()", "codes = place.floor()", _CODES),
     Fault(
         "codes: NaN is not flagged", "flagged = z.isnan()", "flagged = torch.zeros_like(z, dtype=torch.bool)", _CODES
     ),
     Fault(
         "int8: the last level is not used",
-        "step = (high - low) / torch.full_like(low, levels)",
-        "step = (high - low) / torch.full_like(low, levels + 1)",
+        "step = (high - low) / torch.full_like(low, LEVELS)",
+        "step = (high - low) / torch.full_like(low, LEVELS + 1)",
         _INT8,
     ),
     Fault(

@@ -52,6 +52,9 @@ class Rules(Strict):
     """Of a recipe."""
     #: Field -> its old spellings, as memopt.json files of older versions have them.
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    #: The key's name, and fields that are gone, in such files.
+    old_key: ClassVar[str] = ""
+    old_fields: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def is_off(self) -> bool:

@@ -136,7 +136,7 @@ class _Pack:
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
         if compression is not None and hidden is not None and exchanges:
-            self._compressor = compression.compressor(hidden)
+            self._compressor = compression(hidden)
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []

@@ -8,6 +8,7 @@ Two limits: the error that the recipe declares, and what the errors of single de
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.generators import seed_cpu
 from memopt.patches.capabilities import Checks
 from memopt.patches.registry import having
@@ -38,7 +39,7 @@ def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
     everywhere = (setting for patch in having(Checks) for setting in patch.farthest(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
-    seed_cpu(0)  # for stochastic rounding of codes
+    seed_cpu(0)  # compressed tensors are rounded at random
     with contextlib.ExitStack() as watched:
         errors = [watched.enter_context(patch.derivative_errors(model)) for patch in having(Checks)]
         loss, approximate = trial.step(model)
@@ -63,14 +64,14 @@ def _checks(
     name = f"{len(both)} parameters"
     yield _check(
         "gradient.declared_error", name, error, recipe.gradient_error, "relative error of the gradient",
-        f"declared by the recipe '{recipe.name}'", detail,
+        f"declared by the recipe '{recipe.name}'", detail=detail,
     )  # fmt: skip
     if errors:
         predicted = math.sqrt(sum(each * each for each in errors))
         yield _check(
             "gradient.predicted_error", name, error, predicted, "relative error of the gradient",
             "errors of the activations' derivatives, as measured on this model's inputs, add in squares",
-            f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
+            detail=f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
         )  # fmt: skip
         yield _check(
             "gradient.worst_error", worst, layers[worst], _WEIGHED * predicted,
@@ -79,19 +80,7 @@ def _checks(
         )  # fmt: skip
 
 
-def _check(id: str, subject: str, value: float, limit: float, metric: str, reason: str, detail: str = "") -> Check:
-    return Check(
-        id=id,
-        level="gradient",
-        subject=subject,
-        status="pass" if value <= limit else "fail",
-        metric=metric,
-        value=value,
-        threshold=limit,
-        threshold_reason=reason,
-        reference="fp32 run of stock modules on the same weights",
-        detail=detail,
-    )
+_check = functools.partial(limited, reference="fp32 run of stock modules on the same weights")
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:

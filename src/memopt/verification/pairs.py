@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,13 @@ from memopt.api import unpatch
 from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, choose_reference, stored_dtype
+from memopt.verification.models import cast_inputs, load_run_free, reference_for, stored_dtype
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.alike import take_out
 
+T = TypeVar("T")
 #: Rows that remain of an embedding or a head, and those of its first that ids behind them are not mapped to.
 WORDS, _SPECIAL = 4096, 8
 _PREFIX = "base_model.model."
@@ -86,13 +89,23 @@ class Pair:
             model.zero_grad(set_to_none=True)
 
 
-def pair_of(model: nn.Module, probes: Probes) -> Pair | None:
+def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) -> T | None:
+    """`run` on both small models, patched with these settings; None where fp32 does not fit into memory."""
+
+    def on_model(model: nn.Module) -> T | None:
+        pair = _pair_of(model, trial.probes(model))
+        return None if pair is None else run(pair)
+
+    return load_run_free(functools.partial(trial.patched, *settings, dtype=None), on_model)
+
+
+def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     """The patched `model`, which is made small in place, and its copy; None where fp32 does not fit into memory."""
     record = record_of(model)
     blocks = record.plan.sites.blocks if record is not None else ()
     probes, left_out = _made_small(model, blocks, probes)
     stored = stored_dtype(model)
-    reference = choose_reference(sum(each.numel() for each in model.parameters()), stored, copies=8)
+    reference = reference_for(model, copies=8)
     if reference is None:
         return None
     with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64

@@ -24,6 +24,7 @@ from memopt.errors import ModelError, first_of
 from memopt.files import once
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
+from memopt.plan.recipe import modernised
 from memopt.walk.sites import Sites
 
 #: What `save_pretrained` writes on its own.
@@ -179,7 +180,9 @@ def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: Checkpoin
     expected = config_key(
         record.model, record.path, record.commit, manifest.recipe, folds, affines, manifest.memopt_version
     )
-    for where, what in differences(expected, key):
+    recipe = key.get("recipe")
+    written = key | {"recipe": modernised(recipe)} if isinstance(recipe, dict) else key
+    for where, what in differences(expected, written):
         yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
 
 

@@ -33,25 +33,37 @@ class CheckpointTrial:
     recipe: Recipe
     trust_remote_code: bool = False
     inputs: Batch | None = None
+    """The user's batch; None to make inputs."""
+    folded: frozenset[str] = frozenset()
+    """Names of the norms that are folded."""
     _probes: Probes | None = field(default=None, init=False)
 
     @property
     def probe(self) -> str:
         return "" if self._probes is None else self._probes.source
 
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The settings with which nothing is sampled or approximate."""
+        return self.recipe.without("sampled", "approximate")
+
     def stock(self, dtype: torch.dtype | None = None) -> nn.Module:
         return load_stock(self.source, dtype=dtype, trust_remote_code=self.trust_remote_code)
 
-    def patched(self, *settings: str) -> nn.Module:
+    def patched(self, *settings: str, dtype: torch.dtype | None = DTYPE) -> nn.Module:
         code = self.trust_remote_code
-        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=DTYPE, overrides=settings)
+        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=dtype, overrides=settings)
+
+    def probes(self, model: nn.Module) -> Probes:
+        """The inputs of all models of the folder."""
+        return probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
 
     def plan(self, model: nn.Module) -> Plan:
         return plan_for(model, self.recipe, inputs=self.inputs)
 
     def step(self, model: nn.Module) -> tuple[float, Gradients]:
         if self._probes is None:
-            self._probes = probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
+            self._probes = self.probes(model)
         step = training_step(model, self._probes, DTYPE)
         return step.loss, step.gradients
 

@@ -102,8 +102,7 @@ class ActivationPatch(Patch, Checks):
         return ("activations.where=all",)
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
-        code = recipe.rules(ActivationRules).code.removesuffix("-stochastic")
-        return ("activations.where=all", f"activations.code={code}")
+        return ("activations.where=all",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
         if trial.recipe.rules(ActivationRules).code == OFF:

@@ -11,21 +11,21 @@ from memopt.walk.sites import parent
 
 if TYPE_CHECKING:
     from memopt.checks import Check
-    from memopt.patches.compression.compressor import Compression
 
 
-class KeptRules(Rules):
+class CompressionRules(Rules):
     """How saved tensors are stored that are not recomputed."""
 
-    key = "kept"
+    key = "compression"
 
-    method: Literal["none", "int8", "int4"] = "none"
-    """``int8``, ``int4``: a code for each element, a minimum and a step for each 128."""
+    method: Literal["none", "int8"] = "none"
+    """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
     """Everything in the repeated blocks, or what their MLPs keep."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
 
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+    old_key: ClassVar[str] = "kept"
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
+    old_fields: ClassVar[frozenset[str]] = frozenset({"rounding"})
 
     @property
     def effect(self) -> Effect:
@@ -36,40 +36,32 @@ class CompressionPatch(Patch, Checks):
     """Scopes that quantise; a matter of blocks, so it has no rows."""
 
     name = "compression"
+    rules = CompressionRules
     after = ("dropout", "sampled_linear")  # it stores what they leave
     requires = ("quantize",)
-    rules = KeptRules
 
     def scope(self, plan: PlanView) -> InScopes:
-        compression = _compression(plan.recipe.rules(KeptRules))
-        if compression is None:
+        if plan.recipe.rules(CompressionRules).is_off:
             return InScopes()
-        return InScopes(compression=compression, compressed=_compressed(plan), exchanges=True)
+        from memopt.patches.compression.compressor import Compressor
+
+        return InScopes(compression=Compressor, compressed=_compressed(plan), exchanges=True)
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
-        return (f"{KeptRules.key}.method={OFF}",)
+        return (f"{CompressionRules.key}.method={OFF}",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        compression = _compression(trial.recipe.rules(KeptRules))
-        if compression is None:
+        if trial.recipe.rules(CompressionRules).is_off:
             return ()
         from memopt.patches.compression.checks import verify_rounding
 
-        return verify_rounding(trial, compression)
-
-
-def _compression(rules: KeptRules) -> Compression | None:
-    if rules.is_off:
-        return None
-    from memopt.patches.compression.compressor import Compression
-
-    return Compression(8 if rules.method == "int8" else 4, rules.rounding == "stochastic")
+        return verify_rounding(trial)
 
 
 def _compressed(plan: PlanView) -> Collection[str]:
     """Blocks, or the MLPs in them."""
     sites = plan.sites
-    if plan.recipe.rules(KeptRules).where == "block":
+    if plan.recipe.rules(CompressionRules).where == "block":
         return sites.blocks
     parents = (parent(site.name) if site.is_module else site.name for site in sites.activations)
     return dict.fromkeys((*(site.name for site in sites.gated_mlps), *parents))
