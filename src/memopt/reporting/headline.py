@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.prediction.headline import Headline, gib
-from memopt.reporting.text import line
+from memopt.reporting.text import line, percent
 
 
 def headline_tables(headline: Headline) -> Iterator[RenderableType]:
@@ -47,13 +47,9 @@ def _table(headline: Headline) -> RenderableType:
             way.name,
             gib(way.total),
             Text("yes" if fits else "no", style="green" if fits else "red"),
-            _percent(way.flops),
-            _percent(way.moved),
+            percent(way.flops - 1),
+            percent(way.moved - 1),
             "" if way.batch is None else str(way.batch),
             way.accuracy,
         )
     return table
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.0f} %" if round(100 * (ratio - 1)) else "0 %"

@@ -35,6 +35,8 @@ DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "fp16-mixed": (torch.float32, torch.float16),
 }
+#: Dtype of the weights -> precision without autocast.
+PRECISIONS = {weights: name for name, (weights, autocast) in DTYPES.items() if autocast is None}
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped
 from memopt.trace.account import Account, account, live_by_module, live_bytes
+from memopt.trace.arguments import PRECISIONS
 from memopt.trace.trace import trace_account
-from memopt.trace.training import Precision, Step, Training
+from memopt.trace.training import Step, Training
 from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
 from memopt.verification.step import training_loss
@@ -36,8 +37,6 @@ from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
-
-_PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
@@ -96,7 +95,7 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
     run = load_run_free(load, run_patched)
     patched = run.account
     checks = [*_compare(stock.account, patched, run.live, probes), *_each_module(stock, run)]
-    precision = _PRECISIONS.get(stock.dtype)
+    precision = PRECISIONS.get(stock.dtype)
     if precision is None:
         return [*checks, _skipped("no trace is made for checkpoints in this dtype")]
     recipe = trial.recipe.unfolded()

@@ -22,6 +22,7 @@ from memopt.prediction.planner.choice import Choice, Frontier
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
+from memopt.trace.arguments import PRECISIONS
 from memopt.trace.events import Trace
 from memopt.trace.quantised import quantisation_of
 from memopt.trace.subject import default_seq, reads_tokens, step_of
@@ -96,9 +97,6 @@ def _size(budget: str | int) -> int:
     return find_card(budget).memory if isinstance(budget, str) else budget
 
 
-_PRECISIONS: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
 def plan_model(
     model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
 ) -> Choice:
@@ -135,7 +133,7 @@ def plan_model(
             f"A budget is for LoRA or full fine-tuning, and {type(adapters).__name__} is neither.",
             "Pass a recipe instead.",
         )
-    known = (_PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in _PRECISIONS)
+    known = (PRECISIONS[dtype] for dtype, _ in weights.most_common() if dtype in PRECISIONS)
     precision: Precision = next(known, "bf16")
     training = Training(
         batch=batch or 1,
