@@ -17,7 +17,7 @@ from memopt.walk.calls.arguments.in_text import image_in_text, sound_in_text, vi
 from memopt.walk.calls.arguments.request import Forms, Kwargs, Request, Size
 from memopt.walk.calls.arguments.sequences import anything, as_documented, as_named, codes, embedded, series, text
 from memopt.walk.calls.arguments.singles import complete
-from memopt.walk.calls.arguments.sounds import sound, sound_beside_text, wave_and_spectrogram
+from memopt.walk.calls.arguments.sounds import sound, sound_beside_text
 
 #: (modality, the forms in which it may be given). The modality is ``main`` for the argument `main_input_name`.
 RULES: tuple[tuple[str, Callable[[Request], Forms]], ...] = (
@@ -28,7 +28,6 @@ RULES: tuple[tuple[str, Callable[[Request], Forms]], ...] = (
     ("main", sound),
     ("main", sound_beside_text),
     ("audio", sound_in_text),
-    ("main", wave_and_spectrogram),
     ("main", series),
     ("main", codes),
     ("main", anything),

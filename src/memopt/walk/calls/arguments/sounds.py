@@ -47,18 +47,6 @@ def sound_beside_text(request: Request) -> Forms:
             yield f"text and {detail}", {"input_ids": request.ids(), **kwargs}
 
 
-def wave_and_spectrogram(request: Request) -> Forms:
-    """Wave and spectrogram together, for a codec with an acoustic and a semantic encoder."""
-    spectrogram = next((name for name in _SPECTROGRAMS if name in request.required), "")
-    wave = request.first(*_WAVES)
-    if spectrogram and wave:
-        for samples in samples_of(request):
-            frames = samples // request.whole("hop_length", default=320)
-            for width in _widths(request):
-                both = {wave: (request.batch, 1, samples), spectrogram: (request.batch, frames, width)}
-                yield f"wave and {frames} rows", {name: request.normal(*shape) for name, shape in both.items()}
-
-
 def sounds_of_one_length(request: Request) -> Forms:
     """Unpadded sounds, of which each row has as many features."""
     request = replace(request, variant="plain")
