@@ -16,8 +16,14 @@ from safetensors import safe_open
 import memopt
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.patches.apply import is_patched
+from memopt.patches.base import Entry
+from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped
 from memopt.pipeline import patch_checkpoint
+from memopt.plan.plan import Plan
+from memopt.plan.recipe import load_recipe
+from memopt.reporting.terminal import coverage_totals
+from memopt.walk.sites import Sites
 from tests.factories import NAMES, tiny_inputs, tiny_model
 
 
@@ -231,3 +237,31 @@ def test_a_hook_of_accelerate_around_a_forward_leaves_it_patched():
 
 def _other_norm(self, x):
     return x * self.weight
+
+
+def test_sites_that_were_refused_count_as_left_with_the_reason():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)  # then no proof succeeds
+    norms = "5 norms: 4 shared, 1 left"
+    assert "5 norms: 5 shared" in coverage_totals(memopt.plan_for(model))
+    with pytest.warns(UserWarning, match=r"left model\.norm as it was"):
+        memopt.patch(model)
+    text = str(memopt.summary(model))
+    assert norms in text
+    assert "left as it was: model.norm" in text
+    record = record_of(model)
+    assert norms in coverage_totals(record.plan)
+    (entry,) = (entry for entry in record.plan.refusals if entry.site == "model.norm")
+    assert [entry.reason] == [reason for name, reason in record.refused if name == "model.norm"]
+
+
+@pytest.mark.parametrize("module", ["head", "head.around.inner", "head.other"])
+def test_a_refused_module_stands_for_the_site_in_it_or_around_it(module):
+    entries = tuple(
+        Entry(kind, site, "done", "why") for kind in ("linear", "loss") for site in ("head.around", "body.weight")
+    )
+    left = Plan(load_recipe("exact"), Sites("M", "m"), entries).left("linear", module, "no")
+    expected = [] if module == "head.other" else [Entry("linear", "head.around", "keep", "no")]
+    assert list(left.refusals) == expected
+    assert [entry.kind for entry in left.rewrites].count("loss") == 2

@@ -22,7 +22,7 @@ def test_only_a_methods_own_folders_name_it() -> None:
         ("plan/plan.py", "from memopt.patches.norm.patch import NormRules", "norm"),
         ("report/build.py", "import memopt.kernels.dropout.function", "dropout"),
         ("patches/apply.py", "if entry.kind == 'gated_mlp': pass", "gated_mlp"),
-        ("cli/patch.py", "key = 'linears'", "sampled_linear"),
+        ("cli/patch.py", "key = 'linears'", "linear"),
         ("verify/run.py", "done = action == 'share'", "norm"),
         ("patches/dropout/patch.py", "from memopt.patches.norm.module import patch_norm", "norm"),
         ("kernels/norm/function.py", "from memopt.kernels.activation.function import activation", "activation"),

@@ -9,6 +9,7 @@ import pytest
 from memopt.errors import RecipeError
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import load_recipe
+from memopt.reporting.terminal import coverage_totals
 from memopt.walk.sites import ActivationSite, Consumer, DropoutSite, LinearSite, NormSite, Reach, Sites
 
 CAUTION = "its output is returned as last_hidden_state by model"
@@ -97,6 +98,20 @@ def reasons(
     plan = make_plan(found, load_recipe(recipe, settings))
     entries = (entry for entry in plan.entries if entry.kind == "linear")
     return {e.site.split(".")[-2]: "sample" if e.action == "sample" else e.reason for e in entries}
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sampled"])
+@pytest.mark.parametrize("off", [False, True])
+def test_a_linear_that_reads_a_recomputed_input_is_counted_as_such(recipe: str, off: bool) -> None:
+    linears = (replace(FC2, fed_by=NORM.name), replace(QUERY, fed_by="something else", saved_by=("mul in x",)))
+    sites = Sites("M", "m", linears=linears, norms=(NORM,), blocks=(BLOCK,), hidden_size=8)
+    plan = make_plan(sites, load_recipe(recipe, ["norms.method=none"] if off else []))
+    of_linears = {e.site: e.action for e in plan.entries if e.kind == "linear"}
+    action = "read recomputed" if not off else "keep" if recipe == "exact" else "sample"
+    assert of_linears == {FC2.parameter: action, QUERY.parameter: "keep"}
+    assert not [entry for entry in plan.rewrites if entry.action == "read recomputed"]
+    if not off:
+        assert "2 linears: 1 reading a recomputed input, 1 left" in coverage_totals(plan)
 
 
 def test_what_nobody_else_holds_is_sampled() -> None:
@@ -204,7 +219,7 @@ def test_bad_settings_are_errors(setting: str, message: str) -> None:
     [
         ("norms.fold=never", "norms.fold"),
         ("linears.method=exact", "linears.method"),
-        ("kept.method=exact", "kept.method"),
+        ("compression.method=exact", "compression.method"),
         ("activations.relu=output", "activations.relu"),
     ],
 )
@@ -213,12 +228,25 @@ def test_an_older_spelling_of_off_is_an_error_that_names_todays(setting: str, ke
         load_recipe("exact", [setting])
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("kept.method=int8", "unknown key 'kept'. It is 'compression' now"),
+        ("compression.rounding=nearest", r"unknown key 'compression\.rounding'"),
+        ("compression.method=int4", "Did you mean 'int8'"),
+        ("activations.code=4bit-stochastic", "Did you mean '4bit'"),
+    ],
+)
+def test_an_option_that_is_gone_is_an_error_that_names_what_is_there(setting: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("exact", [setting])
+
+
 def test_whatever_has_a_method_can_be_switched_off_by_the_same_word() -> None:
     recipe = load_recipe("sampled")
     keys = [key for key, rules in recipe.model_dump().items() if isinstance(rules, dict) and "method" in rules]
-    assert set(keys) == {
-        *("norms", "gated_mlps", "activations", "linears", "dropouts", "softmaxes", "loss", "kept", "checkpointing")
-    }
+    off_by_method = "norms gated_mlps activations linears dropouts softmaxes loss compression checkpointing"
+    assert set(keys) == set(off_by_method.split())
     off = load_recipe(recipe, [f"{key}.method=none" for key in keys])
     plan = make_plan(Sites("M", "m", norms=(LAST,), linears=(FC2,), activations=(GELU,), blocks=(BLOCK,)), off)
     assert plan.does_nothing

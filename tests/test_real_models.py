@@ -12,7 +12,7 @@ import transformers
 import memopt
 from memopt.checkpoint.manifest import read_manifest
 from memopt.pipeline import patch_checkpoint
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from memopt.verification.run import verify
 
 QUESTION = "The capital of France is"

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 import memopt
+from memopt.patches.registry import patches
 from tests.factories import tiny_model
 from tests.support.processes import run_code
 
@@ -47,12 +49,16 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("without")
-    shutil.copytree(SOURCE, root / "src" / "memopt", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(SOURCE.parents[1] / "configs" / "recipes", root / "configs" / "recipes")
-    for room in ("patches", "kernels"):
-        shutil.rmtree(root / "src" / "memopt" / room / GONE)
+    package_without(GONE, root)
+    shutil.rmtree(root / "src" / "memopt" / "kernels" / GONE)
     tiny_model("bert", hidden_dropout_prob=0.1).save_pretrained(root / "model")
     return root
+
+
+def package_without(name: str, root: Path) -> None:
+    shutil.copytree(SOURCE, root / "src" / "memopt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE.parents[1] / "configs" / "recipes", root / "configs" / "recipes")
+    shutil.rmtree(root / "src" / "memopt" / "patches" / name)
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +93,58 @@ def test_a_model_is_patched_verified_and_reported(outputs: dict[str, str]) -> No
 
 def test_its_key_is_unknown_to_recipes(outputs: dict[str, str]) -> None:
     assert f"{GONE}s" not in outputs["recipes"]
+
+
+#: Runs in the copy with recipes as arguments: patches and trains a model by each, plans every level of its blocks and
+#: its fastest plan for a budget. Prints the patches that there are, and the number of rewrites, levels and patched
+#: modules of each recipe, as JSON.
+RECIPES = """
+import json, sys, torch, transformers
+import memopt
+from memopt.patches.registry import patches
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.planner.levels import levels_of
+from memopt.prediction.planner.live import plan_model
+counts = {}
+for file in sys.argv[1:]:
+    recipe = load_recipe(file).unfolded()
+    model = transformers.AutoModelForMaskedLM.from_pretrained("model").train()
+    plan = memopt.plan_for(model, recipe)
+    levels = levels_of(plan.sites, recipe)
+    for level in range(max(map(len, levels.options))):
+        make_plan(plan.sites, levels.recipe_at([options[min(level, len(options) - 1)] for options in levels.options]))
+    assert plan_model(model, "1GiB", recipe, batch=1, seq=8).plan.batch == 1
+    memopt.patch(model, recipe)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if name.endswith("dense.weight"))
+    counts[recipe.name] = len(plan.rewrites), len(levels.beyond), memopt.summary(model).modules
+print(json.dumps([[patch.name for patch in patches()], counts]))
+"""
+FAST = ("linear", "norm", "sampled_linear")
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [pytest.param(patch.name, marks=() if patch.name in FAST else pytest.mark.slow) for patch in patches()],
+)
+def test_recipes_that_do_not_name_it_and_the_planner_work_without_it(gone: str, tmp_path: Path) -> None:
+    package_without(gone, tmp_path)
+    tiny_model("bert").save_pretrained(tmp_path / "model")
+    # A key is gone with the patch that has it; a patch that extends the rules of another one has fields of it.
+    keys = {patch.rules.key for patch in patches() if patch.rules and patch.name == gone and "key" in vars(patch.rules)}
+    recipes = []
+    for name in ("exact", "exact-levels"):
+        recipe = yaml.safe_load((tmp_path / "configs" / "recipes" / f"{name}.yaml").read_text())
+        recipes.append(tmp_path / f"{name}.yaml")
+        recipes[-1].write_text(yaml.safe_dump({key: value for key, value in recipe.items() if key not in keys}))
+    ran = run_code(RECIPES, *map(str, recipes), folder=tmp_path, path=[tmp_path / "src"])
+    assert ran.code == 0, ran.err
+    there, counts = json.loads(ran.out)
+    extending = {"sampled_linear"} if gone == "linear" else set()
+    assert {patch.name for patch in patches()} - set(there) == {gone, *extending}
+    for rewrites, levels, modules in counts.values():
+        assert rewrites
+        assert modules
+        assert levels == (2 if gone == "linear" else 3 if gone == "checkpointing" else 5)

@@ -37,7 +37,7 @@ SHARED_KERNELS = {"base"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
     "sampling.py": "the public path of patches/sampled_linear",
-    "reporting/causes.py": "functions of PyTorch, by which a saved tensor is explained",
+    "trace/causes.py": "functions of PyTorch, by which a saved tensor is explained",
     "activations.py": "operations of PyTorch",
     "torch_compat/compiling.py": "a mark on the nodes of PyTorch's graphs",
 }
@@ -167,7 +167,8 @@ def _methods() -> tuple[dict[str, set[str]], dict[str | None, tuple[str, ...]]]:
     folders = {path.parent.name for room in rooms for path in room.glob("*/__init__.py")} - SHARED_KERNELS
     words = {folder: {folder} for folder in folders}
     for patch in patches():
-        words[patch.name] = {patch.name, *filter(None, [patch.key]), *patch.actions}
+        own = {patch.rules.key} if patch.rules is not None and "key" in vars(patch.rules) else set()
+        words[patch.name] = {patch.name, *own, *(patch.rows.actions if patch.rows is not None else ())}
     return words, {patch.name: (*patch.after, *patch.requires) for patch in patches()}
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from memopt.checks import Check
 from memopt.plan.plan import Entry
-from memopt.reporting.training import Checkpointing, Precision, Train
+from memopt.trace.training import Checkpointing, Precision, Train
 
 FILE = Path(__file__).parents[1] / "docs" / "json-schema" / "memopt-1.json"
 

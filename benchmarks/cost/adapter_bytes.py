@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 
 HIDDEN, TOKENS, VOCAB = 512, 512, 1000
 _UNIT = TOKENS * HIDDEN * 2

@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _some(types: Sequence[str], jobs: int, study: Study) -> int:
-    rows = list(_examined(types, jobs, study))
+    rows = list(examined(types, jobs, study.examine, study.row))
     print(json.dumps(rows, indent=1))
     return EXIT_SHORT if any(row["status"] == "wrong" for row in rows) else EXIT_OK
 
@@ -146,7 +146,7 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
     with partial_rows.open("a") as stream:
         if not rows:
             print(json.dumps(study.header), file=stream, flush=True)
-        for row in _with_progress(_examined(types, arguments.jobs, study), len(rows), len(types)):
+        for row in with_progress(examined(types, arguments.jobs, study.examine, study.row), len(rows), len(types)):
             rows.append(row)
             print(json.dumps(row), file=stream, flush=True)
     rows = sorted(rows if study.onto is None else with_peaks(study.onto, rows), key=lambda row: row["model_type"])
@@ -192,33 +192,38 @@ def _resumed(partial: Path, header: dict[str, Any]) -> Rows:
     return lines[1:]
 
 
-def _examined(types: Sequence[str], jobs: int, study: Study) -> Iterator[dict[str, Any]]:
-    """Rows in the order in which they are ready."""
+def examined(
+    types: Sequence[str], jobs: int, examine: Callable[[str], Any], row: Callable[[str, str, str], Any]
+) -> Iterator[dict[str, Any]]:
+    """What `examine` returns for each type, in a process of its own, in the order in which they are ready.
+
+    `row` makes (type, status, reason) a row where the process fails.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.zoo.losses"])  # transformers is imported once
     with ProcessPool(max_workers=jobs, max_tasks=1, context=context) as pool:
-        futures = {pool.schedule(_work, args=(study.examine, name), timeout=TYPE_SECONDS): name for name in types}
+        futures = {pool.schedule(_work, args=(examine, name), timeout=TYPE_SECONDS): name for name in types}
         try:
             for future in as_completed(futures):
-                yield _row(study, futures[future], future)
+                yield _row(row, futures[future], future)
         except BaseException:
             pool.stop()
             raise
 
 
-def _row(study: Study, model_type: str, future: Any) -> dict[str, Any]:
+def _row(row: Callable[[str, str, str], Any], model_type: str, future: Any) -> dict[str, Any]:
     try:
-        row: Row | LossRow = future.result()
+        found = future.result()
     except TimeoutError:
-        row = study.row(model_type, "not run", f"it takes more than {TYPE_SECONDS} seconds")
+        found = row(model_type, "not run", f"it takes more than {TYPE_SECONDS} seconds")
     except ProcessExpired as error:
-        row = study.row(model_type, "not run", f"its process ended with exit code {error.exitcode}")
+        found = row(model_type, "not run", f"its process ended with exit code {error.exitcode}")
     except Exception as error:  # memopt itself failed, which is never right
-        row = study.row(model_type, "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return dataclasses.asdict(row)
+        found = row(model_type, "wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return dataclasses.asdict(found)
 
 
-def _work(examined: Callable[[str], Row | LossRow], model_type: str) -> Row | LossRow:
+def _work(examine: Callable[[str], Any], model_type: str) -> Any:
     import torch
 
     torch.set_num_threads(1)
@@ -228,10 +233,10 @@ def _work(examined: Callable[[str], Row | LossRow], model_type: str) -> Row | Lo
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        return examined(model_type)  # models print what they like
+        return examine(model_type)  # models print what they like
 
 
-def _with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iterator[dict[str, Any]]:
+def with_progress(rows: Iterator[dict[str, Any]], done: int, left: int) -> Iterator[dict[str, Any]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -42,14 +42,13 @@ from memopt.plan.recipe import Recipe
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import combine
 from memopt.prediction.planner.choice import Plan
-from memopt.prediction.planner.cost import nanoseconds
 from memopt.prediction.planner.levels import levels_of
 from memopt.prediction.planner.plan import Task, choose
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, trace
-from memopt.prediction.tracer import Tracer
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.tracer import Tracer
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 
@@ -169,7 +168,7 @@ def rows(case: Case) -> Iterator[Row]:
         step = replace(case.training, checkpointing="full" if way.switch else "none")
         prepare = partial(way.prepare, blocks=sites.blocks)
         other = combine(trace(Step(config, step, sites, way.recipe), prepare=prepare), SETUP)
-        seconds, products = (nanoseconds(other.trace.operations, each) / 1e9 for each in (card, fused))
+        seconds, products = (each.nanoseconds(other.trace.operations) / 1e9 for each in (card, fused))
         plan, of_products = (fastest(replace(task, card=each), other.total + ROUNDING) for each in (card, fused))
         row = Row(
             case.name,

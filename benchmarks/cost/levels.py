@@ -30,9 +30,9 @@ import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from benchmarks.step import CASES, MIB, Case, faked, trained_model
 from memopt.patches.linear.decide import output_levels
-from memopt.reporting.fake import make_fake
-from memopt.reporting.timeline import step
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, run_backward
+from memopt.trace.fake import make_fake
+from memopt.trace.timeline import step
 
 RECIPE = "exact-unfolded"
 CHOSEN = {"llama": "Llama-1B shape, 1 x 4096", "bert": "BERT-large shape, masked LM, 8 x 512"}

@@ -44,9 +44,8 @@ from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, document, w
 from memopt.prediction.measure import RealStep
 from memopt.prediction.peak import MARGIN, predict
 from memopt.prediction.setup import Setup
-from memopt.reporting.estimate import quiet
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.estimate import quiet
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.zoo.build import model_types

@@ -33,8 +33,8 @@ from torch import nn
 import memopt
 from benchmarks import saved_bytes
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, write_json
-from memopt.reporting.account import SavedStorage, account
-from memopt.reporting.emulate import CudaChoices
+from memopt.trace.account import SavedStorage, account
+from memopt.trace.emulate import CudaChoices
 from memopt.walk.observe import walk_model
 
 HIDDEN, HEADS, TOKENS, BATCH, RANK = 512, 8, 128, 8, 32

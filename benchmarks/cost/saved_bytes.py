@@ -37,7 +37,7 @@ from torch import nn
 
 import memopt
 from benchmarks import adapter_bytes
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 
 HIDDEN = 512
 VOCAB = 1000

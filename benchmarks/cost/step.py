@@ -41,11 +41,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import memopt
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
-from memopt.reporting.emulate import CudaChoices, unpadded_masks
-from memopt.reporting.fake import make_fake
-from memopt.reporting.fake_reads import FiniteValues
-from memopt.reporting.timeline import Step, step
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.emulate import CudaChoices, unpadded_masks
+from memopt.trace.fake import FiniteValues, make_fake
+from memopt.trace.timeline import Activations, step
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 DTYPE = torch.bfloat16
@@ -150,7 +149,7 @@ def measure(case: Case, trained: Trained, variant: str, *, recipe: memopt.Recipe
         labels = ids if "SequenceClassification" not in case.model.__name__ else ids[:, 0].clone().zero_()
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         only_loss = "cc" in VARIANTS[variant]  # its output has the head's input in the place of logits
-        found: Step = step(model, partial(_loss if only_loss else _output, model, inputs))
+        found: Activations = step(model, partial(_loss if only_loss else _output, model, inputs))
     return Row(
         case.name,
         trained,

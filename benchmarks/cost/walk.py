@@ -2,6 +2,8 @@
 
     python -m benchmarks.walk            print the table
     python -m benchmarks.walk --check    and exit 1 where a number is over its limit
+    python -m benchmarks.walk --inputs [TYPE ...]
+                                         how many model types each rule for inputs serves (all: over half an hour)
 
 Seconds are CPU seconds of `walk_config`, which runs on one thread, after the imports: on a quiet machine the time that
 one waits. They are the least of three fresh processes, since neighbours on a machine only ever add to them. Memory is
@@ -75,8 +77,14 @@ class Cost:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 where a number is over its limit")
+    parser.add_argument("--inputs", nargs="*", metavar="TYPE", help="how many model types each rule for inputs serves")
     parser.add_argument("--worker", choices=SHAPES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.inputs is not None:
+        from benchmarks.walk_inputs import served  # what it imports would count as memory of the walk
+
+        print("\n".join(served(arguments.inputs)))
+        return 0
     if arguments.worker:
         print(json.dumps(asdict(measure(SHAPES[arguments.worker]))))
         return 0

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from memopt.patches.loss import readers
 from memopt.patches.loss.module import patch_head
-from memopt.reporting.emulate import CudaChoices
-from memopt.reporting.fake import replace_tensors
-from memopt.reporting.operations import operation
-from memopt.reporting.quantised import Linear4bit
-from memopt.reporting.storages import storages, tensors
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, operator_schema, storage_id
+from memopt.trace.emulate import CudaChoices
+from memopt.trace.fake import replace_tensors
+from memopt.trace.operations import operation
+from memopt.trace.quantised import Linear4bit
+from memopt.trace.storages import storages, tensors
 
 FLOPS, BANDWIDTH, LAUNCH = 750e12, 3.0e12, 4e-6
 #: Bytes of an H100's cache, and the rows that the loss's kernel reads at a time: two programs a multiprocessor.

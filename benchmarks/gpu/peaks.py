@@ -156,8 +156,7 @@ def measure(case: Case, *, dry_run: bool) -> Row:
 def _compare(case: Case, dry_run: bool) -> Any:
     from memopt.plan.recipe import load_recipe
     from memopt.prediction.measure import compare
-    from memopt.reporting.step import Step
-    from memopt.reporting.training import Training
+    from memopt.trace.training import Step, Training
 
     config, sites = _model(case.model, dry_run)
     checkpointing, recipe = WAYS[case.way]

@@ -44,7 +44,7 @@ from benchmarks.finetune_task import Batch, CannotRun, Gradients, Task
 from benchmarks.measure import EXIT_CANNOT_RUN, EXIT_OK, EXIT_SHORT, version
 from benchmarks.training import Run, relative_error
 from benchmarks.ways import AGAIN, STOCK
-from memopt.reporting.account import account
+from memopt.trace.account import account
 
 SEEDS, EPOCHS, TRAINED, TESTS = 5, 2, 768, 512
 LEARNING_RATE = 1e-4

@@ -26,9 +26,8 @@ from benchmarks.published import NOTHING
 from benchmarks.settings import deit, t5
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.peak import predict
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Step, Training
 from memopt.walk.calls.batch import Batch
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites

@@ -16,7 +16,7 @@ from benchmarks.ways import CHECKPOINTING, STOCK
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.peak import Prediction
 from memopt.prediction.peak import predict as predicted
-from memopt.reporting.training import Training
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
@@ -117,7 +117,7 @@ def _step(
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, :labels].clone()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return predicted(config, training, sites=sites, recipe=recipe, inputs=inputs)
+        return predicted(Step(config, training, sites, recipe, inputs=inputs))
 
 
 _LASTING = ("weights", "gradients", "optimizer states", "optimizer transients", "workspaces", "communication", "batch")

@@ -23,7 +23,7 @@ from benchmarks.measure import version
 from benchmarks.published import EAGER, Point
 from benchmarks.training import Score, Setting
 from benchmarks.ways import CHECKPOINTING
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 
 Size = Literal["cpu", "gpu", "paper"]
 Kind = Literal["next", "classes", "image", "first"]

@@ -15,8 +15,10 @@ from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
 from memopt.generators import generators_kept
 from memopt.partitioned import before_sharding, shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
+from memopt.patches.base import PlanView
+from memopt.patches.capabilities import Reports
 from memopt.patches.record import Record, drop_record, keep_record, record_of, warn_once
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, shadowed
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
@@ -71,8 +73,8 @@ def patch(
             rules = _within(model, budget, rules, batch, seq)
         plan = plan_for(model, rules, inputs=inputs)
         applied = apply(model, plan)
-        _finish(model, plan, applied)
-        _say(model, plan)
+        _finish(model, applied)
+        _say(model, applied.plan)
     return model
 
 
@@ -111,7 +113,7 @@ def summary(model: nn.Module) -> Summary:
         f"{first_of([name or 'the model' for name in names])}"
         for owner, names in others.items()
     ]
-    remarks += [line for patch in patches() for line in patch.remarks(model)]
+    remarks += [line for patch in having(Reports) for line in patch.remarks(model)]
     return summarize(swapped - sum(map(len, others.values())), record_of(model), remarks)
 
 
@@ -199,7 +201,7 @@ def load(
             plan = make_plan(sites, unfolded)
             with affines_read(model, directory, names) as known:
                 applied = apply(model, plan, folded=known)
-        _finish(model, plan, applied)
+        _finish(model, applied)
         done.append(model)
 
     with before_sharding(patched):
@@ -225,7 +227,7 @@ def _check_values(model: nn.Module) -> None:
 
 def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:
     """The recipe of the fastest plan that fits; warns where that needs smaller micro-batches."""
-    from memopt.prediction.planner.live import plan_model
+    from memopt.prediction.planner.training import plan_model
 
     plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
     if plan.accumulation > 1:
@@ -270,7 +272,7 @@ def _same_norm(name: str, folded: frozenset[str]) -> str | None:
     return name if name in folded else next(same, None)
 
 
-def _say(model: nn.Module, plan: Plan) -> None:
+def _say(model: nn.Module, plan: PlanView) -> None:
     """Log what was done, and what was set on the model before."""
     if not _logger.hasHandlers():  # nobody configured logging, which then shows warnings alone
         handler = logging.StreamHandler()
@@ -283,14 +285,14 @@ def _say(model: nn.Module, plan: Plan) -> None:
     warn_once(model, summary(model).remarks)
 
 
-def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
-    """Warn of what could not be patched, and record the plan on the model; an error where nothing was patched."""
+def _finish(model: nn.Module, applied: Applied) -> None:
+    """Warn of what could not be patched, and record on the model what was; an error where nothing was."""
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
         names = [name or "the model" for name, why in applied.refused if why == reason]
         was = "it was" if len(names) == 1 else "they were"
         warnings.warn(f"memopt left {first_of(names)} as {was}: {reason}", stacklevel=3)
-    sites = plan.sites
+    sites = applied.plan.sites
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
         warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
@@ -298,4 +300,4 @@ def _finish(model: nn.Module, plan: Plan, applied: Applied) -> None:
         raise NegativeVerdict(
             "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."
         )
-    keep_record(model, Record(plan, applied.refused))
+    keep_record(model, Record(applied.plan, applied.refused))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Level = Literal["weights", "forward", "gradient", "training", "memory"]
@@ -30,6 +32,56 @@ class Check:
     n: int = 0
     """Number of elements, tensors or bytes that were checked."""
     detail: str = ""
+
+    @property
+    def excess(self) -> float:
+        """`value` over its limit; infinite for NaN."""
+        value = self.value or 0.0
+        if math.isnan(value):
+            return math.inf
+        return value / self.threshold if self.threshold else value
+
+
+def limited(
+    id: str,
+    subject: str,
+    value: float,
+    limit: float,
+    metric: str,
+    reason: str = "",
+    reference: str = "",
+    n: int = 0,
+    detail: str = "",
+    *,
+    level: Level | None = None,
+) -> Check:
+    """A check that passes up to `limit`, and fails above it and for NaN; the first part of `id` is its level."""
+    level = level or _level_of(id)
+    status: Status = "pass" if value <= limit else "fail"
+    return Check(id, level, subject, status, metric, value, limit, reason, reference, n, detail)
+
+
+def skipped(id: str, subject: str, why: str) -> Check:
+    """A check that could not be made."""
+    return Check(id, _level_of(id), subject, "skip", detail=why)
+
+
+def worst_of_each(checks: Iterable[Check]) -> list[Check]:
+    """Of the checks with one id that which is furthest over its limit."""
+    found: dict[str, Check] = {}
+    for check in checks:
+        worst = found.setdefault(check.id, check)
+        if _rank(check) > _rank(worst):
+            found[check.id] = check
+    return list(found.values())
+
+
+def _rank(check: Check) -> tuple[bool, bool, float]:
+    return check.status == "fail", check.status == "warn", check.excess
+
+
+def _level_of(id: str) -> Level:
+    return cast(Level, id.partition(".")[0])
 
 
 def ratio_status(value: float, passes: float, warns: float) -> Status:

@@ -24,7 +24,7 @@ from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
@@ -206,21 +206,7 @@ def report(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    request = Request(
-        model,
-        recipe,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        checkpointing=checkpointing,
-        inputs=inputs,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    return report_on(request, note)
+    return report_on(Request.of(locals()), note)
 
 
 @generators_kept()

@@ -21,24 +21,20 @@ def whole(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-@pytest.fixture(scope="module", params=(4, 8), ids="{} bits".format)
-def compiled(request: pytest.FixtureRequest, whole: bool) -> list[tuple[int, Binary]]:
+@pytest.fixture(scope="module")
+def compiled(whole: bool) -> list[tuple[int, Binary]]:
     """The number of elements and the binary of launches."""
-    bits, found = request.param, []
+    found: list[tuple[int, Binary]] = []
     calls = dealt(
         [(dtype, count) for dtype in DTYPES for count in SIZES],
         whole=whole,
-        first=bits // 4,
         everywhere=lambda call: call == (torch.bfloat16, SIZES[0]),
     )
     for (dtype, count), target in calls:
         with capture(target) as binaries:
             x = torch.empty(count, dtype=dtype, device="meta")
-            if count == SIZES[0]:
-                launch_quantize(x, bits, None)
-            codes, scales = launch_quantize(x, bits, 2**62)
-            launch_dequantize(codes, scales, bits, count, dtype)
-        assert len(binaries) == (3 if count == SIZES[0] else 2)
+            launch_dequantize(*launch_quantize(x, 2**62), dtype)
+        assert len(binaries) == 2
         found += [(count, binary) for binary in binaries]
     return found
 
@@ -75,5 +71,5 @@ def test_nothing_is_computed_in_bf16(compiled: list[tuple[int, Binary]]) -> None
 def test_another_seed_or_size_does_not_compile_again(target: str) -> None:
     with capture(target) as binaries:
         for count, seed in ((2**20, 1), (2**20, 16), (2**20, 12345), (2**21, 2**30)):
-            launch_quantize(torch.empty(count, dtype=torch.bfloat16, device="meta"), 8, seed)
+            launch_quantize(torch.empty(count, dtype=torch.bfloat16, device="meta"), seed)
     assert len({id(binary.asm) for binary in binaries}) == 1

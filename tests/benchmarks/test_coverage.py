@@ -100,10 +100,10 @@ def test_peaks_alone_are_traced_into_the_rows_of_a_file(tmp_path, monkeypatch) -
     kept = json.loads(out.read_text())["rows"]
     monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "--out", str(out)])
 
-    def in_this_process(types, jobs, study):
-        return (dataclasses.asdict(study.examine(name)) for name in types)
+    def in_this_process(types, jobs, examine, row):
+        return (dataclasses.asdict(examine(name)) for name in types)
 
-    monkeypatch.setattr(coverage, "_examined", in_this_process)
+    monkeypatch.setattr(coverage, "examined", in_this_process)
     assert coverage.main() == coverage.EXIT_OK
     bert, gone = json.loads(out.read_text())["rows"]
     assert bert["step_peak"][1] < bert["step_peak"][0]
@@ -117,7 +117,7 @@ def test_peaks_of_named_types_leave_those_of_others(tmp_path, monkeypatch, capsy
     kept = [row(name, model_class="Model", step_peak=[9, 8]) for name in ("bert", "llama")]
     out.write_text(json.dumps({"rows": kept, "memory": True}))
     found = dataclasses.asdict(Row("bert", step_peak=(9, 3)))
-    monkeypatch.setattr(coverage, "_examined", lambda types, jobs, study: [found for name in types if name == "bert"])
+    monkeypatch.setattr(coverage, "examined", lambda types, *_: [found for name in types if name == "bert"])
     monkeypatch.setattr(sys, "argv", ["coverage", "--peaks", "bert", "--out", str(out)])
     assert coverage.main() == coverage.EXIT_OK
     assert [each["step_peak"] for each in json.loads(out.read_text())["rows"]] == [[9, 3], [9, 8]]

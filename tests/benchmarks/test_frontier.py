@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 import benchmarks.frontier
 from benchmarks.frontier import ROUNDING, Row, misses
 from benchmarks.rivals import checkpoint_selectively, compile_blocks
-from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
+from tests.trace.builders import named_config, sites_of
 
 GIB = 1 << 30
 ROW = Row("BERT", "selective", GIB, 2.0, 1.5, plan="", plan_total=GIB, plan_seconds=1.0, plan_products=1.0)

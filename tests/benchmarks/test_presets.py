@@ -20,7 +20,7 @@ from benchmarks.published import Point, predict
 from benchmarks.settings import PAPERS
 from benchmarks.training import Setting, train
 from benchmarks.ways import AGAIN, CHECKPOINTING, STOCK, prepare
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 from tests.factories import tiny_config
 
 TINY = Shape(layers=1, hidden=16, heads=2, batch=2, seq=16)

@@ -11,11 +11,11 @@ import pytest
 from memopt.cli.main import main
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
-from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words, point_of
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER
-from memopt.reporting.training import Request
+from memopt.trace.training import Request
 from tests.factories import tiny_config
-from tests.reporting.builders import named_config
+from tests.trace.builders import named_config
 
 GIB = 1 << 30
 RECIPE = load_recipe("exact-unfolded", ("checkpointing.method=full", "checkpointing.blocks=[model.layers.0]"))
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         model = str(request.model)
         found.update(options, request=request, budget=budget)
         if budget is None:
-            return Frontier(model, "batch 1", "RTX 4090", (point_of(PLAN),))
+            return Frontier(model, "batch 1", "RTX 4090", (PLAN,))
         return Choice(model, "batch 1", "RTX 4090", 24 * GIB, PLAN, (SPLIT,))
 
     monkeypatch.setattr(training, "plan_training", plan_training)

@@ -19,7 +19,7 @@ from memopt.emit.engines import check_kinds
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner import training
 from memopt.prediction.planner.choice import Choice, Plan
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 from memopt.verification.weights import verify_weights
 from tests.cli.conftest import Run
 

@@ -14,7 +14,7 @@ import torch
 from memopt.cli.main import main
 from memopt.prediction import measure
 from memopt.prediction.setup import Optimizer
-from tests.reporting.builders import named_config
+from tests.trace.builders import named_config
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_a_script_that_measures_is_not_run_again(tmp_path: Path) -> None:
         "import dataclasses\n"
         "from memopt.errors import ModelError\n"
         "from memopt.prediction.measure import measure\n"
-        "from memopt.reporting.subject import step_of\n"
-        "from memopt.reporting.training import Request\n"
+        "from memopt.trace.subject import step_of\n"
+        "from memopt.trace.training import Request\n"
         f"of = step_of(Request({str(tmp_path)!r}, precision='fp32', seq=8)).stock\n"
         "print(measure(of).device)\n"
         "try:\n"

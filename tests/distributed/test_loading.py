@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 import memopt
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 from tests.distributed.engines import Case as Training
 from tests.distributed.engines import batch, blocks
 from tests.distributed.pair import RANKS, Pair

@@ -11,7 +11,7 @@ from torch import nn
 
 import memopt
 from memopt.patches.swap import is_swapped
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 from tests.distributed.engines import ROWS, TOKENS, Case, Engine, Kind, batch, closing, engine, trained
 from tests.distributed.pair import Pair
 from tests.factories import HIDDEN_SIZE

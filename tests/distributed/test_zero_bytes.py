@@ -12,8 +12,8 @@ import torch
 
 from memopt.prediction import sharding
 from memopt.prediction.setup import Setup, Sharding
-from memopt.prediction.trace import Parameter, Trace
-from memopt.reporting.training import Training
+from memopt.trace.events import Parameter, Trace
+from memopt.trace.training import Training
 from tests.distributed.engines import Case, batch, zero_config
 from tests.distributed.pair import RANKS, Pair
 

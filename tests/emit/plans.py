@@ -13,7 +13,7 @@ from memopt.emit.planned import Planned, planned_step
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.choice import Choice, Plan
 from memopt.prediction.setup import Setup
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 
 BLOCKS = ("model.layers.0", "model.layers.1")
 

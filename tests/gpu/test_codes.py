@@ -18,11 +18,9 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 COUNT = size(300 * 1000, 3000) + 7
-SEED = 2**40 + 3
-CODES = {
-    scheme: derivative_code("gelu_erf", scheme)
-    for scheme in ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
-} | {"mask": RELU_MASK}
+CODES = {scheme: derivative_code("gelu_erf", scheme) for scheme in ("published", "2bit", "3bit", "4bit", "8bit")} | {
+    "mask": RELU_MASK
+}
 every_code = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 
 
@@ -31,7 +29,7 @@ def draw(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
 
 
 def run(z: Tensor, dh: Tensor, code: DerivativeCode) -> list[Tensor]:
-    packed = encode(z, code, SEED)
+    packed = encode(z, code)
     return [packed, apply_code(dh, packed, code)]
 
 
@@ -45,7 +43,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
 def test_codes_and_gradients_are_those_of_the_reference_on_the_cpu(code: DerivativeCode, dtype: torch.dtype) -> None:
     z, dh = draw(dtype).mul(2), draw(dtype, seed=1)
     packed, dz = run(z, dh, code)
-    expected = _encode(z.cpu(), code, SEED)
+    expected = _encode(z.cpu(), code)
     if code.thresholds:
         assert torch.equal(packed.cpu(), expected)
     else:

@@ -99,12 +99,15 @@ def changed_at(site: Site, owner: Any, name: str, change: Callable[..., Any], *,
 def recomputed_as(site: Site, producer: Any, change: Callable[..., Tensor]) -> Iterator[None]:
     """What a producer of the module `producer` lets its readers recompute is change(output, *saved tensors)."""
 
-    def attach(stock: Any, output: Tensor, saved: Any, recompute: Any, *rest: Any, **options: Any) -> None:
+    def attach(stock: Any, output: Tensor, saved: Any, recomputed: Any, **options: Any) -> None:
+        recompute = recomputed.function
+
         def changed(*given: Any) -> Tensor:
             site.acted += 1
             return change(recompute(*given), *given)
 
-        stock(output, saved, changed, *rest, **options)
+        recomputed.function = changed
+        stock(output, saved, recomputed, **options)
 
     with changed_at(site, producer, "attach_spec", attach, acts=False):
         yield

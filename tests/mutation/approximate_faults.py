@@ -59,7 +59,7 @@ for _bits, _recipe in _CODE.items():
 
 
 def _encoded(site: Site, change: Callable[[Tensor], Tensor]) -> Any:
-    return changed_at(site, coded, "encode_anew", lambda stock, z, code: stock(change(z), code))
+    return changed_at(site, coded, "encode", lambda stock, z, code: stock(change(z), code))
 
 
 @in_modules("codes", "a level of the table of 2 bits is off", *_CODED, sized=(0.1, 0.05), recipe="approx-2bit")

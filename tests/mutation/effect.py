@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from memopt.checkpoint.manifest import read_manifest
-from memopt.patches.registry import patches
-from memopt.reporting.account import live_bytes
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
+from memopt.trace.account import live_bytes
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
 from memopt.verification.step import training_loss, training_step
@@ -88,5 +89,5 @@ def _run(folder: Path) -> _Run:
 
     recipe = read_manifest(folder).recipe
     # As verify does: approximations that depend on what is trained are on everywhere.
-    everywhere = [setting for patch in patches() for setting in patch.at_most(recipe)]
+    everywhere = [setting for patch in having(Checks) for setting in patch.farthest(recipe)]
     return load_run_free(lambda: load_patched(folder, overrides=everywhere), run)

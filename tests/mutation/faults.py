@@ -30,7 +30,7 @@ _PINNED = ("tests/saved/test_pinned.py",)
 _FOLDS = ("tests/checkpoint",)
 _ATOMIC = ("tests/checkpoint/test_atomic.py",)
 _LEVELS = ("tests/verification/test_levels.py",)
-_REPORT = ("tests/reporting/test_account.py",)
+_REPORT = ("tests/trace/test_account.py",)
 _FAMILIES = ("tests/walk/test_families.py", "tests/walk/test_toys.py")
 _SCENARIOS = "tests/device/numeric/test_scenarios.py"
 _SHRINK = ("tests/walk/models/test_shrink.py", "tests/walk/models/test_shrink_rest.py")
@@ -120,8 +120,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "kept tensor: a change in place is not noticed",
-        "    if tensor._version != version:\n        raise RuntimeError(",
-        "    if False:\n        raise RuntimeError(",
+        "    if tensor._version != version:\n        raise changed_in_place(",
+        "    if False:\n        raise changed_in_place(",
         ("tests/saved/test_scope.py",),
     ),
     Fault(
@@ -157,8 +157,8 @@ FAULTS: tuple[Fault, ...] = (
     # Attention probabilities.
     Fault(
         "softmax: what was done last to the scores is forgotten",
-        "    for function, args, kwargs in steps:\n",
-        "    for function, args, kwargs in steps[:-1]:\n",
+        "    for function, args, named in steps:\n",
+        "    for function, args, named in list(steps)[:-1]:\n",
         _SOFTMAX,
     ),
     Fault(
@@ -169,14 +169,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "softmax: a mask that has changed since is read",
-        "unchanged = all(each.tensor._version == each.version for each in self.reads)",
+        "unchanged = all(each.tensor._version == each.version for each in reads)",
         "unchanged = True",
         _SOFTMAX,
     ),
     Fault(
         "softmax: scores that have changed since are recomputed",
-        "return scores if reference() is x and version == x._version else None",
-        "return scores if reference() is x else None",
+        "return known.expression if known.version == x._version else None",
+        "return known.expression",
         _SOFTMAX,
     ),
     Fault(
@@ -188,24 +188,18 @@ FAULTS: tuple[Fault, ...] = (
     # Codes and quantised tensors.
     Fault(
         "codes: the highest level is never chosen",
-        "number.clamp(0, len(code.levels) - 1)",
-        "number.clamp(0, len(code.levels) - 2)",
+        "floor().clamp(0, len(code.levels) - 1)",
+        "floor().clamp(0, len(code.levels) - 2)",
         _CODES,
     ),
-    Fault("codes: rounding is always down", "number = (place + 0.5).floor()", "number = place.floor()", _CODES),
-    Fault(
-        "codes: stochastic rounding is biased",
-        "number = below + (uniform(index, seed) < place - below)\n    else:\n        number = (place",
-        "number = below + (uniform(index, seed) < (place - below) ** 2)\n    else:\n        number = (place",
-        _CODES,
-    ),
+    Fault("codes: rounding is always down", "codes = (place + 0.5).floor()", "codes = place.floor()", _CODES),
     Fault(
         "codes: NaN is not flagged", "flagged = z.isnan()", "flagged = torch.zeros_like(z, dtype=torch.bool)", _CODES
     ),
     Fault(
         "int8: the last level is not used",
-        "step = (high - low) / torch.full_like(low, levels)",
-        "step = (high - low) / torch.full_like(low, levels + 1)",
+        "step = (high - low) / torch.full_like(low, LEVELS)",
+        "step = (high - low) / torch.full_like(low, LEVELS + 1)",
         _INT8,
     ),
     Fault(
@@ -355,7 +349,7 @@ FAULTS: tuple[Fault, ...] = (
         "report: a view counts as memory of its own",
         "if address in aliases:",
         "if not aliases:",
-        ("tests/reporting",),
+        ("tests/trace",),
     ),
     # The walk.
     Fault(
@@ -366,14 +360,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "walk: a norm with obstacles is folded",
-        "tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),",
-        "(),",
+        "fold_obstacles=tuple(dict.fromkeys(_obstacles(mode, record, readers))),",
+        "",
         _FAMILIES,
     ),
     Fault(
         "walk: cautions are forgotten",
-        "tuple(_cautions(record, readers.get(record.name, []), loss_head)),",
-        "(),",
+        "cautions=tuple(_cautions(record, readers, loss_head)),",
+        "",
         _FAMILIES,
     ),
     Fault(
@@ -449,7 +443,7 @@ FAULTS: tuple[Fault, ...] = (
         "codes count as computed by the module that runs while they are made",
         "module=(original or birth).module",
         "module=birth.module",
-        ("tests/reporting/test_account.py", "-k", "codes"),
+        ("tests/trace/test_account.py", "-k", "codes"),
     ),
     Fault(
         "no observer sees the copies that a recomputed batch norm keeps",
@@ -531,8 +525,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a copy of logits is the same memory",
-        "y.to(dtype, copy=True)",
-        "y.to(dtype)",
+        '(Tensor.to, (VALUE, dtype), (("copy", True),))',
+        "(Tensor.to, (VALUE, dtype), ())",
         ("tests/patches/test_loss_matrix.py", "-m", "not slow"),
     ),
     Fault(

@@ -203,14 +203,14 @@ def _(site: Site) -> Any:
 
 @in_modules("norms", "the recomputed output is scaled", *_RECOMPUTED, sized=True, recipe="exact-unfolded")
 def _(site: Site, size: float) -> Any:
-    return recomputed_as(site, norm, lambda y, x_hat, weight, bias: y * (1 + size))
+    return recomputed_as(site, norm, lambda y, *_: y * (1 + size))
 
 
 @in_modules("norms", "the recomputed output lacks the bias", *_LAYER_NORMS)
 def _(site: Site) -> Any:
-    return recomputed_as(site, norm, lambda y, x_hat, weight, bias: y - bias)
+    return recomputed_as(site, norm, lambda y, x_hat, weight, bias, *_: y - bias)
 
 
 @in_modules("norms", "the recomputed output is x_hat", *_RECOMPUTED, recipe="exact-unfolded")
 def _(site: Site) -> Any:
-    return recomputed_as(site, norm, lambda y, x_hat, weight, bias: x_hat.to(y.dtype))
+    return recomputed_as(site, norm, lambda y, x_hat, *_: x_hat.to(y.dtype))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from memopt.verification import models
+from memopt.verification.trial import CheckpointTrial
 from tests.mutation.site import everywhere
 
 
@@ -43,7 +44,9 @@ def _key(load: Any, run: Any) -> Any:
     while isinstance(load, functools.partial):
         arguments, options = (*load.args, *arguments), load.keywords | options
         load = load.func
-    if load is not models.load_stock:
+    if getattr(load, "__func__", None) is CheckpointTrial.stock:
+        arguments = (load.__self__.source, *arguments)
+    elif load is not models.load_stock:
         return None
     counts = tuple(each for each in getattr(run, "args", ()) if isinstance(each, int))
     function = getattr(run, "func", run)

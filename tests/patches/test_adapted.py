@@ -18,7 +18,7 @@ from memopt.kernels.linear.adapted import AdaptedLinearFunction
 from memopt.patches.linear import adapted
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
 from memopt.patches.swap import is_swapped, swap_forward
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,7 +15,7 @@ from peft.optimizers import create_lorafa_optimizer
 from torch import nn
 
 import memopt
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 Gradients = dict[str, torch.Tensor]

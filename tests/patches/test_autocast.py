@@ -18,7 +18,7 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.norm.function import NormFunction, ms_norm
 from memopt.kernels.norm.reference import NormSpec
 from memopt.patches.swap import is_swapped, unswap
-from memopt.recompute_specs import shared_cast
+from memopt.recompute.specs import shared_cast
 from tests.factories import NAMES, tiny_inputs, tiny_model
 from tests.support.autocast_programs import NORMS, WIDTH, OneBlock, Program
 

@@ -17,7 +17,7 @@ from transformers import (
 
 import memopt
 from memopt.patches.apply import apply
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 from memopt.walk.aten.precision import precise
 
 

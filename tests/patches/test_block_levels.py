@@ -11,14 +11,14 @@ import torch
 
 import memopt
 from memopt.errors import RecipeError
-from memopt.patches.base import Patch
+from memopt.patches.capabilities import Levels
 from memopt.patches.checkpointing.offload import OffloadedInputs
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import swap_state
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import dump_recipe, load_recipe
-from memopt.reporting.timeline import record
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.timeline import record
 from memopt.walk.sites import LinearSite, LossHead, Sites
 from tests.factories import tiny_model
 
@@ -38,7 +38,7 @@ def plan() -> Plan:
 
 
 def offered(plan: Plan) -> dict[str, Mapping[str, tuple[str, ...]]]:
-    return {words: names for patch in patches() for words, names in patch.levels(plan).items()}
+    return {words: names for patch in having(Levels) for words, names in patch.levels(plan).items()}
 
 
 def test_a_block_recomputes_one_output_two_or_all(plan: Plan) -> None:
@@ -58,9 +58,10 @@ def test_each_block_can_be_checkpointed_with_its_input_offloaded_or_not(plan: Pl
 
 def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
     chosen = {"checkpointed": ["layers.1"], "checkpointed with offloaded input": ["layers.0"]}
-    patch = next(patch for patch in patches() if "checkpointed" in patch.levels(plan))
+    patch = next(patch for patch in having(Levels) if "checkpointed" in patch.levels(plan))
     recipe = load_recipe("exact-unfolded", patch.at_levels(chosen))
-    rows = {entry.site: entry.action for entry in make_plan(plan.sites, recipe).entries if entry.kind == patch.kind}
+    entries = make_plan(plan.sites, recipe).entries
+    rows = {entry.site: entry.action for entry in entries if entry.kind == "checkpointing"}
     assert rows == {
         "layers.0": "recompute block, offload input",
         "layers.1": "recompute block",
@@ -69,8 +70,8 @@ def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
     assert load_recipe(recipe).model_dump() == recipe.model_dump()
 
 
-@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.name)
-def test_no_level_is_the_recipe_alone(patch: Patch, plan: Plan) -> None:
+@pytest.mark.parametrize("patch", having(Levels), ids=lambda patch: type(patch).__name__)
+def test_no_level_is_the_recipe_alone(patch: Levels, plan: Plan) -> None:
     recipe = load_recipe("exact-unfolded", patch.at_levels({}))
     assert recipe == load_recipe("exact-unfolded")
 
@@ -91,10 +92,10 @@ def test_offload_takes_names_or_one_of_its_words() -> None:
 def test_a_faster_loss_is_offered_where_it_is_chunked(plan: Plan) -> None:
     head = LossHead("head.weight", 100, "head")
     sites = Sites("Model", "model", linears=(linear("head", 100),), loss_heads=(head,), hidden_size=64)
-    faster = {w: s for patch in patches() for w, s in patch.faster(make_plan(sites, plan.recipe)).items()}
+    faster = {w: s for patch in having(Levels) for w, s in patch.faster(make_plan(sites, plan.recipe)).items()}
     assert list(faster.values()) == [("loss.method=lean",)]
     stock = make_plan(sites, load_recipe("exact-unfolded", ("loss.method=none",)))
-    assert not any(patch.faster(stock) for patch in patches())
+    assert not any(patch.faster(stock) for patch in having(Levels))
 
 
 def test_a_recipe_written_as_yaml_reads_the_same(tmp_path: Path) -> None:

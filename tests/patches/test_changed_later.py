@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import pickle
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,16 +36,17 @@ from memopt.patches.dropout.module import patch_dropout
 from memopt.patches.gated_mlp.module import patch_gated_mlp
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
 from memopt.patches.linear.module import patch_linear
+from memopt.patches.loss.module import patch_head
 from memopt.patches.norm.module import patch_norm
 from memopt.patches.replay.module import patch_replay
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.sum_norm import module as sum_norms
+from memopt.patches.sum_norm import probe as sum_norm_probe
 from memopt.patches.swap import is_as_patched, original_class, swap_forward, unswap
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.gated import with_form
 from memopt.walk.probes.probe import NormProbe, probe_norm
-from memopt.walk.probes.sum_norm import sum_norm_sites
-from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite
+from memopt.walk.sites import ActivationSite, GatedMLPSite, NormSite, Sites
 
 WIDTH = 12
 INTERNAL = {*vars(nn.Module()), "_memopt", "_memopt_reads", "_is_hf_initialized"}
@@ -166,7 +169,8 @@ def patch_an_adapted_linear(module: nn.Module) -> None:
 
 
 def patch_a_sum_norm(module: nn.Module) -> None:
-    (site,) = sum_norm_sites(nn.ModuleDict({"a": module}), [dataclasses.replace(norm_site(module.norm), name="a.norm")])
+    sites = Sites("M", "m", norms=(dataclasses.replace(norm_site(module.norm), name="a.norm"),))
+    (site,) = sum_norm_probe.find(nn.ModuleDict({"a": module}), sites)
     patch_a_norm(module.norm)
     sum_norms.patch_sum_norm(module, site, None)
 
@@ -442,6 +446,125 @@ def test_a_change_between_forward_and_backward_of_a_replayed_module_comes_too_la
         module.eps = 10.0
         gradients.append(torch.autograd.grad(y.sum(), x)[0])
     assert torch.equal(*gradients)
+
+
+class Held:
+    __slots__ = ("eps",)
+
+    def __init__(self) -> None:
+        self.eps = 1e-3
+
+    def __call__(self) -> float:
+        return self.eps
+
+
+class Eps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-3 * x.detach() ** 0
+
+
+class RenamedConfig(LlamaConfig):
+    attribute_map: ClassVar[dict[str, str]] = {"epsilon": "rms_norm_eps"}
+
+
+#: What holds the eps of a norm -> how its forward reads it from there, and how somebody changes it in place.
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any], object]]] = {
+    "slots": (Held, lambda held, x: held.eps, lambda held: setattr(held, "eps", 0.5)),
+    "callable": (Held, lambda held, x: held(), lambda held: setattr(held, "eps", 0.5)),
+    "objects in a dict": (
+        lambda: {"norm": [Held()]},
+        lambda held, x: held["norm"][0].eps,
+        lambda held: setattr(held["norm"][0], "eps", 0.5),
+    ),
+    "namespace": (
+        lambda: types.SimpleNamespace(eps=1e-3),
+        lambda held, x: held.eps,
+        lambda held: setattr(held, "eps", 0.5),
+    ),
+    "deque": (lambda: deque([1e-3]), lambda held, x: held[0], lambda held: held.__setitem__(0, 0.5)),
+    "array": (lambda: np.array([1e-3]), lambda held, x: float(held[0]), lambda held: held.fill(0.5)),
+    "tensors": (lambda: [torch.tensor(1e-3)], lambda held, x: held[0], lambda held: held[0].fill_(0.5)),
+    "another name": (
+        lambda: RenamedConfig(rms_norm_eps=1e-3),
+        lambda held, x: held.epsilon,
+        lambda held: setattr(held, "rms_norm_eps", 0.5),
+    ),
+    "no attribute": (
+        lambda: types.SimpleNamespace(),
+        lambda held, x: getattr(held, "eps", 1e-3),
+        lambda held: setattr(held, "eps", 0.5),
+    ),
+    "list of modules": (
+        lambda: nn.ModuleList([Eps()]),
+        lambda held, x: held[0](torch.ones(())),
+        lambda held: held.__setitem__(0, nn.Sigmoid()),
+    ),
+}
+
+
+class HoldingNorm(nn.Module):
+    def __init__(self, held: Any, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.held, self.read = nn.Parameter(torch.ones(WIDTH)), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.read(self.held, x))
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_is_changed_inside_of_what_a_module_holds_counts(holder: str) -> None:
+    make, read, change = HOLDERS[holder]
+    untouched, stock, patched = (HoldingNorm(make(), read).train() for _ in range(3))
+    patch_a_norm(patched)
+    expected = results(stock, lambda module: change(module.held))
+    assert is_as_patched(patched)
+    assert off(expected, results(untouched, lambda _: None)) is not None
+    assert off(results(patched, lambda module: change(module.held)), expected) is None
+
+
+@pytest.mark.parametrize(
+    "takes_other",
+    [
+        lambda module, x: x.shape[1] > 5,
+        lambda module, x: x.dim() > 2,
+        lambda module, x: x.requires_grad,
+        lambda module, x: torch.is_grad_enabled(),
+        lambda module, x: not module.training,
+    ],
+)
+def test_what_other_inputs_and_modes_read_counts(takes_other: Callable[[nn.Module, Tensor], bool]) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps, self.other = nn.Parameter(torch.ones(WIDTH)), 1e-3, 1e-3
+
+        def forward(self, x: Tensor) -> Tensor:
+            eps = self.other if takes_other(self, x) else self.eps
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    def change(module: nn.Module) -> None:
+        module.other = 0.5
+        module.eval()
+
+    untouched, stock, patched = (Branching().train() for _ in range(3))
+    patch_a_norm(patched)
+    expected = results(stock, change)
+    assert off(expected, results(untouched, lambda _: None)) is not None
+    assert off(results(patched, change), expected) is None
+
+
+def test_a_head_reads_its_attributes_at_each_call() -> None:
+    found = []
+    for patched in (False, True):
+        head = made("scaled linear")
+        if patched:
+            patch_head(head, WIDTH, 8)
+        head.scale = 3.0
+        x = torch.ones(6, WIDTH, requires_grad=True)
+        loss = F.cross_entropy(head(x), torch.arange(6))
+        loss.backward()
+        found.append([loss.detach(), x.grad, head.weight.grad])
+    assert off(*found) is None
 
 
 def test_a_changed_attribute_that_has_its_value_again_is_none() -> None:

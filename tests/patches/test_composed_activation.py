@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.patches.activation.module import patch_activation
 from memopt.patches.swap import unswap
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.sites import ActivationSite
 from tests.support.compare import all_equal

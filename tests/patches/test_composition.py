@@ -13,7 +13,7 @@ from torch import nn
 import memopt
 from memopt.errors import NegativeVerdict, RecipeError
 from memopt.patches.apply import is_patched
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 FAMILIES = ["llama", "gpt2", "bert", "opt"]

@@ -15,7 +15,7 @@ from torch import nn
 
 import memopt
 from memopt.patches.loss.lazy import LazyLogits
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 from tests.factories import tiny_inputs, tiny_model
 
 MAP = dict.fromkeys(("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu")

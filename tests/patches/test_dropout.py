@@ -20,7 +20,7 @@ from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.dropout import module as dropout
 from memopt.patches.dropout.module import DropoutRewrite, patch_dropout
 from memopt.patches.swap import is_swapped, swap_state, unswap
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 
 P = 0.3
 

@@ -17,7 +17,7 @@ import memopt
 from memopt.patches.dropout import functions
 from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.functions import patch_functions
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 P, SEED = 0.25, 11

@@ -9,7 +9,7 @@ import torch
 
 import memopt
 from memopt.patches.apply import is_patched
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs
 from memopt.walk.aten.precision import precise
@@ -42,7 +42,7 @@ def test_gradients_are_no_further_from_the_truth_than_the_stock_models(name, dty
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_bytes_are_kept_and_none_outside_the_graph(name):
-    from memopt.reporting.account import live_bytes
+    from memopt.trace.account import live_bytes
 
     model = tiny_model(name, torch.bfloat16)
     inputs = cast_inputs(tiny_inputs(name, 2, 24), torch.bfloat16)

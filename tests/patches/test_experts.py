@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 import memopt
 from memopt.patches.apply import is_patched
 from memopt.patches.swap import is_swapped, swap_state
-from memopt.reporting.account import account
 from memopt.torch_compat import TorchDispatchMode
+from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
 from tests.support.versions import needs
 

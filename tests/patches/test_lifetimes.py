@@ -11,10 +11,10 @@ from torch import nn
 
 import memopt
 from memopt.kernels.base import parts
-from memopt.reporting.emulate import CudaChoices
-from memopt.reporting.fake import make_fake
-from memopt.reporting.timeline import Step, step
 from memopt.torch_compat import FakeTensorMode
+from memopt.trace.emulate import CudaChoices
+from memopt.trace.fake import make_fake
+from memopt.trace.timeline import Activations, step
 from tests.factories import tiny_model
 
 BATCH, LENGTH = 4, 64
@@ -33,7 +33,7 @@ def bodies(name: str, recipe: str = "exact-unfolded", *, checkpointed: bool) -> 
     return stock, patched
 
 
-def measured(model: nn.Module, *, first: bool = False) -> Step:
+def measured(model: nn.Module, *, first: bool = False) -> Activations:
     """A step, the `first` one or the second."""
     generator = torch.Generator().manual_seed(0)
     if "pixel" in model.main_input_name:

@@ -8,8 +8,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import memopt
-from memopt.patches.linear.module import LinearRewrite, is_linear, patch_linear
+from memopt.patches.linear.module import LinearRewrite, patch_linear
 from memopt.patches.swap import is_swapped, swap_state
+from memopt.walk.probes.linear import is_linear
 from tests.factories import tiny_model
 
 

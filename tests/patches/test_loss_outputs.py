@@ -268,14 +268,40 @@ def test_without_gradients_the_head_is_stock(off: Any) -> None:
         assert type(model()) is Tensor
 
 
-def test_metrics_in_inference_mode_leave_the_gradients() -> None:
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda y: y.argmax(-1),
+        lambda y: y[:, 1:].argmax(-1),
+        lambda y: F.cross_entropy(y.view(-1, CLASSES), torch.arange(len(y.view(-1, CLASSES))) % CLASSES),
+        lambda y: y.detach().float().max(-1).values,
+        lambda y: (y * 0.5 + 1).logsumexp(-1),
+        lambda y: y.clone().sin(),
+        lambda y: y.sin(),
+    ],
+)
+def test_metrics_in_inference_mode_leave_the_gradients(metric: Any) -> None:
     stock, ours = Model(), Model()
     patch_head(ours.head, WIDTH, CLASSES)
-    logits = ours()
+    logits, expected = ours(), stock()
     with torch.inference_mode():
-        logits.argmax(-1)
-        logits.sin()
-    assert_close(gradients(ours, logits.sin().sum()), gradients(stock, stock().sin().sum()))
+        torch.testing.assert_close(metric(logits), metric(expected))
+    assert_close(gradients(ours, logits.sin().sum()), gradients(stock, expected.sin().sum()))
+
+
+def test_logits_as_a_plain_tensor_have_the_graph_of_what_was_written_into_them() -> None:
+    found = []
+    for patched in (False, True):
+        model = Model()
+        if patched:
+            patch_head(model.head, WIDTH, CLASSES)
+        logits = model()
+        logits[..., :3].clamp_(-0.1, 0.1)
+        plain = logits.as_subclass(Tensor)
+        logits[..., 4:].mul_(3)
+        found.append(gradients(model, plain.square().sum()))
+        assert plain._version == logits._version == 2
+    assert_close(*found)
 
 
 def test_a_hooked_head_is_stock_and_an_unhooked_one_is_not() -> None:

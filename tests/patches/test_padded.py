@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.plan.plan import Entry
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu6": nn.ReLU6, "silu": nn.SiLU, "relu": nn.ReLU}
 

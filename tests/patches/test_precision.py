@@ -16,7 +16,7 @@ import memopt
 from memopt.kernels.linear import function as linear
 from memopt.patches.linear.module import patch_linear
 from memopt.patches.swap import is_swapped
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,8 @@ from memopt.patches.checkpointing.module import patch_block
 from memopt.plan.recipe import Recipe, load_recipe
 from tests.factories import tiny_inputs, tiny_model
 
-STATES = ("spectral norm", "spectral hook", "average", "assigned average", "plain tensor", "counter", "list")
+STATES = ("spectral norm", "spectral hook", "average", "assigned average", "plain tensor", "counter", "list", "object",
+          "tensor of an object", "list in a list", "dict in a dict", "kind of a dict")  # fmt: skip
 CHANGED = "modified by an inplace operation"
 
 
@@ -34,6 +37,8 @@ class Block(nn.Module):
             spectral_norm(self.up)
         self.register_buffer("average", torch.ones(8))
         self.plain = torch.ones(8, dtype=torch.float64)
+        self.object = types.SimpleNamespace(calls=0, held=types.SimpleNamespace(average=torch.ones(8).double()))
+        self.lists, self.dicts = [[1.0]], {"inner": {"calls": 0}, "kind": collections.Counter()}
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -50,7 +55,18 @@ class Block(nn.Module):
             self.calls += 1
         elif self.kind == "list":
             self.seen.append(1.0)
-        return self.average * (1 + self.calls) * (1 + len(self.seen))
+        elif self.kind == "object":
+            self.object.calls += 1
+        elif self.kind == "tensor of an object":
+            self.object.held.average.mul_(0.9).add_(size, alpha=0.1)
+        elif self.kind == "list in a list":
+            self.lists[0].append(1.0)
+        elif self.kind == "dict in a dict":
+            self.dicts["inner"]["calls"] += 1
+        elif self.kind == "kind of a dict":
+            self.dicts["kind"].update(calls=1)
+        calls = self.calls + self.object.calls + self.dicts["inner"]["calls"] + self.dicts["kind"]["calls"]
+        return self.average * (1 + calls) * (len(self.lists[0]) + len(self.seen)) * self.object.held.average.clone()
 
 
 class Model(nn.Module):
@@ -93,7 +109,10 @@ def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float 
 
 
 def state(model: Model) -> list[Any]:
-    held = [(layer.calls, len(layer.seen), layer.plain.tolist()) for layer in model.layers]
+    held = [
+        (layer.calls, len(layer.seen), layer.plain.tolist(), str(layer.object), layer.lists, layer.dicts)
+        for layer in model.layers
+    ]
     return [*held, *(each.tolist() for each in model.buffers())]
 
 

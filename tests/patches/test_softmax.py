@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.patches.functions import patch_functions
 from memopt.patches.softmax import module as softmaxes
-from memopt.reporting.account import account
 from memopt.saved import RecomputeScope
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 HEADS, LENGTH, WIDTH = 4, 12, 3

@@ -17,8 +17,8 @@ from memopt.kernels.linear.function import RecomputedInputFunction
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_swapped, swap_state
 from memopt.plan.recipe import load_recipe
-from memopt.recompute_specs import spec_of
-from memopt.reporting.account import account
+from memopt.recompute.specs import spec_of
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 
 #: The last norm's reader is the head's linear, which a chunked loss does not run.

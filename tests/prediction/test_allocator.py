@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from memopt.prediction.allocator import reserved
-from memopt.prediction.events import Event, Storage
+from memopt.trace.events import Event, Storage
 
 KIB, MIB = 1 << 10, 1 << 20
 

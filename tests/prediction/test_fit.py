@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from memopt.prediction.fit import largest
-from memopt.reporting.headline import Largest
+from memopt.prediction.alternatives import largest
+from memopt.prediction.headline import Largest
 
 
 def test_it_is_the_last_that_fits_whatever_the_pieces() -> None:

@@ -9,9 +9,8 @@ import pytest
 import benchmarks.prediction
 import memopt.prediction.peak
 from benchmarks.prediction import LIMIT, PAIRS, Pair, measure
-from memopt.prediction.events import Event
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace
+from memopt.trace.events import Event, Trace
 
 FAST = [
     Pair("llama", "full", "none"),

@@ -10,10 +10,9 @@ import torch
 from memopt.prediction.optimizers import OptimizerTrace, _repeated, _step, follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
 from memopt.prediction.setup import Setup
-from memopt.reporting.step import Step
-from memopt.reporting.timeline import Timeline
-from memopt.reporting.training import Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.timeline import Timeline
+from memopt.trace.training import Step, Training
+from tests.trace.builders import named_config, sites_of
 
 
 def predicted(name: str, setup: Setup | None = None, **training: Any) -> Prediction:

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Checkpointing, Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.training import Checkpointing, Step, Training
+from tests.trace.builders import named_config, sites_of
 
 
 @cache

@@ -18,10 +18,9 @@ from transformers import LlamaForCausalLM
 
 from memopt.prediction.peak import Prediction, combine, predict
 from memopt.prediction.setup import Setup, Sharding
-from memopt.prediction.trace import Trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.events import Trace
+from memopt.trace.training import Step, Training
+from tests.trace.builders import named_config, sites_of
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import json
 import resource
 import subprocess
@@ -14,19 +16,19 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from memopt.cli import report as command
 from memopt.cli.main import main
 from memopt.errors import ModelError
-from memopt.pipeline import patch_checkpoint, report_on
+from memopt.pipeline import patch_checkpoint, report, report_on
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.answer import headline
+from memopt.prediction.alternatives import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
 from memopt.prediction.planner.training import plan_training
-from memopt.reporting.step import Step
-from memopt.reporting.training import Request, Training
+from memopt.trace.training import Request, Step, Training
 from tests.factories import tiny_model
-from tests.reporting.builders import named_config, sites_of
-from tests.reporting.test_estimate import LLAMA_8B
+from tests.trace.builders import named_config, sites_of
+from tests.trace.test_estimate import LLAMA_8B
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +179,18 @@ def test_without_peft_a_report_for_lora_builds_nothing(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
-    monkeypatch.setattr("memopt.reporting.subject.build_meta", lambda config: pytest.fail("a model was built"))
+    monkeypatch.setattr("memopt.trace.subject.build_meta", lambda config: pytest.fail("a model was built"))
     with pytest.raises(ModelError, match="needs peft"):
         ask(Request(llama, train="lora"))
+
+
+def test_a_request_has_the_arguments_of_the_function_and_the_options_of_the_command() -> None:
+    arguments, options = (inspect.signature(each).parameters for each in (report, command.report))
+    for each in dataclasses.fields(Request):
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        assert (arguments[each.name].annotation, arguments[each.name].default) == (each.type, default)
+        assert each.name in options
+    assert arguments.keys() - {each.name for each in dataclasses.fields(Request)} == {"note"}
 
 
 @pytest.mark.slow

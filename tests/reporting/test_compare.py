@@ -8,11 +8,9 @@ import json
 import pytest
 from rich.console import Console
 
-from memopt.reporting.account import Account, Part, SavedStorage
-from memopt.reporting.compare import UNSEEN, Comparison, compare_rows
-from memopt.reporting.json import comparison_dict
-from memopt.reporting.tables import comparison_tables, summary
-from memopt.reporting.training import Training
+from memopt.reporting.compare import UNSEEN, Comparison, compare_rows, comparison_tables, summary
+from memopt.trace.account import Account, Part, SavedStorage
+from memopt.trace.training import Training
 
 UNIT = 2**20
 
@@ -116,7 +114,7 @@ def test_the_report_says_what_it_counts_and_what_not() -> None:
 
 def test_the_json_document_has_bytes_as_integers_and_round_trips() -> None:
     entries = [kept("gate", 1.5), kept("softmax/loss", 4, "", "head")]
-    data = comparison_dict(comparison(entries, entries[1:]))
+    data = comparison(entries, entries[1:]).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["summary"] == {"before": 5.5 * UNIT, "after": 4 * UNIT, "change": pytest.approx(-1.5 / 5.5)}
     assert isinstance(data["summary"]["before"], int)

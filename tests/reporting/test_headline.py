@@ -9,14 +9,12 @@ import pytest
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction import measure
-from memopt.prediction.alternatives import answer
-from memopt.prediction.cards import find_card
-from memopt.prediction.setup import Setup
-from memopt.reporting.headline import Headline, Largest, Way, headline_tables
-from memopt.reporting.step import Step
+from memopt.prediction.alternatives import headline
+from memopt.prediction.headline import Headline, Largest, Way
+from memopt.reporting.headline import headline_tables
 from memopt.reporting.text import as_text
-from memopt.reporting.training import Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.trace.training import Request, Step, Training
+from tests.trace.builders import named_config, sites_of
 
 GIB = 1 << 30
 PARTS = {"weights": 15 * GIB, "optimizer states": 2 * GIB, "saved tensors": 6 * GIB, "loss": GIB}
@@ -114,5 +112,5 @@ def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced
 def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
     config = named_config("vit")
     about = Step(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
-    remedy = answer("a model", about, Setup(), find_card("40MiB")).remedy
+    remedy = headline(Request("a model"), gpu="40MiB", step=about).remedy
     assert remedy == "nothing here fits: the CUDA context alone takes 512 MiB; a larger card"

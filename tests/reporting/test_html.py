@@ -18,15 +18,17 @@ import pytest
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.charts import ways_table
+from memopt.prediction.peak import Prediction
+from memopt.prediction.planner.choice import Frontier, Plan
+from memopt.prediction.setup import Setup
+from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
 from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.html.page import PageTable, page, size
-from memopt.reporting.html.shapes import Frontier, Plan
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
-from tests.reporting.builders import named_config, sites_of
+from memopt.reporting.html.page import page, size
+from memopt.reporting.html.shapes import Chart
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Step, Training
 from tests.reporting.test_headline import HEADLINE
+from tests.trace.builders import named_config, sites_of
 
 HOSTILE = "</script><script>alert(1)</script>&\"'<!--"
 VOID = {"meta", "input", "br", "wbr"}
@@ -71,19 +73,33 @@ def comparison() -> Comparison:
         model_class="LlamaForCausalLM",
         recipe="exact-unfolded",
         training=training,
-        before=trace_account(Step(config, training, sites), peak=True),
-        after=trace_account(Step(config, training, sites, recipe), peak=True),
+        before=trace_account(Step(config, training, sites)),
+        after=trace_account(Step(config, training, sites, recipe)),
         notes=("A note.",),
         step=Step(config, training, sites, recipe),
     )
 
 
 @pytest.fixture(scope="module")
-def full_page(comparison: Comparison) -> str:
-    plans = [Plan("stock", 2**30, 0.0, "+0 %"), Plan("checkpointed", 2**28, 0.3, "+30 %", chosen=True)]
-    table = PageTable("Ways", ["Way", "Peak"], [[("memopt", None), ("1.0 GiB", 2.0**30)]])
-    frontier = Frontier("None is better in both.", "Extra time", plans)
-    return page(comparison, lines=["It fits."], tables=[table], frontier=frontier)
+def predicted(comparison: Comparison) -> list[Prediction]:
+    return predictions(comparison, Setup())
+
+
+@pytest.fixture(scope="module")
+def charts(predicted: list[Prediction]) -> list[Chart]:
+    return [chart(name, each) for name, each in zip(("stock", "patched"), predicted, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def full_page(comparison: Comparison, charts: list[Chart]) -> str:
+    frontier = drawn_frontier(frontier_of("a card", ("as it is", 2**30, 0.0), ("checkpointed", 2**28, 0.3)))
+    return page(comparison, charts=charts, lines=["It fits."], tables=[ways_table(HEADLINE)], frontier=frontier)
+
+
+def frontier_of(card: str, *plans: tuple[str, int, float]) -> Frontier:
+    recipe = load_recipe("exact-unfolded")
+    points = (Plan(recipe, words, 1, 1, total, 1.0, extra) for words, total, extra in plans)
+    return Frontier("acme/tiny", "batch 1", card, tuple(points))
 
 
 def data_of(parsed: Parsed) -> dict[str, Any]:
@@ -105,19 +121,15 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(full_page: str) -> 
 
 def test_text_of_a_stranger_stays_text(comparison: Comparison) -> None:
     hostile = replace(comparison, model=HOSTILE, model_class=HOSTILE, notes=(HOSTILE,))
-    curve_names = Frontier(HOSTILE, HOSTILE, [Plan(HOSTILE, 1, 1.0, HOSTILE)])
-    table = PageTable(HOSTILE, [HOSTILE], [[(HOSTILE, None)]])
-    parsed = Parsed(page(hostile, lines=[HOSTILE], tables=[table], frontier=curve_names))
+    ways = ways_table(replace(HEADLINE, card=HOSTILE, stock=replace(HEADLINE.stock, name=HOSTILE)))
+    frontier = drawn_frontier(frontier_of(HOSTILE, (HOSTILE, 1, 1.0)))
+    parsed = Parsed(page(hostile, lines=[HOSTILE], tables=[ways], frontier=frontier))
     assert len(parsed.all("script")) == 2
     assert HOSTILE in parsed.texts["title"][0] + "".join(parsed.texts["span"])
 
 
-def test_a_module_named_like_markup_is_data(comparison: Comparison) -> None:
-    assert comparison.before.step is not None
-    for life, _ in comparison.before.step.lives[:1]:
-        name, life.module = life.module, HOSTILE
-        text = page(comparison)
-        life.module = name
+def test_a_module_named_like_markup_is_data(comparison: Comparison, charts: list[Chart]) -> None:
+    text = page(comparison, charts=[replace(charts[0], modules=(HOSTILE, *charts[0].modules[1:]))])
     assert len(Parsed(text).all("script")) == 2
     assert HOSTILE in data_of(Parsed(text))["charts"][0]["modules"]
 
@@ -141,14 +153,13 @@ def test_every_name_that_a_screen_reader_follows_is_there(full_page: str) -> Non
     assert [each for each in parsed.all("th") if each.get("aria-sort") == "descending"]
 
 
-def test_the_page_shows_the_peaks_and_what_they_are_made_of(comparison: Comparison, full_page: str) -> None:
+def test_the_page_shows_the_peaks_and_what_they_are_made_of(predicted: list[Prediction], full_page: str) -> None:
     charts = data_of(Parsed(full_page))["charts"]
-    for chart, account in zip(charts, (comparison.before, comparison.after), strict=True):
-        assert account.step is not None
-        assert f"peak {size(account.step.peak)}" in full_page
-        at_top = sum(values[chart["top"]] for values in chart["live"])
-        assert abs(at_top * 1024 - account.step.peak) <= 512 * len(chart["live"])  # each kind is rounded to KiB
-        assert at_top == max(map(sum, zip(*chart["live"], strict=True)))
+    for drawn, prediction in zip(charts, predicted, strict=True):
+        assert f"peak {size(prediction.peak.nbytes)}" in full_page
+        at_top = sum(values[drawn["top"]] for values in drawn["live"])
+        assert abs(at_top * 1024 - prediction.peak.nbytes) <= 512 * len(drawn["live"])  # each kind is rounded to KiB
+        assert at_top == max(map(sum, zip(*drawn["live"], strict=True)))
 
 
 def test_the_saved_tensors_add_up(full_page: str, comparison: Comparison) -> None:
@@ -163,7 +174,7 @@ def test_the_saved_tensors_add_up(full_page: str, comparison: Comparison) -> Non
 
 
 def test_a_model_without_a_step_has_a_page_without_charts(comparison: Comparison) -> None:
-    text = page(replace(comparison, before=replace(comparison.before, step=None)))
+    text = page(comparison)
     assert "Memory over the step" not in text
     assert "Saved tensors" in text
     Parsed(text)
@@ -219,7 +230,7 @@ def test_a_step_that_cannot_be_predicted_leaves_the_rest_of_the_page(
         raise ModelError("Its backward fails.")
 
     monkeypatch.setattr("memopt.pipeline.report_on", lambda *arguments, **options: comparison)
-    monkeypatch.setattr("memopt.prediction.charts.predictions", fail)
+    monkeypatch.setattr("memopt.reporting.charts.predictions", fail)
     assert main(["report", "acme/tiny", "--html", str(tmp_path / "page.html")]) == 0
     assert "Memory over the step: unknown. Its backward fails." in (tmp_path / "page.html").read_text()
     assert main(["report", "acme/tiny", "--snapshot", str(tmp_path / "step.pickle")]) == 2

@@ -22,8 +22,8 @@ from memopt.kernels.derivative_codes.function import CodableFunction
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.patches.activation.slot import save_as_code
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.account import account, live_bytes
 from memopt.saved import RecomputeScope
+from memopt.trace.account import account, live_bytes
 from tests import factories
 
 WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 16

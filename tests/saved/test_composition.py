@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.recompute_rules import FAMILIES, LINEAR
+from memopt.recompute.rules import FAMILIES, LINEAR
 from memopt.saved import RecomputeScope
 from tests.factories import tiny_inputs, tiny_model
 from tests.saved.builders import GatedMLP, Observer, Scoped, gradients, make_mlp

@@ -1,4 +1,4 @@
-"""What a scope keeps in 8 or 4 bits: what is compressed and what is left, and what gradients are made of it."""
+"""What a scope keeps in 8 bits: what is compressed and what is left, and what gradients are made of it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.kernels.quantize.layout import GROUP
+from memopt.kernels.quantize import quantize as kernel
+from memopt.kernels.quantize.layout import GROUP, LEVELS
 from memopt.kernels.quantize.quantize import dequantize, quantize
 from memopt.patches.compression import compressor as compression
-from memopt.patches.compression.compressor import Compression
-from memopt.recompute_rules import FAMILIES, NORMALISED
-from memopt.reporting.account import account, live_bytes
+from memopt.patches.compression.compressor import Compressor
+from memopt.recompute.rules import FAMILIES, NORMALISED
 from memopt.saved import RecomputeScope
+from memopt.trace.account import account, live_bytes
 from tests import factories
 from tests.saved.builders import GatedMLP
 
 TOKENS, WIDTH = 16, 32
 ELEMENTS = TOKENS * WIDTH
-NEAREST, STOCHASTIC = Compression(8, stochastic=False), Compression(8)
 Program = Callable[[], Tensor]
 
 
@@ -37,8 +37,8 @@ def hidden() -> Tensor:
     return torch.zeros(TOKENS, WIDTH)
 
 
-def scope(how: Compression = NEAREST) -> RecomputeScope:
-    return RecomputeScope(FAMILIES, how, hidden())
+def scope() -> RecomputeScope:
+    return RecomputeScope(FAMILIES, Compressor, hidden())
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,19 +46,31 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(shape or (TOKENS, WIDTH), generator=generator).to(dtype).requires_grad_()
 
 
-def compressed(program: Program, how: Compression = NEAREST) -> Tensor:
+def compressed(program: Program) -> Tensor:
     """The program is a function of its own: when it returns, nobody refers to what it made."""
-    with scope(how):
+    with scope():
         return program()
 
 
-def bytes_of(elements: int, bits: int = 8) -> int:
+def bytes_of(elements: int) -> int:
     """Codes, and a minimum and a step in fp32 for each group."""
-    return elements * bits // 8 + -(-elements // GROUP) * 8
+    return elements + -(-elements // GROUP) * 8
 
 
-def decoded(tensor: Tensor, bits: int = 8) -> Tensor:
-    return dequantize(quantize(tensor.detach().reshape(-1), bits)).view_as(tensor)
+def decoded(tensor: Tensor) -> Tensor:
+    return dequantize(quantize(tensor.detach().reshape(-1), seed=0)).view_as(tensor)
+
+
+@pytest.fixture
+def at_random() -> None:
+    """Rounding is left as it is."""
+
+
+@pytest.fixture(autouse=True)
+def to_the_nearest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn is 1/2, so that every seed decodes a tensor to the same one."""
+    if "at_random" not in request.fixturenames:
+        monkeypatch.setattr(kernel, "uniform", lambda index, seed: torch.full(index.shape, 0.5))
 
 
 def gradient(program: Program, *leaves: Tensor) -> list[Tensor]:
@@ -93,11 +105,9 @@ def relative(one: Tensor, other: Tensor) -> float:
 # --- what is compressed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_only_autograd_refers_to_is_kept_in_few_bits(bits: Any) -> None:
+def test_what_only_autograd_refers_to_is_kept_in_few_bits() -> None:
     w = leaf()
-    how = Compression(bits, stochastic=False)
-    assert live_bytes(lambda: compressed(lambda: (w * 2).sin(), how)) == bytes_of(ELEMENTS, bits)
+    assert live_bytes(lambda: compressed(lambda: (w * 2).sin())) == bytes_of(ELEMENTS)
 
 
 def test_a_storage_that_stays_for_one_of_its_readers_is_not_compressed_for_others() -> None:
@@ -350,26 +360,25 @@ def test_under_a_hook_of_somebody_nothing_is_compressed(how: saved_tensors_hooks
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_gradient_is_off_by_a_step_at_most(bits: Any, stochastic: bool, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("at_random")
+def test_a_gradient_is_off_by_a_step_at_most(dtype: torch.dtype) -> None:
     w = leaf(dtype=dtype)
     # The gradient of z * z / 2 is the z that was kept.
-    how = Compression(bits, stochastic)
-    (actual,) = gradient(lambda: compressed(lambda: (w * 1).square() / 2, how), w)
+    (actual,) = gradient(lambda: compressed(lambda: (w * 1).square() / 2), w)
     groups = w.detach().double().view(-1, GROUP)
-    step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
+    step = (groups.amax(1) - groups.amin(1)) / LEVELS
     rounding = 4 * torch.finfo(dtype).eps * groups.abs().amax(1)
     error = (actual.double().view(-1, GROUP) - groups).abs().amax(1)
-    assert (error <= step * (1.0 if stochastic else 0.5) + rounding).all()
+    assert (error <= step + rounding).all()
     assert error.max() > step.min() / 8
 
 
+@pytest.mark.usefixtures("at_random")
 def test_rounding_at_random_has_no_bias() -> None:
     w = leaf()
     torch.manual_seed(0)
     runs = 400
-    total = sum(gradient(lambda: compressed(lambda: (w * 1).square() / 2, STOCHASTIC), w)[0] for _ in range(runs))
+    total = sum(gradient(lambda: compressed(lambda: (w * 1).square() / 2), w)[0] for _ in range(runs))
     groups = w.detach().view(-1, GROUP)
     step = (groups.amax(1) - groups.amin(1)).max() / 255
     # Each error has a deviation of half a step at most; of the 512 means none is 5 of theirs away.
@@ -379,7 +388,7 @@ def test_rounding_at_random_has_no_bias() -> None:
 def test_a_gated_product_is_made_again_from_decoded_tensors() -> None:
     torch.manual_seed(0)
     model, x = GatedMLP(), torch.randn(64, 8)
-    with RecomputeScope(FAMILIES, NEAREST, x):
+    with RecomputeScope(FAMILIES, Compressor, x):
         y = model(x)
     gate, up = (decoded(linear(x)) for linear in (model.gate, model.up))
     (actual,) = torch.autograd.grad(y.sum(), model.down.weight)
@@ -409,28 +418,22 @@ def test_nan_stays_nan() -> None:
     assert actual[4:].isfinite().all()  # another group
 
 
+@pytest.mark.usefixtures("at_random")
 def test_a_seed_repeats_a_gradient_and_another_one_does_not() -> None:
     w = leaf()
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return gradient(lambda: compressed(lambda: (w * 2).sin(), STOCHASTIC), w)[0]
+        return gradient(lambda: compressed(lambda: (w * 2).sin()), w)[0]
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
 
 
-def test_rounding_to_the_nearest_draws_no_random_number() -> None:
-    w = leaf()
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    compressed(lambda: (w * 2).sin())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
+@pytest.mark.usefixtures("at_random")
 def test_a_second_backward_gives_the_same_gradient() -> None:
     w = leaf()
-    loss = compressed(lambda: (w * 2).sin(), STOCHASTIC).sum()
+    loss = compressed(lambda: (w * 2).sin()).sum()
     first = torch.autograd.grad(loss, w, retain_graph=True)[0]
     assert torch.equal(torch.autograd.grad(loss, w)[0], first)
 
@@ -501,7 +504,7 @@ def test_small_and_empty_inputs_run(shape: tuple[int, ...]) -> None:
     def program() -> Tensor:
         return (w * 2).sin() * 1.0
 
-    with RecomputeScope(FAMILIES, NEAREST, w):
+    with RecomputeScope(FAMILIES, Compressor, w):
         y = program()
     (actual,) = torch.autograd.grad(y.sum(), w)
     torch.testing.assert_close(actual, gradient(program, w)[0], rtol=0.05, atol=0.05)
@@ -653,7 +656,7 @@ def test_memory_that_was_never_written_beside_a_view_says_nothing(gap: int) -> N
     x, weight = (torch.randn(TOKENS, WIDTH, requires_grad=True) for _ in range(2))
 
     def run() -> Tensor:
-        with RecomputeScope(compression=NEAREST, hidden=x):
+        with RecomputeScope(compression=Compressor, hidden=x):
             return (WithGaps.apply(x, gap) * weight).sum()
 
     assert live_bytes(run) < ELEMENTS * 4  # it was compressed
@@ -668,7 +671,7 @@ def test_a_tensor_is_quantised_as_soon_as_only_autograd_refers_to_it(monkeypatch
     right = compressor.quantize
     monkeypatch.setattr(compressor, "quantize", lambda x, *rest: quantised.append(x.numel()) or right(x, *rest))
     x = leaf()
-    with RecomputeScope(FAMILIES, NEAREST, x):
+    with RecomputeScope(FAMILIES, Compressor, x):
         y = (x * 1).sin()
         assert quantised == []
         z = y.cos()

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
+from memopt.trace.account import live_bytes
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 8
 WIDTH = HEADS * HEAD_DIM

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.reporting.account import live_bytes
 from memopt.saved import RecomputeScope
+from memopt.trace.account import live_bytes
 from tests.support.compare import all_equal, gradients_of_squares
 
 ROWS, WIDTH = 12, 40

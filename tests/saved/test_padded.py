@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.reporting.account import live_bytes
+from memopt.recompute.versions import is_unchanged, with_witness
 from memopt.saved import RecomputeScope
-from memopt.saved.versions import is_unchanged, with_witness
+from memopt.trace.account import live_bytes
 
 SHAPE = (2, 3, 6, 7)
 PADS: dict[str, Callable[[Tensor], Tensor]] = {

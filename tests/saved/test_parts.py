@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from memopt.recompute.versions import with_witness
 from memopt.saved import RecomputeScope
-from memopt.saved.versions import with_witness
 from memopt.torch_compat import TorchDispatchMode
 
 ROWS = torch.tensor([2, 0, 2, 1])

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.reporting.account import account, live_bytes
 from memopt.saved import RecomputeScope, pinned, savers
+from memopt.trace.account import account, live_bytes
 
 TOKENS, WIDTH, HEADS = 6, 8, 2
 

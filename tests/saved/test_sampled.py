@@ -15,7 +15,7 @@ import memopt
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP
 from memopt.kernels.sampled_linear.sampling import rows_kept
 from memopt.patches.sampled_linear.slot import _together
-from memopt.reporting.account import account, live_bytes
+from memopt.trace.account import account, live_bytes
 
 WIDTH, HIDDEN, BATCH, TOKENS = 16, 64, 2, 20
 ROWS = BATCH * TOKENS

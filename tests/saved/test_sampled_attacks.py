@@ -16,9 +16,9 @@ import memopt
 from memopt.patches.sampled_linear.module import patch_sampled_linear
 from memopt.patches.sampled_linear.slot import Sampling
 from memopt.patches.sampled_linear.visits import LinearCall
-from memopt.reporting.account import account
 from memopt.sampling import remember_gradients
 from memopt.saved.scope import RecomputeScope
+from memopt.trace.account import account
 from tests.saved.test_sampled import (
     BATCH,
     HIDDEN,

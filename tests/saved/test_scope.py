@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.norm.function import NormSpec, ms_norm
-from memopt.recompute_rules import ELEMENTWISE, PRODUCT
+from memopt.recompute.rules import ELEMENTWISE, PRODUCT
 from memopt.saved import RecomputeScope
 from tests.saved.builders import Observer, Scoped, gradients, make_mlp
 from tests.support.compare import all_equal

@@ -105,7 +105,7 @@ def test_the_second_walk_of_a_run_is_read_in_another_process_too(tmp_path: Path)
 @pytest.mark.parametrize(
     ("owner", "name", "remembered"),
     [
-        (verdict, "judge", False),
+        (verdict, "norm_sites", False),
         (ShadowMode, "run", False),
         (apply, "undo", True),  # no walk runs what stands above it
     ],

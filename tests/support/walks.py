@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.walk.probes.brought import PROBES
 
 #: Packages whose classes are the same in every test.
 _FIXED = ("torch.", "transformers.", "peft.")
@@ -58,6 +59,7 @@ ABOVE = {
     "prediction",
     "reporting",
     "sampling",
+    "trace",
 } | {"verification"}
 #: Libraries whose models and operations a walk observes.
 _LIBRARIES = ("torch", "transformers", "peft", "numpy")
@@ -67,12 +69,12 @@ _KEPT_SECONDS = 14 * 24 * 3600
 def folder_of_sources(root: Path, package: Path) -> Path:
     """The folder below `root` for walks done by the sources in `package`; folders that nobody used lately are removed.
 
-    The sources of rooms above the walk do not count: a walk does not run them.
+    The sources of rooms above the walk do not count, but for the probes of patches: a walk does not run them.
     """
     digest = hashlib.sha256(" ".join([platform.python_version(), *map(_version, _LIBRARIES)]).encode())
     for path in sorted(package.rglob("*.py")):
         inside = path.relative_to(package)
-        if inside.parts[0].removesuffix(".py") not in ABOVE:
+        if inside.parts[0].removesuffix(".py") not in ABOVE or inside.name == "probe.py":
             digest.update(f"{inside}\0".encode() + path.read_bytes() + b"\0")
     folder = root / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ class Walks:
         @functools.wraps(walk)
         def once(*args: Any, **kwargs: Any) -> Any:
             try:
-                key = fingerprint(walk.__name__, *args, kwargs) if self.enabled else None
+                key = fingerprint(walk.__name__, *sorted(PROBES), *args, kwargs) if self.enabled else None
             except Unknown:
                 key = None
             if key is None:
@@ -173,7 +175,7 @@ class Sources:
 
 def _is_run(module: str) -> bool:
     package, _, inside = module.partition(".")
-    return package == "memopt" and inside.partition(".")[0] not in ABOVE | {""}
+    return package == "memopt" and (inside.partition(".")[0] not in ABOVE | {""} or inside.endswith(".probe"))
 
 
 def install(walks: Walks) -> Callable[[], None]:

@@ -104,7 +104,7 @@ def examine(names: set[str]) -> dict[str, Any]:
             models = []
     found["warnings"] = [str(warning.message) for warning in caught if "with PyTorch" in str(warning.message)]
     found["kept"] = [kept_bytes(model) for model in (build_with_readers(), *models[1:])]
-    from memopt.recompute_rules import RULES
+    from memopt.recompute.rules import RULES
 
     found["rules"] = sorted(RULES.keys() & torch_compat.SAVED_FIELDS.keys())
     errors = [_error(gradients(model), expected) for model, expected in zip(models, stock, strict=False)]

@@ -40,8 +40,8 @@ def test_a_tensor_without_memory_stands_for_others() -> None:
             raise AssertionError("nothing reads it")
 
     assert torch_compat.makes_wrappers
-    stand = torch_compat.wrapper(Stand, (2, 3), torch.bfloat16, torch.device("cpu"))
-    assert (type(stand), tuple(stand.shape), stand.dtype) == (Stand, (2, 3), torch.bfloat16)
+    stand = torch_compat.wrapper(Stand, torch.empty(3, 2).t(), torch.bfloat16, torch.device("cpu"))
+    assert (type(stand), tuple(stand.shape), stand.stride(), stand.dtype) == (Stand, (2, 3), (1, 2), torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "privateuseone"])

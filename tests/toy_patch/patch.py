@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
-from memopt.walk.sites import ActivationSite, Sites
+from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rows, Rules
+from memopt.walk.sites import Sites
+
+
+@dataclass(frozen=True)
+class ToySite:
+    """A module that computes x * sigmoid(1.702 x), as the probe finds it."""
+
+    name: str
 
 
 class ToyRules(Rules):
     """How toys are rewritten."""
+
+    key = "toys"
 
     method: Literal["none", "shrink"] = "none"
 
@@ -18,16 +28,15 @@ class ToyRules(Rules):
 class ToyPatch(Patch):
     """Modules that compute x * sigmoid(1.702 x) of their own."""
 
-    name, kind = "toy_patch", "toy"
-    noun, plural = "toy gate", "toy gates"
+    name = "toy_patch"
     after = ("activation",)
-    actions: ClassVar[Mapping[str, str]] = {"shrink": "shrunk"}
-    key, rules = "toys", ToyRules
+    rows = Rows("toy", {"shrink": "shrunk"}, noun="toy gate", plural="toy gates")
+    rules = ToyRules
 
-    def propose(self, sites: Sites) -> Iterator[tuple[str, ActivationSite]]:
-        return ((site.name, site) for site in sites.activations if site.kind == "quick_gelu" and site.is_module)
+    def propose(self, sites: Sites) -> Iterator[tuple[str, ToySite]]:
+        return ((site.name, site) for site in sites.of(ToySite))
 
-    def decide(self, site: ActivationSite, plan: PlanView) -> tuple[str, str]:
+    def decide(self, site: ToySite, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.rules(ToyRules).is_off:
             return LEFT, "toys are left alone"
         if not plan.recipe.selects(site.name):

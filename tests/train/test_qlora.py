@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import benchmarks.prediction as benchmark
 import memopt
 from memopt.prediction.peak import predict
-from memopt.reporting.account import account
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.subject import step_of
-from memopt.reporting.training import Precision, Request
+from memopt.trace.account import account
+from memopt.trace.subject import step_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Precision, Request
 from tests.factories import tiny_inputs, tiny_model
 from tests.train.test_quantised import _WIDTH
 

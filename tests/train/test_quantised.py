@@ -25,7 +25,7 @@ from transformers import (
 import memopt
 from memopt.errors import ModelError
 from memopt.pipeline import patch_checkpoint
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.test_adapters import Gradients, error, gradients
 

@@ -15,7 +15,6 @@ import memopt.patches.compression.compressor as compression
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checks import Check
 from memopt.kernels.quantize.layout import Quantized
-from memopt.patches.registry import patches
 from memopt.patches.swap import swap_state
 from memopt.pipeline import PatchResult, patch_checkpoint
 from memopt.verification.run import verify
@@ -78,7 +77,7 @@ def test_a_forgotten_minimum_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def without_minimum(quantized: Quantized) -> torch.Tensor:
         scales = quantized.scales.clone()
         scales[:, 0] = 0
-        return dequantize(Quantized(quantized.codes, scales, quantized.bits, quantized.numel, quantized.dtype))
+        return dequantize(dataclasses.replace(quantized, scales=scales))
 
     monkeypatch.setattr(compression, "dequantize", without_minimum)
     assert checks(folder)["gradient.declared_error"].status == "fail"
@@ -93,22 +92,19 @@ def test_steps_that_are_off_by_a_twentieth_in_one_block_fail_by_its_name(tmp_pat
         if len(calls) > 1:
             return dequantize(quantized)
         scales = quantized.scales * torch.tensor([1.0, 1.05])
-        return dequantize(Quantized(quantized.codes, scales, quantized.bits, quantized.numel, quantized.dtype))
+        return dequantize(dataclasses.replace(quantized, scales=scales))
 
-    (check,) = _checks_of(compression_checks.verify_rounding, monkeypatch, with_wrong_steps, folder)
+    (check,) = _checks_of_steps(monkeypatch, with_wrong_steps, folder)
     assert check.status == "fail"
     assert check.subject.startswith("model.layers.1")  # backward reads the last block first
     assert check.value > 5
 
 
-def _checks_of(verify_rounding, monkeypatch, fault, folder: Path) -> list[Check]:
+def _checks_of_steps(monkeypatch, fault, folder: Path) -> list[Check]:
     """The check of steps, where the fault is there while tensors are compared."""
-    recipe = read_manifest(folder).recipe
     with monkeypatch.context() as planted:
         planted.setattr(compression, "dequantize", fault)
-        trial = CheckpointTrial(folder, recipe)
-        (patch,) = (each for each in patches() if each.compression(recipe) is not None)
-        found = list(verify_rounding(trial, patch.compression(recipe)))
+        found = list(compression_checks.verify_rounding(CheckpointTrial(folder, read_manifest(folder).recipe)))
     return [check for check in found if check.id == "quantised.steps"]
 
 

@@ -13,10 +13,10 @@ from torch import nn
 import memopt.kernels.norm.ops as norm_steps
 import memopt.patches.gated_mlp.module as gated_mlp
 import memopt.patches.norm.module as norm_module
-import memopt.recompute_specs as specs
 import memopt.verification.models as models
 from memopt.checks import Check
 from memopt.pipeline import patch_checkpoint
+from memopt.recompute.specs import Recomputed
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 
@@ -87,8 +87,8 @@ def test_a_gradient_that_one_gated_mlp_scales_fails_by_its_name(folders, monkeyp
 
 
 def test_an_input_that_is_recomputed_a_little_wrong_fails(folders, monkeypatch):
-    right = specs.Recomputed.rows
-    monkeypatch.setattr(specs.Recomputed, "rows", lambda *given: 1.001 * right(*given))
+    right = Recomputed.rows
+    monkeypatch.setattr(Recomputed, "rows", lambda *given: 1.001 * right(*given))
     found = failed(folders("bert"))["gradient.modules"]
     assert 1e-4 < found.value < 2e-3
     assert found.subject.endswith(("query", "key", "value", "dense"))

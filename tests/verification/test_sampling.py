@@ -124,7 +124,7 @@ def test_the_report_predicts_the_noise_and_names_the_exact_alternative(
 def test_without_weights_the_report_says_why_it_predicts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.reporting.builders import named_config
+    from tests.trace.builders import named_config
 
     named_config("bert").save_pretrained(tmp_path)
     assert main(["report", str(tmp_path), "--recipe", "wta-crs", "--json"]) == 0

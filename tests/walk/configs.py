@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.walk.calls.arguments import candidates
 from memopt.walk.calls.inputs import Calls, runnable_calls
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.models.shrink.config import shrunken
@@ -89,6 +91,11 @@ def twin(family: str) -> PreTrainedModel:
 @cache
 def twin_calls(family: str) -> Calls:
     return runnable_calls(twin(family))
+
+
+def inputs_of(model: nn.Module, variant: str = "plain", seed: int = 0) -> dict[str, Any]:
+    """The likeliest arguments of the model's forward, on the CPU and in fp32."""
+    return next(kwargs for _, kwargs in candidates(model, variant, seed))
 
 
 def shrink(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from memopt.walk import deep
 from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
-from tests.reporting.builders import named_config
+from tests.trace.builders import named_config
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])  # sites of BERT name the next block

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from memopt.patches.base import LEFT, READS
+
 #: What the last `make coverage` recorded.
 COVERAGE = Path(__file__).parents[2] / "docs" / "coverage.json"
 Row = Mapping[str, Any]
@@ -113,7 +115,8 @@ def sites_of(rows: Iterable[Row], kind: str) -> int:
 
 def rewrites(row: Row) -> int:
     """Sites of a row that are not left as they were."""
-    return sum(number for actions in row["counts"].values() for action, number in actions.items() if action != "keep")
+    every = ((action, number) for actions in row["counts"].values() for action, number in actions.items())
+    return sum(number for action, number in every if action not in (LEFT, READS))
 
 
 def block_bytes(rows: Iterable[Row]) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ from memopt.errors import MemoptError, NegativeVerdict
 from memopt.patches.apply import apply, undo
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import load_recipe
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.inputs import Call, Calls, runnable_calls
 from memopt.walk.calls.outputs import output_tensors

@@ -11,15 +11,15 @@ from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
-from memopt.reporting.estimate import max_positions, quiet, traced
-from memopt.reporting.subject import reads_tokens
-from memopt.reporting.timeline import Step, step
-from memopt.reporting.training import Precision, Training
+from memopt.trace.estimate import max_positions, quiet, traced
+from memopt.trace.subject import reads_tokens
+from memopt.trace.timeline import Activations, step
+from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import name_placeholders
 from memopt.walk.models.shrink.depth import MAX_DEPTH, with_depth
-from memopt.walk.models.shrink.rotary import fit_rotary
+from memopt.walk.models.shrink.width import fit_rotary
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 from tests.zoo.build import Row, Stop, runnable
@@ -95,14 +95,14 @@ def _forms(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, list[st
 
 
 @quiet()
-def _steps(config: PreTrainedConfig, sites: Sites) -> tuple[Step, Step]:
+def _steps(config: PreTrainedConfig, sites: Sites) -> tuple[Activations, Activations]:
     """Stock and patched, in bf16, or in fp32 where the model's code does not run in that."""
     seq = min(STEP_TOKENS, max_positions(config) or STEP_TOKENS) if reads_tokens(config) else None
     patched = load_recipe(DEFAULT_MEMORY_RECIPE)
 
-    def step_of(precision: Precision, recipe: Recipe | None) -> Step:
+    def step_of(precision: Precision, recipe: Recipe | None) -> Activations:
         training = Training(batch=STEP_ROWS, seq=seq, precision=precision, dropout=False)
-        with traced(config, training, sites=sites, recipe=recipe) as model:
+        with traced(Step(config, training, sites, recipe)) as model:
             return step(model.model, model.run, during_backward=model.choices())
 
     try:

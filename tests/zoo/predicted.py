@@ -18,11 +18,11 @@ from memopt.errors import MemoptError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
 from memopt.prediction.measure import RealStep
 from memopt.prediction.setup import Setup
-from memopt.reporting.account import Account, account
-from memopt.reporting.estimate import quiet, trace_account
-from memopt.reporting.step import Step
-from memopt.reporting.subject import reads_tokens
-from memopt.reporting.training import Precision, Training
+from memopt.trace.account import Account, account
+from memopt.trace.estimate import quiet
+from memopt.trace.subject import reads_tokens
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Precision, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.config import one_line
 from memopt.walk.models.shrink.config import shrunken

@@ -14,6 +14,8 @@ import pytest
 import transformers
 
 from memopt.kernels.norm import ops as norm_ops
+from memopt.recompute.expression import step
+from memopt.recompute.graph import clone
 from memopt.saved import handles
 from tests.zoo.build import model_types
 from tests.zoo.coverage_sums import COVERAGE, lost
@@ -67,10 +69,10 @@ def test_a_backward_that_is_slightly_off_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_that_is_made_again_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = handles.done_again
+    stock = handles.after
     monkeypatch.setattr(
         handles,
-        "done_again",
-        lambda value, step: stock(value, step).flip(0) if step[0] == "clone" else stock(value, step),
+        "after",
+        lambda value, steps: stock(value, steps).flip(0) if step(clone) in steps else stock(value, steps),
     )
     assert examine("gpt_neox", memory=False).status == "wrong"

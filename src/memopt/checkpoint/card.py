@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from memopt.checkpoint.manifest import Manifest
-from memopt.patches.registry import patches
+from memopt.patches.registry import rows
 
 CARD = "README.md"
 #: Of a card that is extended, and of its YAML head, whose parser needs seconds for a megabyte.
@@ -142,7 +142,7 @@ def _hub_id(manifest: Manifest) -> str | None:
 
 def _section(manifest: Manifest) -> str:
     source, folded = manifest.source, manifest.folded_norms()
-    kinds = {patch.kind for patch in patches() if patch.folding}
+    kinds = {kind for kind, its in rows().items() if its.fold}
     rest = sum(entry.kind in kinds and entry.site not in folded for entry in manifest.entries)
     hub_id = _hub_id(manifest)
     model = f"{_code(hub_id)} at commit {_code(str(source.commit))}" if hub_id else _code(Path(source.path).name)

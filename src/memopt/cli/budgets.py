@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +16,7 @@ from memopt.forks import forking
 if TYPE_CHECKING:
     from memopt.prediction.planner.choice import Choice
     from memopt.prediction.setup import Setup
-    from memopt.reporting.training import Request
+    from memopt.trace.training import Request
 
 Allowed = Literal["approximate"]
 BudgetOption = Annotated[
@@ -46,65 +47,60 @@ AllowOption = Annotated[
 FrontierOption = Annotated[bool, typer.Option("--frontier", help="Print plans by memory and time.")]
 
 
-def asked(budget: str | None, frontier: bool, out: Path | None, allow: Allowed | None, emit: Sequence[str]) -> bool:
-    """Whether a plan or a frontier is asked for.
+@dataclass(frozen=True)
+class Question:
+    """What the planner is asked: a plan for `budget`, or the frontier with its rates."""
 
-    Raises:
-        UsageError: an option is given that needs another one, or --emit names no engine.
-    """
-    if emit:
-        from memopt.emit.engines import check_kinds
+    budget: str | None
+    frontier: bool
+    allow: Allowed | None
 
-        check_kinds(emit)
-        if out is None or budget is None or frontier:
-            hint = "Give both, e.g. --budget 24GiB --out plan."
-            raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
-    if (out is not None or allow) and (budget is None or frontier):
-        raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
-    return budget is not None or frontier
+    @property
+    def option(self) -> str | None:
+        """The option that asks it; None where neither is given."""
+        return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
+
+    def check(self, files: drawings.Files) -> None:
+        """
+        Raises:
+            UsageError: an option is given that needs another one, or --emit names no engine.
+        """
+        is_plan = self.budget is not None and not self.frontier
+        if files.emit:
+            from memopt.emit.engines import check_kinds
+
+            check_kinds(files.emit)
+            if files.out is None or not is_plan:
+                hint = "Give both, e.g. --budget 24GiB --out plan."
+                raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
+        if (files.out is not None or self.allow) and not is_plan:
+            raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 
 
-def show(
-    request: Request,
-    setup: Setup,
-    budget: str | None,
-    frontier: bool,
-    out: Path | None,
-    allow: Allowed | None,
-    html: Path | None = None,
-    snapshot: Path | None = None,
-    emit: Sequence[str] = (),
-    force: bool = False,
-    *,
-    json_output: bool,
-) -> int:
-    """Print the plan for `budget`, or the frontier with its rates; arguments as `plan_training`'s."""
-    if emit:
-        _check_expressible(request, setup, emit)
-    if emit and out is not None:
+def show(request: Request, setup: Setup, asked: Question, files: drawings.Files, *, json_output: bool) -> int:
+    """Print and write what the planner answers."""
+    file: Path | None
+    if files.emit and files.out is not None:
         from memopt.emit.engines import files_named
         from memopt.files import check_output_folder
 
-        file: Path | None = check_output_folder(out, files_named(emit), force=force)
+        _check_expressible(request, setup, files.emit)
+        file = check_output_folder(files.out, files_named(files.emit), force=files.force)
     else:
-        file = common.output_file(out, "--out", force=force)
-    allowed = () if allow is None else (allow,)
+        file = common.output_file(files.out, "--out", force=files.force)
     with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"), forking():
         with common.importing():
             from memopt.prediction.planner.choice import Choice
             from memopt.prediction.planner.training import plan_training
 
-        chosen = plan_training(
-            request,
-            None if frontier else budget,
-            card=budget if frontier else None,
-            setup=setup,
-            allow=allowed,
-        )
-        drawings.write_plan(chosen, request, setup, html, snapshot)
+        # Beside a frontier a budget is the card whose rates are taken.
+        budget, card = (None, asked.budget) if asked.frontier else (asked.budget, None)
+        allowed = () if asked.allow is None else (asked.allow,)
+        chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
+        drawings.write_plan(chosen, request, setup, files)
     written: list[str] = []
     if file is not None and isinstance(chosen, Choice):
-        written = _write(str(request.model), chosen, file, emit)
+        written = _write(str(request.model), chosen, file, files.emit)
     if json_output:
         key = "plan" if isinstance(chosen, Choice) else "frontier"
         common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}, written=written))

@@ -9,14 +9,14 @@ from memopt.cli import common
 if TYPE_CHECKING:
     from memopt.prediction.measure import Comparison
     from memopt.prediction.setup import Setup
-    from memopt.reporting.training import Request
+    from memopt.trace.training import Request
 
 
 def show(request: Request, setup: Setup, *, json_output: bool) -> int:
     """Predict and run a step of the stock and of the patched model, and print both."""
     with common.only_results_on_stdout(), common.waiting("Running real steps"):
         from memopt.prediction.measure import check_measurable, compare
-        from memopt.reporting.subject import step_of
+        from memopt.trace.subject import step_of
 
         check_measurable(setup)
         of = step_of(request)

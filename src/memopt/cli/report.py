@@ -12,7 +12,7 @@ from memopt.errors import ModelError, UsageError
 from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
-from memopt.reporting.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 
 _Given = Mapping[str, bool]
 """Options, and whether they are on the command line."""
@@ -105,17 +105,65 @@ def report(
                 raise UsageError(
                     f"{option} is about LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
                 )
-    planned = budgets.asked(budget, frontier, out, allow, emit or ())
+    asked, files = budgets.Question(budget, frontier, allow), drawings.Files(html, snapshot, out, emit or (), force)
+    asked.check(files)
     _check_together(
-        "--budget" if budget is not None else "--frontier" if planned else "--measure" if measure else None,
+        asked.option or ("--measure" if measure else None),
         both={"--gpu": gpu is not None, "--verbose": verbose},
         plan={"--measure": measure, "--checkpointing": checkpointing != "none"},
         measure={"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1},
     )
-    html, snapshot = drawings.checked(html, snapshot, force=force)
+    files = files.checked()
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
+    request = Request.of({**locals(), "lora_targets": targets})
+    setup = _setup(optimizer, sharding, devices, gpu or budget)
+    if asked.option is not None:
+        return budgets.show(request, setup, asked, files, json_output=json_output)
+    if measure:
+        return measured.show(request, setup, json_output=json_output)
+    with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
+        with common.importing():
+            from memopt.pipeline import report_on
+            from memopt.prediction.alternatives import headline
+
+        first, comparison = None, None
+        if verbose or json_output or files.drawn:
+            comparison = report_on(request, common.note)
+        try:
+            step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
+            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces)
+        except ModelError:
+            if gpu is not None:
+                raise
+            # What is saved may be known all the same, or the report says why not.
+        if comparison is None and (first is None or first.approximate):
+            comparison = report_on(request, common.note)
+        if comparison is not None:
+            drawings.write(comparison, setup, files, headline=first)
+    if json_output and comparison is not None:
+        head = None if first is None else first.to_dict()
+        common.print_json(common.document("report", "pass", headline=head, **comparison.to_dict()))
+        return common.EXIT_OK
+    if first is not None:
+        from memopt.reporting.headline import headline_tables
+
+        common.print_rich(*headline_tables(first))
+    if comparison is not None:
+        from memopt.reporting.compare import comparison_tables
+
+        all_of_it = verbose or first is None
+        sections = (line for section in comparison.sections for line in ("", *section.lines()))
+        common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
+    return common.EXIT_OK
+
+
+def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | None) -> Setup:
+    """
+    Raises:
+        UsageError: the options do not go together, or no card is named so.
+    """
     if sharding != "none" and devices == 1:
         raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
     if devices > 1 and sharding == "none":
@@ -126,63 +174,7 @@ def report(
         setup = Setup(optimizer, sharding=sharding, devices=devices)
     except ValueError as error:
         raise UsageError(str(error), "Change --sharding or --optimizer.") from error
-    for card in (gpu, budget):
-        setup = setup if card is None else setup_on(find_card(card), setup)
-    request = Request(
-        model,
-        recipe,
-        batch=batch,
-        seq=seq,
-        precision=precision,
-        train=train,
-        lora_rank=lora_rank,
-        lora_targets=targets,
-        checkpointing=checkpointing,
-        inputs=inputs,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
-    if planned:
-        drawn, written = (html, snapshot), (emit or (), force)
-        return budgets.show(request, setup, budget, frontier, out, allow, *drawn, *written, json_output=json_output)
-    if measure:
-        return measured.show(request, setup, json_output=json_output)
-    with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
-        with common.importing():
-            from memopt.pipeline import report_on
-            from memopt.prediction.answer import headline
-
-        first, comparison = None, None
-        if verbose or json_output or html or snapshot:
-            comparison = report_on(request, common.note)
-        known = None if comparison is None else comparison.step
-        try:
-            first = headline(request, gpu=gpu, setup=setup, step=known)
-        except ModelError:
-            if gpu is not None:
-                raise
-            # What is saved may be known all the same, or the report says why not.
-        if comparison is None and (first is None or first.approximate):
-            comparison = report_on(request, common.note)
-        if comparison is not None:
-            drawings.write(comparison, setup, html, snapshot, headline=first)
-    if json_output and comparison is not None:
-        from memopt.reporting.json import comparison_dict
-
-        head = None if first is None else first.to_dict()
-        common.print_json(common.document("report", "pass", headline=head, **comparison_dict(comparison)))
-        return common.EXIT_OK
-    if first is not None:
-        from memopt.reporting.headline import headline_tables
-
-        common.print_rich(*headline_tables(first))
-    if comparison is not None:
-        from memopt.reporting.tables import comparison_tables
-
-        all_of_it = verbose or first is None
-        sections = (line for section in comparison.sections for line in ("", *section.lines()))
-        common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
-    return common.EXIT_OK
+    return setup if card is None else setup_on(find_card(card), setup)
 
 
 def _check_together(mode: str | None, *, both: _Given, plan: _Given, measure: _Given) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.errors import UsageError
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import EngineSettings
+from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.setup import Optimizer, Sharding
-from memopt.reporting.training import ALL_LINEAR, Precision, Training
+from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,5 @@ def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence
 
 
 def _settings(recipe: Recipe, blocks: Sequence[str]) -> dict[str, str]:
-    return {key: value for patch in patches() for key, value in patch.engine_settings(recipe, blocks).items()}
+    found = (patch.engine_settings(recipe, blocks) for patch in having(EngineSettings))
+    return {key: value for settings in found for key, value in settings.items()}

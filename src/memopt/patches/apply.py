@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from memopt.partitioned import gathered, hooks_lifted, offloads
-from memopt.patches.base import PlanView
+from memopt.patches.base import PlanView, Rows
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope
 from memopt.patches.scopes import choose_scopes
@@ -25,6 +25,7 @@ class Applied:
     """What :func:`apply` did."""
 
     plan: PlanView
+    """What was done: the plan, in which the sites that were refused are left."""
     done: Mapping[str, tuple[str, ...]]
     """Patch -> names of the modules that it changed."""
     refused: tuple[tuple[str, str], ...]
@@ -53,7 +54,12 @@ def apply(model: nn.Module, plan: PlanView, *, folded: Collection[str] = ()) -> 
                 live.attempt(SCOPE, name, patch_scope, scope)
         for patch in patches():
             patch.finish(live)
-    return Applied(plan, {patch: tuple(names) for patch, names in live.rewritten.items()}, tuple(live.refused))
+    rows: dict[str | None, Rows | None] = {patch.name: patch.rows for patch in patches()}
+    for by, name, reason in live.refused:
+        if (its := rows.get(by)) is not None:
+            plan = plan.left(its.kind, name, reason)
+    refused = tuple((name, reason) for _, name, reason in live.refused)
+    return Applied(plan, {patch: tuple(names) for patch, names in live.rewritten.items()}, refused)
 
 
 class _Live:
@@ -69,24 +75,27 @@ class _Live:
     ) -> None:
         self.model, self.modules, self.plan, self.folded, self.scopes = model, modules, plan, folded, scopes
         self.rewritten: dict[str, list[str]] = {}
-        self.refused: list[tuple[str, str]] = []
+        self.refused: list[tuple[str | None, str, str]] = []
+        """(patch, module, reason)"""
 
     def done(self, patch: str) -> Collection[str]:
         return self.rewritten.get(patch, ())
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
         if offloads(self.modules[name]):
-            return self.refuse(name, "accelerate loads its weights for its own call alone, and they get no gradient")
+            return self.refuse(
+                name, "accelerate loads its weights for its own call alone, and they get no gradient", patch
+            )
         try:
             # The proof of a scope, which holds a whole block, is not by values.
             with nullcontext() if patch == SCOPE else gathered(self.modules[name]):
                 rewrite(self.modules[name], *arguments, **options)
             self.rewritten.setdefault(patch, []).append(name)
         except ValueError as reason:
-            self.refuse(name, str(reason))
+            self.refuse(name, str(reason), patch)
 
-    def refuse(self, name: str, reason: str) -> None:
-        self.refused.append((name, reason))
+    def refuse(self, name: str, reason: str, patch: str | None = None) -> None:
+        self.refused.append((patch, name, reason))
 
 
 def undo(model: nn.Module) -> int:

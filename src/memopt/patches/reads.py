@@ -10,7 +10,9 @@ import contextlib
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 #: Of PyTorch's modules, of ours, and what transformers notes when it has drawn the weights of a module.
 _INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, nn.Module)
+#: Values inside a list or an object that are compared at each call, at most.
+_MOST_LEAVES = 64
 
 
 class Missing:
@@ -30,21 +35,25 @@ class Reads:
     """What the forward of one module read. Nothing here refers to the module itself, which refers to this."""
 
     def __init__(self, values: Iterable[tuple[Any, ...]] = (), tensors: Iterable[list[Any]] = ()) -> None:
-        """Values are (owner, None for the module; table in it; name; value), of children, settings and classes too.
+        """Values are (owner, None for the module; table in it; name; value; leaves of a value that may be changed in
+        place, else None), of children, settings and classes too.
 
         Tensors are [owner, name, value, whether it is trained, the tensor last seen to have it, stamp of that].
         """
-        self.values = [each if len(each) == 4 else (*each, vars(each[0]).get(each[2], Missing)) for each in values]
+        self.values = [each if each[3:] else (*each, vars(each[0]).get(each[2], Missing), None) for each in values]
         self.tensors = list(tensors)
 
     def hold(self, module: nn.Module) -> bool:
         """Whether `module` still has what was read. Looks into no tensor that has not changed."""
         own = module.__dict__
-        for owner, table, name, value in self.values:
+        for owner, table, name, value, leaves in self.values:
             held = own if owner is None else owner.__dict__
             now = (held if table is None else held[table]).get(name, Missing)
-            # Lists are changed in place, so that a copy of theirs is compared.
-            if now is not value and not (type(now) is type(value) and _is_plain(now) and now == value):
+            if leaves is not None:
+                found = _leaves(now)
+                if len(found) != len(leaves) or not all(map(_is_same, found, leaves)):
+                    return False
+            elif not _is_same(now, value):
                 return False
         return not self.tensors or all(_has_value(module, seen) for seen in self.tensors)
 
@@ -52,20 +61,24 @@ class Reads:
         # Methods may have no importable name of their own, so they are looked up again.
         return Reads, ([each[:3] if isinstance(each[0], type) else each for each in self.values], self.tensors)
 
-    def add(self, key: Any, owner: Any, name: str) -> None:
-        """Note the value that `owner` has by `name`; `key` stands for it."""
+    def add(self, key: Any, owner: Any, name: str, watched: Collection[int]) -> None:
+        """Note the value that `owner` has by `name`; `key` stands for it. What is inside `watched` ids is noted too."""
         own = vars(owner)
+        name = getattr(owner, "attribute_map", {}).get(name, name)  # other names of a setting of transformers
         table = next((table for table in _TABLES if name in own.get(table, ())), None)
         value = (own if table is None else own[table]).get(name, Missing)
         cls = getattr(type(owner), "_memopt_original_class", type(owner))
         if value is Missing:
-            origin = next((each for each in cls.__mro__ if name in vars(each)), object)
-            if origin in nn.Module.__mro__:
+            above = [each for each in cls.__mro__ if each not in (nn.Module, object)]
+            origin = next((each for each in cls.__mro__ if name in vars(each)), None)
+            if origin in (nn.Module, object):
                 return  # PyTorch's own machinery
-            above = cls.__mro__[: cls.__mro__.index(origin) + 1]
-            self.values += [(each, None, name, vars(each).get(name, Missing)) for each in above]
+            last = above.index(origin) if origin is not None else len(above)
+            self.values += [(each, None, name, vars(each).get(name, Missing), None) for each in above[: last + 1]]
         if not isinstance(value, Tensor):
-            self.values.append((key, table, name, copy.deepcopy(value) if _is_plain(value) else value))
+            stays = isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value)
+            known = stays or isinstance(value, (*_PLAIN, *_CODE)) or id(value) in watched
+            self.values.append((key, table, name, value, None if known else _leaves(value)))
         elif not value.is_meta:
             self.tensors.append([key, name, value.detach().clone(), value.requires_grad, value, _stamp(value)])
 
@@ -77,7 +90,7 @@ def observed_reads(
     fresh: Collection[str] = (),
     children: Mapping[str, nn.Module] | None = None,
 ) -> Reads:
-    """What ``call(copy of module)`` reads of `module`, in train mode.
+    """What ``call(copy of module)`` reads of `module`, in train and in eval mode, and its own numbers and functions.
 
     Args:
         call: runs the forward. Without it, or where it raises, all attributes of instances count as read.
@@ -91,9 +104,12 @@ def observed_reads(
             raise TypeError("no input is known")
         alone = _watched(module, seen)
         alone._modules.update(children or {})
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            call(alone)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for mode in (True, False):
+                call(alone.train(mode))
         read = [(live, name) for copied, live in seen for name in _watches[id(copied)][1]]
+        # Another length or rank may take another branch.
+        read += [(module, name) for name, value in vars(module).items() if isinstance(value, (*_PLAIN, *_CODE))]
     except Exception:  # a forward may raise anything
         called = [child for name, child in module.named_children() if name not in fresh]
         inside = [module, *(each for child in called for each in child.modules())]
@@ -101,9 +117,10 @@ def observed_reads(
     finally:
         for copied, _ in seen:
             del _watches[id(copied)]
-    for owner, name in read:
+    watched = {id(live) for _, live in seen}
+    for owner, name in {(id(owner), name): (owner, name) for owner, name in read}.values():
         if not _is_internal(name) and not (owner is module and name in fresh):
-            reads.add(None if owner is module else owner, owner, name)
+            reads.add(None if owner is module else owner, owner, name, watched)
     return reads
 
 
@@ -111,12 +128,35 @@ def _is_internal(name: str) -> bool:
     return name in _INTERNAL or name.startswith("__")
 
 
-def _is_plain(value: Any) -> bool:
+def _is_same(now: Any, value: Any) -> bool:
+    return now is value or (type(now) is type(value) and isinstance(now, _PLAIN) and now == value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The first values inside `value`, with the types of what holds them: what is changed in place shows here."""
+    leaves: list[Any] = []
+    left = deque([value])
+    while left and len(leaves) < _MOST_LEAVES:
+        each = left.popleft()
+        is_leaf = isinstance(each, (*_PLAIN, *_CODE))
+        is_container = isinstance(each, (list, tuple, dict, set, frozenset, deque))
+        leaves.append(type(each) if is_container else each)
+        left.extend(() if is_leaf else _inside(each))
+    return leaves
+
+
+def _inside(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [*value]
+    if isinstance(value, Tensor):
+        return [0 if value.is_inference() else value._version]
+    if hasattr(value, "tobytes"):  # an array
+        return [value.tobytes()]
+    slots = chain.from_iterable(getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
+    own = [getattr(value, name, Missing) for name in slots if not name.startswith("__")]
+    return [*getattr(value, "__dict__", {}).values(), *own]
 
 
 def _has_value(module: nn.Module, seen: list[Any]) -> bool:
@@ -152,7 +192,7 @@ def _watched(value: Any, seen: list[tuple[Any, Any]]) -> Any:
     object.__setattr__(watched, "__class__", _watching(cls))
     if isinstance(value, nn.Module):
         own = vars(watched)
-        own |= {table: dict(own[table]) for table in _TABLES} | {"training": True}
+        own |= {table: dict(own[table]) for table in _TABLES}
         own["_modules"] = {name: child and _watched(child, seen) for name, child in own["_modules"].items()}
     seen.append((watched, value))
     _watches[id(watched)] = seen, {}
@@ -164,12 +204,14 @@ def _watching(cls: Any) -> type:
     """A subclass of `cls` whose instances note what is read from them."""
 
     def __getattribute__(self: Any, name: str) -> Any:
+        if id(self) in _watches and name in _TABLES:  # as containers of modules read them
+            _watches[id(self)][1].update(dict.fromkeys(vars(self).get(name, ())))
         if _is_internal(name) or id(self) not in _watches:
             return cls.__getattribute__(self, name)
         seen, names = _watches[id(self)]
         if names.setdefault(name) is None:
             value = cls.__getattribute__(self, name)
-            if isinstance(value, (nn.Module, Tensor)) or callable(value) or not hasattr(value, "__dict__"):
+            if isinstance(value, (*_CODE, Tensor)) or not hasattr(value, "__dict__"):
                 return value
             names[name] = value
             with contextlib.suppress(Exception):  # settings: what is read of them counts as well

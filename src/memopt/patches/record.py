@@ -19,10 +19,12 @@ _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Record:
-    """The plan that a model was patched by, and what its modules did not admit of it."""
+    """What was done to a model."""
 
     plan: PlanView
+    """In which the sites that were refused are left."""
     refused: tuple[tuple[str, str], ...]
+    """(module, reason) of planned rewrites that the module itself did not admit."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self  # immutable

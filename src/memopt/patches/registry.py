@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from typing import TypeVar
 
 import memopt.patches
-from memopt.patches.base import Patch
+from memopt.patches.base import Patch, Rows
+from memopt.walk.probes.brought import PROBES
 
+C = TypeVar("C")
 _registered: dict[str, Patch] = {}
 _watchers: list[Callable[[], None]] = []
 
@@ -33,24 +38,54 @@ def patches() -> tuple[Patch, ...]:
     return tuple(ordered.values())
 
 
+def having(capability: type[C]) -> tuple[C, ...]:
+    """The patches that have one of `memopt.patches.capabilities`."""
+    return tuple(patch for patch in patches() if isinstance(patch, capability))
+
+
+def rows() -> dict[str, Rows]:
+    """Kind -> how its rows are shown, with the actions of every patch that decides such rows."""
+    found: dict[str, Rows] = {}
+    for its in (patch.rows for patch in patches() if patch.rows is not None):
+        first = found.setdefault(its.kind, its)
+        found[its.kind] = replace(first, actions={**first.actions, **its.actions})
+    return found
+
+
 def register(package: str) -> Patch:
     """Add the patch of a folder that stands somewhere else, e.g. ``"my_project.my_patch"``.
 
     Raises:
         ValueError: there is a patch of that name, or one with that key of a recipe.
     """
-    patch: Patch = import_module(f"{package}.patch").PATCH
+    patch = _patch_of(package)
     for other in patches():
-        if other.name == patch.name or (patch.key is not None and other.key == patch.key):
+        if other.name == patch.name or _has_key_of(patch, other):
             raise ValueError(f"'{patch.name}' of {package}: the patch '{other.name}' has its name or its recipe key")
     _registered[patch.name] = patch
     _changed()
     return patch
 
 
+def _patch_of(package: str) -> Patch:
+    """The registered object of a folder, whose probe, if it brings one, is made known to the walk."""
+    patch: Patch = import_module(f"{package}.patch").PATCH
+    if find_spec(f"{package}.probe") is not None:
+        PROBES.add(f"{package}.probe")
+    return patch
+
+
+def _has_key_of(patch: Patch, other: Patch) -> bool:
+    """Whether both have rules under one key, and `patch` does not extend those of `other`."""
+    if patch.rules is None or other.rules is None or issubclass(patch.rules, other.rules):
+        return False
+    return patch.rules.key == other.rules.key
+
+
 def unregister(patch: Patch) -> None:
     """Take back :func:`register`."""
     del _registered[patch.name]
+    PROBES.discard(f"{type(patch).__module__.removesuffix('.patch')}.probe")
     _changed()
 
 
@@ -68,7 +103,12 @@ def _shipped() -> dict[str, Patch]:
         # A folder without a registered object is code that several patches use.
         home = f"{memopt.patches.__name__}.{folder}"
         if any(module.name == "patch" for module in pkgutil.iter_modules(import_module(home).__path__)):
-            found[folder] = import_module(f"{home}.patch").PATCH
+            try:
+                found[folder] = _patch_of(home)
+            except ModuleNotFoundError as missing:
+                if str(missing.name).rpartition(".")[0] != memopt.patches.__name__:
+                    raise
+                # It extends a patch whose folder is not there, and is nothing without it.
     return found
 
 

@@ -1,6 +1,6 @@
 """Modules inside which outputs that can be recomputed are kept as handles (`memopt.saved`), where that saves anything.
 
-Most readers of such outputs are plain linears, which save what the output is recomputed from (`memopt.recompute_specs`)
+Most readers of such outputs are plain linears, which save what the output is recomputed from (`memopt.recompute.specs`)
 and need no scope. Whether a block has other readers, or small views of large storages, shows when it runs: a scope that
 has replaced nothing is not opened for the next calls of the same form, and looked at again now and then.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.functions import Mode, run_inside
 from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
-from memopt.recompute_specs import Region, is_under_foreign_hooks
+from memopt.recompute.specs import Region, is_under_foreign_hooks
 from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
 from memopt.torch_compat import has_any_global_hook, module_hooks

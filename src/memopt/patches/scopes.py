@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from memopt.patches.base import PlanView
-from memopt.patches.functions import Mode
+from memopt.patches.base import InScopes, PlanView
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite
+from memopt.walk.sites import is_inside
 
 
 def choose_scopes(plan: PlanView) -> dict[str, ScopeRewrite]:
     """Module -> the scope that it is."""
-    default = frozenset[str]().union(*(patch.families(plan.recipe) for patch in patches()))
-    families = _scoped_families(plan, default)
-    settles = any(patch.settles(plan) for patch in patches())
-    prepares = {name: None if settles else _prepare(plan, name) for name in families}
-    scopes = {name: ScopeRewrite(rules, prepare=prepares[name]) for name, rules in families.items()}
-    for patch in patches():
-        compression = patch.compression(plan.recipe)
-        for name in dict.fromkeys(patch.compressed(plan)) if compression is not None else ():
+    every = [patch.scope(plan) for patch in patches()]
+    default = frozenset[str]().union(*(each.families for each in every))
+    families = _scoped_families(plan, every, default)
+    scopes = {name: ScopeRewrite(rules) for name, rules in families.items()}
+    if not any(each.exchanges for each in every):
+        scopes = {name: replace(scope, prepare=_prepare(every, name)) for name, scope in scopes.items()}
+    for each in every:
+        for name in each.compressed if each.compression is not None else ():
             if name and plan.recipe.selects(name):
-                scopes[name] = ScopeRewrite(families.get(name, default), compression)
-    return {name: replace(scope, modes=_modes(plan, name)) for name, scope in scopes.items()}
+                scopes[name] = ScopeRewrite(families.get(name, default), each.compression)
+    modes = {name: tuple(each.modes[name] for each in every if name in each.modes) for name in scopes}
+    return {name: replace(scope, modes=modes[name]) for name, scope in scopes.items()}
 
 
-def _modes(plan: PlanView, scope: str) -> tuple[Mode, ...]:
-    return tuple(mode for patch in patches() if (mode := patch.mode(plan, scope)) is not None)
-
-
-def _prepare(plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
-    found = [prepare for patch in patches() if (prepare := patch.prepares(plan, scope)) is not None]
-    return functools.partial(_call_each, tuple(found)) if len(found) > 1 else next(iter(found), None)
+def _prepare(every: Sequence[InScopes], scope: str) -> Callable[[nn.Module], None] | None:
+    found = [each.prepare(scope) for each in every if each.prepare is not None]
+    functions = tuple(function for function in found if function is not None)
+    return functools.partial(_call_each, functions) if len(functions) > 1 else next(iter(functions), None)
 
 
 def _call_each(functions: tuple[Callable[[nn.Module], None], ...], module: nn.Module) -> None:
@@ -47,29 +45,29 @@ def innermost(name: str, scopes: Mapping[str, ScopeRewrite]) -> ScopeRewrite:
     """The scope that `name` is, or else the families of the innermost of `scopes` that it is in."""
     if name in scopes:
         return scopes[name]
-    around = [scope for scope in scopes if _is_inside(name, [scope])]
+    around = [scope for scope in scopes if is_inside(name, scope)]
     if not around:
         return ScopeRewrite(frozenset())
     scope = scopes[max(around, key=len)]
     return ScopeRewrite(scope.families, prepare=scope.prepare)
 
 
-def _scoped_families(plan: PlanView, default: frozenset[str]) -> dict[str, frozenset[str]]:
+def _scoped_families(plan: PlanView, every: Sequence[InScopes], default: frozenset[str]) -> dict[str, frozenset[str]]:
     """Module -> families of rules that hold inside it.
 
     These are the blocks in which something is rewritten, and outside of blocks every module that reads or makes an
     output that can be recomputed. Sites inside that the recipe leaves alone get a narrower scope of their own.
     """
     blocks, rewritten = plan.sites.blocks, {entry.site for entry in plan.rewrites}
-    scopes = {block: default for block in blocks if any(_is_inside(name, [block]) for name in rewritten)}
-    outside = (name for patch in patches() for name in patch.scoped(plan) if name and not _is_inside(name, blocks))
+    scopes = {block: default for block in blocks if any(is_inside(name, block) for name in rewritten)}
+    outside = (name for each in every for name in each.outside if name and not _is_in_any(name, blocks))
     scopes |= dict.fromkeys(outside, default)
-    for patch in patches():
-        for name, excluded in patch.unscoped(plan).items():
-            if _is_inside(name, scopes):
+    for each in every:
+        for name, excluded in each.excluded.items():
+            if _is_in_any(name, scopes):
                 scopes[name] = scopes.get(name, default) - excluded
     return scopes
 
 
-def _is_inside(name: str, blocks: Collection[str]) -> bool:
-    return any(name == block or name.startswith(block + ".") for block in blocks)
+def _is_in_any(name: str, modules: Collection[str]) -> bool:
+    return any(is_inside(name, module) for module in modules)

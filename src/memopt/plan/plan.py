@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.patches.base import LEFT, Entry, Patch, matches
-from memopt.patches.registry import patches
+from memopt.patches.base import LEFT, Entry, Patch, Rows, Rules, matches
+from memopt.patches.registry import patches, rows
 from memopt.plan.recipe import Recipe
-from memopt.walk.sites import Sites
+from memopt.walk.sites import Sites, is_inside
 
 __all__ = ["Entry", "Plan", "make_plan"]
 
@@ -35,14 +35,14 @@ class Plan:
     @property
     def why_nothing(self) -> str:
         """The reasons, as one phrase, of a plan that rewrites nothing."""
-        usual = [patch for patch in patches() if _is_usual(patch)]
-        reasons = sorted({entry.reason for entry in self.refusals if entry.kind in {patch.kind for patch in usual}})
+        usual = [its for its, rules in _ruled() if not rules().is_off]
+        reasons = sorted({entry.reason for entry in self.refusals if entry.kind in {its.kind for its in usual}})
         return "; ".join(reasons[:3]) or f"it has no {_one_of(usual)}"
 
     @property
     def does_nothing(self) -> bool:
         """Whether nothing is rewritten and no block's saved tensors are compressed."""
-        return not self.rewrites and not any(any(True for _ in patch.compressed(self)) for patch in patches())
+        return not self.rewrites and not any(patch.scope(self).compressed for patch in patches())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -61,10 +61,10 @@ class Plan:
 
     def _idle_notes(self) -> Iterator[str]:
         """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
-        about = [patch for patch in patches() if patch.kind and patch.key]
-        if all(_is_usual(patch) or self.recipe.rules(patch.rules).is_off for patch in about):
-            about = [patch for patch in about if _is_usual(patch)]
-        known = {name for patch in about for name in patch.targets(self)}
+        usual = [its for its, rules in _ruled() if not rules().is_off]
+        has_more = any(its not in usual and not self.recipe.rules(rules).is_off for its, rules in _ruled())
+        about = [its for its, _ in _ruled()] if has_more else usual
+        known = {name for patch in patches() if patch.rows in about for name in _selected(patch, self.sites)}
         for key, patterns in (("targets", self.recipe.targets), ("ignore", self.recipe.ignore)):
             for pattern in patterns if known else ():
                 if not any(matches(name, pattern) for name in known):
@@ -80,35 +80,45 @@ class Plan:
         return tuple(
             site
             for patch in patches()
-            if patch.kind == kind
+            if patch.rows is not None and patch.rows.kind == kind
             for name, site in (patch.propose(self.sites) if names else ())
             if name in names
         )
 
     def folds(self) -> tuple[Any, ...]:
         """Sites whose parameters are folded into those of their readers."""
-        return tuple(
-            site
-            for patch in patches()
-            if patch.kind and patch.folding
-            for site in self.chosen(patch.kind, patch.folding)
-        )
+        return tuple(site for kind, its in rows().items() if its.fold for site in self.chosen(kind, its.fold))
 
     def without_folds(self, reasons: dict[str, str]) -> Plan:
         """The plan with the folds in `reasons` (site -> reason) refused."""
-        instead = {patch.kind: patch for patch in patches() if patch.folding}
+        known = rows()
 
         def revised(entry: Entry) -> Entry:
-            patch = instead.get(entry.kind)
-            if patch is None or entry.action != patch.folding or entry.site not in reasons:
+            its = known[entry.kind]
+            if entry.action != its.fold or entry.site not in reasons:
                 return entry
-            return dataclasses.replace(entry, action=patch.unfolded, reason=f"not folded: {reasons[entry.site]}")
+            return dataclasses.replace(entry, action=its.unfolded, reason=f"not folded: {reasons[entry.site]}")
+
+        return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
+
+    def left(self, kind: str, module: str, reason: str) -> Plan:
+        """The plan with what it does to `module` as a site of `kind` refused: a weight of it, where sites are weights,
+        or the site that it is in."""
+        planned = [entry.site for entry in self.rewrites if entry.kind == kind]
+        inside = [site for site in planned if is_inside(site, module)]
+        sites = {module} if module in planned else {*inside} or {each for each in planned if is_inside(module, each)}
+
+        def revised(entry: Entry) -> Entry:
+            if entry.kind != kind or not entry.rewritten or entry.site not in sites:
+                return entry
+            return dataclasses.replace(entry, action=LEFT, reason=reason)
 
         return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
 
     def changed_outputs(self) -> tuple[str, ...]:
         """Fields of the model's output that the folds of the plan change, as the recipe allows."""
-        return tuple(dict.fromkeys(output for patch in patches() for output in patch.changed_outputs(self)))
+        folded = self.folds() if self.recipe.changes_outputs else ()
+        return tuple(dict.fromkeys(output for site in folded for output in site.changed_outputs))
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Kind -> action -> number of sites."""
@@ -120,9 +130,10 @@ class Plan:
     @property
     def done(self) -> str:
         """How many sites of each kind are rewritten, as one phrase: ``61 of 61 norms, 30 of 30 gated MLPs``."""
-        known = {patch.kind: patch for patch in patches()}
-        counts = ((known[kind], sum(of.values()), of.get(LEFT, 0)) for kind, of in self.counts().items())
-        return ", ".join(f"{total - left} of {total} {patch.plural}" for patch, total, left in counts if total > left)
+        known = rows()
+        done = Counter(entry.kind for entry in self.rewrites)
+        totals = ((kind, sum(actions.values())) for kind, actions in self.counts().items() if done[kind])
+        return ", ".join(f"{done[kind]} of {total} {known[kind].plural}" for kind, total in totals)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; stored in memopt.json."""
@@ -136,16 +147,25 @@ class Plan:
 def make_plan(sites: Sites, recipe: Recipe) -> Plan:
     """Decide every site of `sites` under `recipe`."""
     plan = Plan(recipe, sites, ())
-    for patch in patches():  # each sees what was decided before it
-        plan = dataclasses.replace(plan, entries=(*plan.entries, *patch.decisions(plan)))
+    for patch in patches():  # each sees what was decided before it, and may decide otherwise
+        entries = {(entry.kind, entry.site): entry for entry in plan.entries}
+        entries |= {(entry.kind, entry.site): entry for entry in patch.decisions(plan)}
+        plan = dataclasses.replace(plan, entries=tuple(entries.values()))
     return plan
 
 
-def _is_usual(patch: Patch) -> bool:
-    """Whether the patch has sites and is on by default."""
-    return bool(patch.kind and patch.key) and not patch.rules().is_off
+def _ruled() -> list[tuple[Rows, type[Rules]]]:
+    """The rows of each kind that has a key in recipes, and their rules."""
+    ruled = ((patch.rows, patch.rules) for patch in patches())
+    return [(its, rules) for its, rules in ruled if its is not None and its.noun and rules is not None]
 
 
-def _one_of(patches: Sequence[Patch]) -> str:
-    *nouns, last = [patch.noun for patch in patches]
+def _selected(patch: Patch, sites: Sites) -> Iterator[str]:
+    """Names of modules that ``targets`` and ``ignore`` may mean."""
+    for name, site in patch.propose(sites) if patch.rows is not None and patch.rows.are_selected else ():
+        yield getattr(site, "module", name)
+
+
+def _one_of(kinds: Sequence[Rows]) -> str:
+    *nouns, last = [its.noun for its in kinds]
     return f"{', '.join(nouns)} or {last}" if nouns else last

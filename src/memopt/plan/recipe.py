@@ -7,7 +7,7 @@ the wheel: `memopt/_recipes`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ DEFAULT_CHECKPOINT_RECIPE = "exact"
 
 
 class Recipe(Strict):
-    """A recipe; see docs/recipes.md for every key. Each patch with rules adds a field of its own, `Patch.key`."""
+    """A recipe; see docs/recipes.md for every key. Each patch with rules adds a field of its own, `Rules.key`."""
 
     name: str
     description: str = ""
@@ -61,6 +61,11 @@ class Recipe(Strict):
         """The rules of that kind; their defaults where no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
 
+    def is_off(self, key: str) -> bool:
+        """Whether the rules of a key are off, or no patch has them."""
+        rules = self._all_rules().get(key)
+        return rules is None or rules.is_off
+
     def without(self, *effects: Effect) -> tuple[str, ...]:
         """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
         return tuple(f"{key}.method=none" for key, rules in self._all_rules().items() if rules.effect in effects)
@@ -80,10 +85,15 @@ class Recipe(Strict):
         return {key: value for key, value in vars(self).items() if isinstance(value, Rules)}
 
 
+def _rules_of_patches() -> list[tuple[str, type[Rules]]]:
+    """(key, its rules) of each patch that has some."""
+    return [(patch.rules.key, patch.rules) for patch in patches() if patch.rules is not None]
+
+
 def _add_rules() -> None:
     """Give `Recipe` a field for each patch that has rules."""
     own = {name: field for name, field in Recipe.model_fields.items() if not _is_rules(field.annotation)}
-    added = {p.key: FieldInfo(annotation=p.rules, default=p.rules()) for p in patches() if p.key}
+    added = {key: FieldInfo(annotation=rules, default=rules()) for key, rules in _rules_of_patches()}
     name, description, *others = own.items()
     Recipe.model_fields.clear()
     Recipe.model_fields.update([name, description, *added.items(), *others])
@@ -120,23 +130,21 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def modernised(data: dict[str, Any]) -> dict[str, Any]:
     """A recipe as an older memopt wrote it, in today's spelling."""
-    result = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
-    for where, spellings in _old_spellings().items():
-        key, _, field = where.partition(".")
-        rules = result.get(key)
-        if isinstance(rules, dict) and rules.get(field) in spellings:
-            rules[field] = spellings[rules[field]]
+    result = dict(data)
+    for key, rules in _rules_of_patches():
+        if rules.old_key in result and key not in result:
+            result[key] = result.pop(rules.old_key)
+        values = result.get(key)
+        if isinstance(values, dict):
+            result[key] = {
+                field: _today(rules, field, value) for field, value in values.items() if field not in rules.old_fields
+            }
     return result
 
 
-def _old_spellings() -> dict[str, Mapping[str, str]]:
-    """KEY.FIELD -> old spelling -> today's."""
-    return {
-        f"{patch.key}.{field}": spellings
-        for patch in patches()
-        if patch.key
-        for field, spellings in patch.rules.old_spellings.items()
-    }
+def _today(rules: type[Rules], field: str, value: Any) -> Any:
+    """Today's spelling of a field's value."""
+    return rules.old_spellings.get(field, {}).get(value, value) if isinstance(value, str) else value
 
 
 def _locate(source: str) -> Path:
@@ -189,11 +197,13 @@ def _explain(error: ValidationError, source: str) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _known_keys(first["loc"][:-1])
-        return f"Recipe '{source}': unknown key '{where}'. {_suggest(str(first['loc'][-1]), known)}"
+        renamed = next((key for key, rules in _rules_of_patches() if rules.old_key == where), None)
+        hint = f"It is '{renamed}' now." if renamed else _suggest(str(first["loc"][-1]), _known_keys(first["loc"][:-1]))
+        return f"Recipe '{source}': unknown key '{where}'. {hint}"
     if first["type"] == "literal_error":
-        value, new = first["input"], _old_spellings().get(where, {}).get(str(first["input"]))
-        hint = f" Did you mean '{new}'?" if new else ""
+        value, rules = first["input"], dict(_rules_of_patches()).get(str(first["loc"][0]), Rules)
+        new = _today(rules, str(first["loc"][-1]), value)
+        hint = f" Did you mean '{new}'?" if new != value else ""
         return f"Recipe '{source}': '{where}' cannot be '{value}'. Expected {first['ctx']['expected']}.{hint}"
     return f"Recipe '{source}': '{where}': {first['msg']}."
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memopt.prediction.events import Event, Storage
+from memopt.trace.events import Event, Storage
 
 _ROUND = 512
 _SMALL = 1 << 20

@@ -8,16 +8,15 @@ from functools import partial
 
 from memopt.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
-from memopt.prediction.cards import GIB, Card, setup_on
-from memopt.prediction.fit import MOST_ROWS, largest
+from memopt.prediction.cards import GIB, Card, find_card, setup_on
+from memopt.prediction.headline import Headline, Largest, Way, gib
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
-from memopt.prediction.trace import Trace
-from memopt.prediction.tracer import Tracer, trace_ahead
-from memopt.reporting.estimate import max_positions
-from memopt.reporting.headline import Headline, Largest, Way
-from memopt.reporting.step import Step
-from memopt.reporting.training import Checkpointing, Train, Training
+from memopt.trace.estimate import max_positions
+from memopt.trace.events import Trace
+from memopt.trace.subject import subject_of
+from memopt.trace.tracer import Tracer, trace_ahead
+from memopt.trace.training import Checkpointing, Request, Step, Train, Training
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -25,6 +24,36 @@ _COMPILE = (
     "Not in the table: torch.compile's activation_memory_budget, whose bytes are known only once the model is compiled "
     "(python -m benchmarks.compiled)."
 )
+
+
+def headline(
+    request: Request,
+    *,
+    gpu: str | None = None,
+    setup: Setup | None = None,
+    step: Step | None = None,
+    traces: Sequence[Trace | None] = (None, None),
+) -> Headline:
+    """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
+
+    Errors are those of `memopt.report`, and:
+
+    Args:
+        request: the model and the step.
+        gpu: name or size of a card: ``rtx4090``, ``24GiB``; without one only the peaks are told.
+        setup: optimizer and devices, else AdamW on one device.
+        step: what `request` comes to, where that is known.
+        traces: its steps, stock and patched, where they are known.
+
+    Raises:
+        UsageError: no card is named so.
+    """
+    card, setup = None if gpu is None else find_card(gpu), setup or Setup()
+    if step is None:
+        subject = subject_of(request)
+        step = subject.step(subject.batch())
+    answer = _Answer(step, setup if card is None else setup_on(card, setup), card)
+    return answer.headline(str(request.model), traces)
 
 
 @dataclass(frozen=True)
@@ -53,17 +82,20 @@ class _Answer:
     step: Step
     setup: Setup
     card: Card | None
-    tell: Callable[[str], None]
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
 
-    def headline(self, source: str) -> Headline:
+    def headline(self, source: str, traces: Sequence[Trace | None]) -> Headline:
         step, training = self.step, self.step.training
         patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
         if self.card:  # two small traces gain less than a fork costs
             trace_ahead(patched.tracer, training, (stock.tracer, training))
+        else:  # with one, that blocks may be left out has to be found out, which takes traces of few
+            for candidate, traced in zip((stock, patched), traces, strict=True):
+                if traced is not None:
+                    candidate.tracer.traces[candidate.training] = traced
         patched.at()
         self.extends = patched.tracer.extends
         # Blocks of a stock model may be alike where those of the patched one are not.
@@ -125,7 +157,6 @@ class _Answer:
         return {candidate.name: way for candidate, (way, _) in zip(candidates, found, strict=True)}
 
     def way(self, candidate: _Candidate) -> Way:
-        self.tell(candidate.name)
         found = candidate.at()
         flops, moved = _cost(found)
         return Way(
@@ -176,21 +207,21 @@ class _Answer:
             return ""
         for way in exact:
             if way.fits(memory):
-                return f"{way.name} fits: {_gib(way.total)}, {_more(way, now)}, exact; {way.how}"
+                return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
         best = self.candidate("memopt + checkpointing", self.step.rules, "full")
         best = next((each for each in others if each.name == best.name), patched)
         for words, candidate in self._further(best):
             if candidate.need() <= memory:
-                return f"{words} fits: {_gib(candidate.at().total)}" + (f"; {candidate.how}" if candidate.how else "")
+                return f"{words} fits: {gib(candidate.at().total)}" + (f"; {candidate.how}" if candidate.how else "")
         int8 = ways.get("memopt, int8")
         if int8 is not None and int8.fits(memory):
-            return f"int8 fits: {_gib(int8.total)}, approximate; {int8.how}"
+            return f"int8 fits: {gib(int8.total)}, approximate; {int8.how}"
         shorter = self._seq(best)
         if shorter is not None and shorter.value:
             return f"{best.name} fits with --seq {shorter.value} and batch {self.step.training.batch}"
-        weights = _gib(now.by_what()["weights"])
+        weights = gib(now.by_what()["weights"])
         if patched.at().context >= memory:
-            return f"nothing here fits: the CUDA context alone takes {_gib(patched.at().context)}; a larger card"
+            return f"nothing here fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"
         return f"nothing here fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
@@ -202,7 +233,6 @@ class _Answer:
                 yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)
         lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
         for train in lighter_still[best.training.train]:
-            self.tell("LoRA" if train == "lora" else "QLoRA")
             yield (
                 f"{best.name} with --train {train}",
                 replace(best, tracer=replace(best.tracer), training=replace(best.training, train=train)),
@@ -217,24 +247,6 @@ class _Answer:
             yield "Card: all of the size given; a named one (--gpu rtx4090) is smaller by what its driver takes."
         yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
         yield _COMPILE
-
-
-def answer(
-    source: str, step: Step, setup: Setup, card: Card | None, tell: Callable[[str], None] = lambda text: None
-) -> Headline:
-    """What `memopt report` says first.
-
-    Args:
-        source: the model, as it was named.
-        step: the model, and how it is patched and trained.
-        setup: optimizer and devices.
-        card: what it is to fit; without one only the peaks are told.
-        tell: called with what is traced next.
-
-    Raises:
-        ModelError: the model cannot be traced from its config.
-    """
-    return _Answer(step, setup if card is None else setup_on(card, setup), card, tell).headline(source)
 
 
 def _cost(found: Prediction) -> tuple[int, int]:
@@ -255,5 +267,59 @@ def _named(card: Card) -> str:
     return f"{card.name} ({card.memory / GIB:.2f} GiB usable)" if card.is_named else card.name
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
+#: Rows that no search goes beyond.
+MOST_ROWS = 512
+#: How near to the line through two predictions a third has to be, as a part of what one more row or stretch adds, for
+#: the next one to be told from the line.
+_NEAR = 0.25
+#: Predictions after which the line is not followed where it gains little.
+_LOOKS = 4
+#: Segments of the allocator: what one more adds has to be more than these, or it is told from steps instead of a line.
+_SEGMENT = 20 << 20
+
+
+def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, base: int = 0) -> Largest:
+    """The largest whole number up to `most` of which `need` is at most `limit`.
+
+    The bytes of a step are piecewise affine in its rows and nearly so in their length, so the line through two
+    predictions says where to look next; in the middle, where the allocator's segments make steps of it and the line no
+    longer halves what is left. What is answered was predicted, and fits; that one more does not was predicted
+    too, or is told from a line on which the answer lies.
+
+    Args:
+        need: bytes for a number of rows, or of stretches of tokens; grows with it.
+        limit: bytes that there are.
+        start: where to begin.
+        base: bytes that any number needs.
+    """
+    known = {0: base}
+    fits, too_much = 0, most + 1
+    number = max(1, min(start, most))
+    while True:
+        left = too_much - fits
+        slope, at = _line(known, number)
+        known[number] = need(number)
+        if known[number] <= limit:
+            fits = number
+            told = known[number] + slope
+            near = _NEAR * slope
+            if near > _SEGMENT and len(known) > 3 and abs(at - known[number]) <= near < told - limit:
+                return Largest(fits)
+        else:
+            too_much = number
+        if too_much == fits + 1:
+            return Largest(fits, is_all=fits == most)
+        slope, at = _line(known, number)
+        guess = number + int((limit - known[number]) // slope) if slope > 0 else 2 * number
+        if len(known) > _LOOKS and too_much - fits > left // 2:
+            guess = (fits + too_much) // 2
+        number = max(fits + 1, min(guess, too_much - 1))
+
+
+def _line(known: dict[int, int], number: int) -> tuple[float, float]:
+    """The slope of the line through the two known points nearest to `number`, and its bytes there."""
+    near = sorted(known, key=lambda each: abs(each - number))[:2]
+    if len(near) < 2:
+        return 0.0, float(known[near[0]])
+    slope = (known[near[1]] - known[near[0]]) / (near[1] - near[0])
+    return slope, known[near[0]] + slope * (number - near[0])

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from memopt.errors import UsageError
 from memopt.prediction.setup import CUBLAS_WORKSPACE_HOPPER, Setup
+
+if TYPE_CHECKING:
+    from memopt.trace.operations import Operation
 
 GIB = 1 << 30
 #: PCI Express of 16 lanes, bytes per second in one direction, by generation.
@@ -48,6 +53,16 @@ class Card:
     def rates(self) -> str:
         """The name of the card whose rates these are."""
         return self.name if self.is_named else _RATES_OF_A_SIZE
+
+    def nanoseconds(self, operations: Iterable[Operation]) -> int:
+        """Of operations that run one after another: FLOPs over its rate or bytes over its bandwidth, whichever takes
+        longer. Copies to and from the host run beside them, so it is the longer of both."""
+        own, copied = 0.0, 0
+        for each in operations:
+            rate = self.flops if each.itemsize <= 2 else self.flops_fp32
+            own += max(each.flops / rate, each.nbytes / self.bandwidth)
+            copied += each.copied
+        return round(1e9 * max(own, copied / self.link))
 
 
 def _card(name: str, gib: float, tera: float, tera_fp32: float, giga: float, pcie: int, sheet: str) -> Card:

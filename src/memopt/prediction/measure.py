@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.prediction.events import peak_of
 from memopt.prediction.optimizers import make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import parameters_of, step_events
-from memopt.reporting.arguments import DTYPES, example_of, step_arguments
-from memopt.reporting.estimate import build_trained, quiet
-from memopt.reporting.fake import replace_tensors
-from memopt.reporting.quantised import Quantisation, kept_modules, quantisation_of
-from memopt.reporting.step import Step
-from memopt.reporting.storages import storages
-from memopt.reporting.timeline import losses_of, record
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
+from memopt.trace.arguments import DTYPES, example_of, step_arguments
+from memopt.trace.estimate import build_trained, quiet
+from memopt.trace.events import peak_of
+from memopt.trace.fake import replace_tensors
+from memopt.trace.quantised import Quantisation, kept_modules, quantisation_of
+from memopt.trace.storages import storages
+from memopt.trace.timeline import losses_of, record
+from memopt.trace.trace import parameters_of, step_events
+from memopt.trace.training import Step
 from memopt.walk.models.config import one_line
 
 _SECONDS = 3600
@@ -206,7 +206,7 @@ def _check_bitsandbytes() -> None:
 
 
 def _by_bitsandbytes(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """`memopt.reporting.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
+    """`memopt.trace.quantised.quantise` with the linears of bitsandbytes, whose weights are not packed yet."""
     _check_bitsandbytes()
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.prediction.events import Event, Storage
 from memopt.prediction.setup import Setup
-from memopt.reporting.storages import tensors
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, operator_schema, storage_id, tree_leaves
+from memopt.trace.events import Event, Storage
+from memopt.trace.storages import tensors
 
 #: bitsandbytes/optim/optimizer.py: blocks of a statistic, the least elements of a tensor whose states have 8 bits, and
 #: the entries of each of its two maps from codes to values.

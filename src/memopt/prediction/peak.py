@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from memopt.prediction.allocator import reserved
-from memopt.prediction.events import Event, Moment, Part, Peak, Storage, peak_of
 from memopt.prediction.optimizers import follow
 from memopt.prediction.setup import Setup
 from memopt.prediction.sharding import shard
-from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
 
 #: Of what is reserved: how far a prediction may be off on a CUDA device.
 MARGIN = 0.03

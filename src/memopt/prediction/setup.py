@@ -19,7 +19,7 @@ CUDA_CONTEXT = 512 * MIB
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained beside what `memopt.reporting.training.Training` says."""
+    """How a model is trained beside what `memopt.trace.training.Training` says."""
 
     optimizer: Optimizer = "adamw"
     """``adamw``, ``sgd``: those of PyTorch; ``adamw8bit``: bitsandbytes; ``adafactor``: transformers."""

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from memopt.prediction.events import Event, Storage
 from memopt.prediction.optimizers import Form
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Parameter, Trace
+from memopt.trace.events import Event, Parameter, Storage, Trace
 
 #: Elements: DeepSpeed's ``reduce_bucket_size``, ``stage3_prefetch_bucket_size``, ``stage3_param_persistence_threshold``
 #: and ``stage3_max_live_parameters``.

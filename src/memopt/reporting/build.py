@@ -9,20 +9,16 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from memopt.checkpoint.patched import PatchedFolder
 from memopt.errors import InputsError, MemoptError, ModelError
 from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
-from memopt.plan.recipe import Recipe
 from memopt.reporting.compare import Comparison
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.step import Step
-from memopt.reporting.subject import chosen_recipe, default_seq, reads_tokens, record_of, step_with
-from memopt.reporting.training import Request, Training
-from memopt.walk.calls.batch import Batch, describe, given_batch
+from memopt.trace.subject import Subject, default_seq, reads_tokens, subject_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Request, Step, Training
+from memopt.walk.calls.batch import Batch, describe
 from memopt.walk.calls.processed import has_processor, processed_batches
 from memopt.walk.models.build import build_meta
-from memopt.walk.models.config import load_config
 
 
 def compare_training(request: Request) -> Comparison:
@@ -32,25 +28,21 @@ def compare_training(request: Request) -> Comparison:
     inputs can be guessed, one from the folder's processor.
     """
     inputs, folder = request.inputs, Path(request.model).expanduser()
-    any_size = request.batch is None and request.seq is None
-    batch = given_batch(inputs)
-    config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
-    record, rules = record_of(folder), chosen_recipe(request)
-    manifest = record.manifest if record else None
-    if batch is None and any_size and record is not None:
-        batch = record.batch()
+    subject = subject_of(request)
+    batch, manifest = subject.batch(), subject.record.manifest if subject.record else None
 
     def attempts() -> Iterator[Batch | None]:
         yield batch
         if inputs is None and batch is not None:
             yield None
-        if inputs is None and any_size and has_processor(folder):
-            yield from processed_batches(build_meta(config), folder, trust_remote_code=request.trust_remote_code)
+        if subject.any_size and has_processor(folder):
+            model = build_meta(subject.config)
+            yield from processed_batches(model, folder, trust_remote_code=request.trust_remote_code)
 
     first: MemoptError | None = None
     for attempt in attempts():
         try:
-            comparison = _compare(config, request, rules, record, attempt)
+            comparison = _compare(subject, attempt)
         except (ModelError, InputsError) as error:
             first = first or error
             continue
@@ -78,18 +70,16 @@ def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparis
     return Comparison(source, sites.model_class, plan.recipe.name, training, before, after)
 
 
-def _compare(
-    config: PreTrainedConfig, request: Request, rules: Recipe, record: PatchedFolder | None, batch: Batch | None
-) -> Comparison:
-    of = step_with(config, request, rules, record, batch)
+def _compare(subject: Subject, batch: Batch | None) -> Comparison:
+    of, rules = subject.step(batch), subject.rules
     sites, notes = of.sites, list(of.notes)
-    before, after = each([partial(trace_account, way, peak=True) for way in (of.stock, of)])
+    before, after = each([partial(trace_account, way, whole=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
         notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
     notes += plan.notes
     return Comparison(
-        model=str(request.model),
+        model=str(subject.request.model),
         model_class=sites.model_class,
         recipe=rules.name,
         training=of.training,

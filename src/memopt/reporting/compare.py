@@ -1,20 +1,28 @@
-"""Saved bytes before and after patching, side by side: plain data that the renderers print.
+"""Saved bytes before and after patching, side by side: plain data, and the tables that `memopt report -v` prints.
 
-Blocks with the same rows are one *kind*; a model has one or a few.
+Blocks with the same rows are one *kind*; a model has one or a few. The tables fit 80 columns and shorten no name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from memopt.patches.base import Section
-from memopt.reporting.account import Account, Part, SavedStorage
-from memopt.reporting.causes import CAUSES
-from memopt.reporting.step import Step
-from memopt.reporting.timeline import KINDS, Kind
-from memopt.reporting.training import Training
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memopt.patches.capabilities import Reports, Section
+from memopt.patches.registry import having
+from memopt.reporting.text import as_text, line, percent
+from memopt.trace.account import Account, Part, SavedStorage
+from memopt.trace.causes import CAUSES
+from memopt.trace.events import Trace
+from memopt.trace.timeline import KINDS, Kind
+from memopt.trace.training import Step, Training
 
 #: Names of the parts, in the order in which a forward meets them.
 PARTS: dict[Part, str] = {
@@ -25,6 +33,14 @@ PARTS: dict[Part, str] = {
     "head": "after the blocks (head and loss)",
 }
 UNSEEN = "held outside of saved tensors"
+SCOPE = (
+    "Counted: activations that one forward saves for backward, each storage once; for the peak, every storage that "
+    "lives then. Not counted: weights, their gradients, optimizer states, inputs, and what kernels use inside."
+)
+#: Rows below this share of a unit are summed in one line.
+_SMALL = 0.02
+#: And those below this share of the peak.
+_SMALL_OF_PEAK = 0.005
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -91,9 +107,6 @@ class Comparison:
 
     def __str__(self) -> str:
         """What `memopt report` prints."""
-        from memopt.reporting.tables import comparison_tables
-        from memopt.reporting.text import as_text
-
         return as_text(comparison_tables(self))
 
     @property
@@ -121,6 +134,11 @@ class Comparison:
         """Whether the peak of a step is known, stock and patched."""
         return self.before.step is not None and self.after.step is not None
 
+    @property
+    def traces(self) -> tuple[Trace | None, Trace | None]:
+        """The whole step, stock and patched; None where its backward fails."""
+        return self.before.trace, self.after.trace
+
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
         """(kind, where, bytes before, bytes after) of what lives at the peak of the step, in the order of `KINDS`.
 
@@ -140,6 +158,30 @@ class Comparison:
         outside = ([each for each in account.storages if each.part != "block"] for account in (self.before, self.after))
         return compare_rows(*outside)
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form: bytes as integers, keys only ever added."""
+        return {
+            "model": {"id": self.model, "class": self.model_class},
+            "recipe": self.recipe,
+            "training": asdict(self.training) | {"lora_targets": list(self.training.lora_targets)},
+            "inputs": self.inputs,
+            "unit_bytes": self.before.unit,
+            "before": _account(self.before),
+            "after": _account(self.after),
+            "block_kinds": [_kind(kind) for kind in self.kinds()],
+            "outside_blocks": [_row(row) for row in self.rest()],
+            "parts": [{"part": name, "before": before, "after": after} for name, before, after in self.parts()],
+            "summary": {
+                "before": self.before.total,
+                "after": self.after.total,
+                "change": self.change,
+            },
+            "step": {"before": _step(self.before), "after": _step(self.after)},
+            **{patch.section: None for patch in having(Reports) if patch.section},
+            **{section.key: section.to_dict() for section in self.sections},
+            "notes": list(self.notes),
+        }
+
 
 def compare_rows(before: Sequence[SavedStorage], after: Sequence[SavedStorage]) -> tuple[Row, ...]:
     """Rows in the order of `CAUSES`, larger ones first. Weight copies of all shapes are one row."""
@@ -156,3 +198,157 @@ def compare_rows(before: Sequence[SavedStorage], after: Sequence[SavedStorage]) 
         rows.append(Row(*key, sum(sizes_before), sum(sizes_after), len(sizes_before), len(sizes_after)))
     order = {str(cause): place for place, cause in enumerate(CAUSES)}
     return tuple(sorted(rows, key=lambda row: (order[row.cause], -max(row.before, row.after), row.dtype, row.shape)))
+
+
+def comparison_tables(comparison: Comparison) -> Iterator[RenderableType]:
+    """In order: title, a table per kind of block, the rest of the model, the sums, what is counted."""
+    unit = comparison.before.unit
+    yield line(f"{comparison.model} ({comparison.model_class}), recipe {comparison.recipe}", "bold")
+    yield line(f"{comparison.training}")
+    for kind in comparison.kinds():
+        yield Text()
+        yield line(kind.title, "bold")
+        yield _row_table(kind.rows, unit, total="one block")
+    if rest := comparison.rest():
+        yield Text("\nOutside of single blocks", style="bold")
+        yield _row_table(rest, unit, total="together")
+    yield Text("\nWhole model", style="bold")
+    yield _part_table(comparison)
+    if comparison.has_step:
+        yield Text("\nPeak of a step", style="bold")
+        yield _peak_table(comparison)
+    yield Text(f"\n{summary(comparison)}\n", style="bold")
+    if unit:
+        yield Text(f"1 unit (u) = {_mib(unit)} MiB: the hidden state of all tokens in the compute dtype.")
+    yield Text(SCOPE)
+    for note in comparison.notes:
+        yield line(note)
+    for section in comparison.sections:
+        yield Text()
+        yield from map(line, section.lines())
+
+
+def summary(comparison: Comparison) -> str:
+    """The lines that matter."""
+    accounts = (comparison.before, comparison.after)
+    lines = [_change("saved for backward", *(account.total for account in accounts))]
+    if comparison.has_step:
+        lines.append(_change("peak of a step", *(account.step.peak for account in accounts if account.step)))
+    return "\n".join(lines)
+
+
+def _change(what: str, before: int, after: int) -> str:
+    return f"{what}: {_size(before)} -> {_size(after)} ({percent(after / before - 1 if before else 0.0)})"
+
+
+def _row_table(rows: Sequence[Row], unit: int, *, total: str) -> Table:
+    table = _table("saved as", "what", numbers=("before u", "MiB", "after u", "MiB"))
+    small = [row for row in rows if max(row.before, row.after) < _SMALL * unit]
+    for row in rows:
+        if row not in small:
+            table.add_row(row.cause, row.what, *_cells(row.before, row.after, unit))
+    if small:
+        sums = (sum(row.before for row in small), sum(row.after for row in small))
+        table.add_row("small tensors", "statistics and the like", *_cells(*sums, unit))
+    table.add_section()
+    sums = (sum(row.before for row in rows), sum(row.after for row in rows))
+    table.add_row(total, "", *_cells(*sums, unit), style="bold", end_section=True)
+    return table
+
+
+def _part_table(comparison: Comparison) -> Table:
+    table = _table("part", numbers=("before MiB", "after MiB", "change"))
+    for name, before, after in comparison.parts():
+        label = f"{len(comparison.before.blocks)} {name}" if name == "blocks" else name
+        table.add_row(label, _mib(before), _mib(after), percent(after / before - 1 if before else 0.0))
+    table.add_section()
+    before, after = comparison.before.total, comparison.after.total
+    table.add_row("total", _mib(before), _mib(after), percent(comparison.change), style="bold", end_section=True)
+    return table
+
+
+def _peak_table(comparison: Comparison) -> Table:
+    table = _table("lives at the peak", "where", numbers=("before MiB", "after MiB"))
+    steps = [account.step for account in (comparison.before, comparison.after) if account.step]
+    small = [0, 0]
+    for kind, place, before, after in comparison.at_peak():
+        if max(before, after) < _SMALL_OF_PEAK * max(step.peak for step in steps):
+            small = [small[0] + before, small[1] + after]
+        else:
+            table.add_row(KINDS[kind], place or "outside of modules", _mib(before), _mib(after))
+    if any(small):
+        table.add_row("small tensors", "", *map(_mib, small))
+    table.add_section()
+    peaks = [_mib(step.peak) for step in steps]
+    table.add_row("total", "", *peaks, style="bold", end_section=True)
+    return table
+
+
+def _table(*words: str, numbers: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, header in enumerate(words):
+        table.add_column(header, overflow="fold", no_wrap=place == 0)
+    for header in numbers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(before: int, after: int, unit: int) -> tuple[str, str, str, str]:
+    def units(nbytes: int) -> str:
+        return f"{nbytes / unit:.2f}" if unit else "-"
+
+    return units(before), _mib(before), units(after), _mib(after)
+
+
+def _mib(nbytes: int) -> str:
+    mib = nbytes / 2**20
+    if not nbytes:
+        return "0"
+    return f"{mib:.0f}" if mib >= 1000 else f"{mib:.1f}" if mib >= 10 else f"{mib:.2f}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{_mib(nbytes)} MiB"
+
+
+def _account(account: Account) -> dict[str, Any]:
+    return {
+        "total": account.total,
+        "unseen": account.unseen,
+        "per_block": account.per_block(),
+        "per_cause": account.per_cause(),
+    }
+
+
+def _step(account: Account) -> dict[str, Any] | None:
+    """The peak of the step; None where it is not known."""
+    step = account.step
+    if step is None:
+        return None
+    per_kind, per_place = dict.fromkeys(KINDS, 0), Counter[str]()
+    for life, kind in step.at_peak:
+        per_kind[kind] += life.nbytes
+        per_place[account.block_of(life.module) or life.module] += life.nbytes
+    return {
+        "after_forward": step.kept,
+        "peak": step.peak,
+        "peak_in": step.last.module if step.last else "",
+        "per_kind": per_kind,
+        "per_module": dict(per_place.most_common()),
+        "most_of_kind": step.most,
+    }
+
+
+def _kind(kind: BlockKind) -> dict[str, Any]:
+    rows = [_row(row) for row in kind.rows]
+    return {"blocks": list(kind.blocks), "before": kind.before, "after": kind.after, "rows": rows}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "cause": row.cause,
+        "dtype": row.dtype,
+        "shape": list(row.shape),
+        "before": {"bytes": row.before, "tensors": row.count_before},
+        "after": {"bytes": row.after, "tensors": row.count_after},
+    }

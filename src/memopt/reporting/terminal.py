@@ -14,8 +14,8 @@ from rich.text import Text
 
 from memopt.checks import Check
 from memopt.errors import printable
-from memopt.patches.base import LEFT, PlanView
-from memopt.patches.registry import patches
+from memopt.patches.base import LEFT, READS, PlanView
+from memopt.patches.registry import rows
 from memopt.plan.plan import Entry, Plan
 from memopt.reporting.text import line
 
@@ -34,7 +34,7 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
     table.add_column("action", no_wrap=True)
     table.add_column("where, and why", overflow="fold")
     groups = [[entry] for entry in plan.entries] if verbose else _grouped(plan.entries)
-    nouns = {patch.kind: patch.noun for patch in patches()}
+    nouns = {kind: its.noun for kind, its in rows().items()}
     for group in groups:
         first = group[0]
         action = Text(first.action, style="green" if first.rewritten else "dim")
@@ -45,13 +45,12 @@ def coverage_table(plan: Plan, *, verbose: bool = False) -> RenderableType:
 
 def coverage_totals(plan: PlanView) -> list[str]:
     """One line for each kind of site: the number of each action; they add up to all sites."""
-    known = {patch.kind: patch for patch in patches()}
-    lines = []
+    known, lines = rows(), []
     for kind, counts in plan.counts().items():
-        patch, total = known[kind], sum(counts.values())
-        done = {**patch.actions, LEFT: "left"}
+        its, total = known[kind], sum(counts.values())
+        done = {**its.actions, READS: "reading a recomputed input", LEFT: "left"}
         parts = [f"{counts[action]} {participle}" for action, participle in done.items() if counts.get(action)]
-        lines.append(f"{total} {patch.noun if total == 1 else patch.plural}: {', '.join(parts)}")
+        lines.append(f"{total} {its.noun if total == 1 else its.plural}: {', '.join(parts)}")
     return lines
 
 

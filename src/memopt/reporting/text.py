@@ -46,3 +46,8 @@ def as_text(renderables: Iterable[RenderableType]) -> str:
         console.print(renderable)
     lines = buffer.getvalue().splitlines()
     return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+def percent(change: float) -> str:
+    """``-47 %`` of -0.47."""
+    return f"{100 * change:+.0f} %" if round(100 * change) else "0 %"

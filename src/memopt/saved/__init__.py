@@ -1,8 +1,5 @@
-"""Saved tensors of autograd, and how to save less: handles of tensors that can be recomputed.
+"""Saved tensors of autograd, and how to save less: handles of tensors that can be recomputed (`memopt.recompute`).
 
-`rules` says which operations' outputs can be recomputed from what the operation saves anyway;
-`copies` finds such an output behind a cast, or a copy in another layout or with a border;
-`versions` tells whether what was copied had been changed before;
 `scope` is the context manager that saves a handle instead of such a tensor (`handles`; all others are `kept`);
 `pinned` copies small saved views out of the large storages that they would keep alive;
 `slots` are settled when a module is done: patches replace the tensor in a slot of theirs by something smaller, or
@@ -10,7 +7,6 @@ quantise what is `compressible`;
 `savers` tells what PyTorch itself saves from what somebody's function saves.
 """
 
-from memopt.recompute_rules import recomputable
 from memopt.saved.scope import RecomputeScope
 
-__all__ = ["RecomputeScope", "recomputable"]
+__all__ = ["RecomputeScope"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -45,11 +46,6 @@ class Compressor(Protocol):
         """Compress every storage that only autograd refers to."""
 
 
-class Compression(Protocol):
-    """How a scope stores the saved tensors that are not recomputed; equal where it is the same."""
-
-    def compressor(self, hidden: Tensor) -> Compressor:
-        """
-        Args:
-            hidden: hidden states that the module is given; their size tells what is worth compressing.
-        """
+#: How a scope stores the saved tensors that are not recomputed: makes the compressor of one call from the hidden states
+#: that the module is given, whose size tells what is worth compressing.
+Compression = Callable[[Tensor], Compressor]

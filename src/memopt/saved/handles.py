@@ -8,11 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from memopt.recompute_rules import Node, Rule
-from memopt.recompute_specs import Recomputed
-from memopt.saved.copies import Source, Step, done_again
-
-_METADATA_KEY = "memopt"
+from memopt.recompute.expression import Expression, Step, after
+from memopt.recompute.graph import padded, reads_parts
+from memopt.recompute.specs import recomputed_of
 
 
 class _Remaking(threading.local):
@@ -28,35 +26,22 @@ _Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
 """What was done to a node's output, and how the result lies in memory."""
 
 
-def recomputed_of(node: Node) -> Recomputed:
-    """What the readers of the output of `node` share."""
-    own: Recomputed | None = getattr(node, "recomputed", None)  # released by the node's own backward
-    if own is not None:
-        return own
-    recomputed: Recomputed | None = node.metadata.get(_METADATA_KEY)
-    if recomputed is None:
-        recomputed = node.metadata[_METADATA_KEY] = Recomputed()
-        # All readers come before the node in backward: when its turn comes, nothing needs the value any more.
-        node.register_prehook(recomputed.release)
-    return recomputed
-
-
 class Handle:
-    """Stands for a tensor that can be recomputed from `node`. It counts as a reader from `taken` on."""
+    """Stands for a tensor that can be recomputed. It counts as a reader from `taken` on."""
 
-    __slots__ = ("_form", "_node", "_offset", "_parts", "_recomputed", "_rule", "_size", "_stride", "memopt_unpack")
+    __slots__ = ("_expression", "_form", "_offset", "_recomputed", "_size", "_stride", "memopt_unpack")
     memopt_unpack: object
 
-    def __init__(self, source: Source, rule: Rule, tensor: Tensor, base: Tensor) -> None:
-        node = source.node
-        self._node, self._rule, self._parts = node, rule, source.reads_parts
-        for what, how in source.steps:
-            if what == "constant":
-                how.read(base)
+    def __init__(self, expression: Expression, tensor: Tensor, base: Tensor) -> None:
+        """`tensor` is `base` or a view of it, which is what `expression` gives."""
+        self._expression = expression
+        for function, args, _ in expression.steps:
+            if function is padded:
+                args[-1].read(base)
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - base.storage_offset()
-        self._form: _Form = (source.steps, base.stride(), tensor.device)
-        self._recomputed = recomputed_of(node)
+        self._form: _Form = (expression.steps, base.stride(), tensor.device)
+        self._recomputed = recomputed_of(expression.node)
 
     def taken(self) -> Handle:
         """The handle itself, which autograd is about to hold."""
@@ -71,7 +56,7 @@ class Handle:
     @property
     def may_be_coded(self) -> bool:
         """Whether the node keeps less as long as nobody makes its output again (`memopt.saved.slots`)."""
-        return getattr(self._node, "slot", None) is not None
+        return getattr(self._expression.node, "slot", None) is not None
 
     def unpack(self) -> Tensor:
         recomputed = self._recomputed
@@ -89,11 +74,10 @@ class Handle:
             # Whether backward is run inside an autocast region must not matter.
             with torch.no_grad(), _without_autocast(device):
                 if value is None:
-                    value = self._rule.recompute(self._node)
-                    if self._parts:
+                    value = self._expression.first()
+                    if reads_parts(steps):
                         self._recomputed.keep(value)
-                for step in steps:
-                    value = done_again(value, step)
+                value = after(value, steps)
         finally:
             remaking.depth -= 1
         value = value.to(device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memopt.recompute.versions import check_version
 from memopt.saved.handles import remaking
 
 
@@ -27,20 +28,6 @@ class Kept:
     def unpack(self) -> Tensor:
         check_version(self.tensor, self._version)
         return self.tensor
-
-
-def check_version(tensor: Tensor, version: int) -> None:
-    """Raise as autograd would where `tensor` was changed in place since it was at `version`.
-
-    Raises:
-        RuntimeError: it was.
-    """
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-            f"expected version {version} instead."
-        )
 
 
 def alias_of(tensor: Tensor) -> Tensor:

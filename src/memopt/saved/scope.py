@@ -1,7 +1,7 @@
 """Save a handle instead of a tensor that can be recomputed, in every operation inside a scope.
 
 Inside a :class:`RecomputeScope` every tensor that any operation saves for backward passes through a saved-tensor
-hook. If the tensor (or the base of which it is a view) was made by a node with a rule (`memopt.saved.rules`), a
+hook. If the tensor (or the base of which it is a view) was made by a node with a rule (`memopt.recompute.rules`), a
 :class:`Handle` to that node is saved; backward recomputes the tensor once for all its handles and frees it with the
 last of them. Everything else is saved as autograd would save it, or handed to the hook that was active outside
 (activation checkpointing, offloading, a memory report), so scopes compose with those in both orders.
@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.recompute_rules import FAMILIES, Node, Rule, rule_of
+from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule, nodes_read
+from memopt.recompute.rules import FAMILIES, Node
+from memopt.recompute.versions import check_version
 from memopt.saved.compressible import Compression, Compressor
-from memopt.saved.copies import Source, may_have_rule, source_of
 from memopt.saved.handles import Handle
-from memopt.saved.kept import Forwarded, Kept, alias_of, check_version
+from memopt.saved.kept import Forwarded, Kept, alias_of
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
 from memopt.saved.savers import may_be_a_function, may_write_into_saved
 from memopt.saved.slots import Packing, Slot, settle
-from memopt.saved.versions import is_unchanged
 from memopt.torch_compat import (
     FakeTensor,
     current_graph_task_id,
@@ -56,7 +56,7 @@ class RecomputeScope:
     hooks are disabled, or the code is being compiled (the compiler's partitioner does this job itself).
 
     Args:
-        families: which rules apply (`memopt.recompute_rules.FAMILIES`).
+        families: which rules apply (`memopt.recompute.rules.FAMILIES`).
         compression: how saved tensors are stored that are not recomputed; needs `hidden`.
         hidden: hidden states that the code inside is given; their size tells what is worth compressing.
     """
@@ -136,7 +136,7 @@ class _Pack:
         self._compressor: Compressor | None = None
         self._borrowed: Compressor | None = None
         if compression is not None and hidden is not None and exchanges:
-            self._compressor = compression.compressor(hidden)
+            self._compressor = compression(hidden)
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
@@ -201,15 +201,12 @@ class _Pack:
         node: Node = base.grad_fn
         if node is None or not may_have_rule(node) or tensor._version != 0 or not _is_plain_view(tensor, base):
             return None
-        source = source_of(node)
-        rule = rule_of(source.node) if source.node is not None else None
-        if rule is None or (of_casts_only and not source.is_only_cast):
+        expression = expression_of(node)
+        rule = expression.rule
+        if rule is None or rule.family not in self.families:
             return None
-        node = source.node
-        follows = rule.family in self.families and _is_followed(rule, source) and rule.keeps_enough(node)
-        # What says which rows were read has to be there too.
-        follows = follows and all(map(self._keeps, (node, *(how for what, how in source.steps if what == "rows"))))
-        return Handle(source, rule, tensor, base) if follows else None
+        follows = may_be_repeated(expression, rule, of_casts_only=of_casts_only) and rule.keeps_enough(expression.node)
+        return Handle(expression, tensor, base) if follows and all(map(self._keeps, nodes_read(expression))) else None
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
         handle = self._handle(tensor)
@@ -328,26 +325,6 @@ def _innermost() -> _Pack | None:
     """The innermost scope, where no other hook is inside it."""
     top = top_saved_tensors_hooks(False)
     return top[0] if top is not None and isinstance(top[0], _Pack) else None
-
-
-def _is_followed(rule: Rule, source: Source) -> bool:
-    """Whether what was done to the output of a node with `rule` may be done again.
-
-    Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
-    then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
-    are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads.
-    """
-    read = source.before_dropout
-    if read is not None:
-        if not source.is_only_cast_since_dropout:
-            return False
-        if rule.of_copies_only:
-            return read.copies <= 1
-        source = read
-    elif rule.of_copies_only:
-        return source.copies == 1 or (source.copies == 0 and source.casts > 0)
-    is_one_copy = source.is_cast_part or (source.copies == 1 and source.casts == 0)
-    return source.is_only_cast or (is_one_copy and is_unchanged(source.node))
 
 
 def _is_plain_view(tensor: Tensor, base: Tensor) -> bool:

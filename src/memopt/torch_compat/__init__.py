@@ -30,6 +30,7 @@ from memopt.torch_compat.autograd import (
     storage_id,
     storage_use_count,
     tensor_hooks,
+    tensor_hooks_slot,
     top_saved_tensors_hooks,
     unpack_hooks,
     weak_storage,

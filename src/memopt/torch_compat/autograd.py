@@ -239,6 +239,8 @@ tensor_hooks: Callable[[Tensor], object] = (
 )
 """The hooks of ``Tensor.register_hook``, None or empty where there are none. A hooked tensor is not recomputed inside
 a linear, where the hook would not run; without this name every tensor counts as hooked."""
+tensor_hooks_slot: object = getattr(Tensor, "_backward_hooks", None)
+"""The descriptor of these hooks, as a subclass's ``__torch_function__`` sees it; None without this name."""
 
 _ADDRESS = "torch.UntypedStorage._cdata"
 _COUNT = "torch._C._storage_Use_Count"

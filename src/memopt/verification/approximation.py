@@ -1,6 +1,6 @@
 """Level "gradient" of approximate recipes: the error of the gradient against its declared and predicted limits.
 
-The forward is exact, so the loss must be. Every approximation is switched on (`Patch.at_most`), whatever is trained.
+The forward is exact, so the loss must be. Every approximation is switched on (`Checks.farthest`), whatever is trained.
 Two limits: the error that the recipe declares, and what the errors of single derivatives on this model's inputs predict
 (`Patch.derivative_errors`).
 """
@@ -8,6 +8,7 @@ Two limits: the error that the recipe declares, and what the errors of single de
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.models import load_run_free
 from memopt.verification.step import Gradients
@@ -35,11 +37,11 @@ def verify_approximation(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of the patched model with those of stock modules on the same weights."""
     recipe = trial.recipe
     exact_loss, exact = load_run_free(lambda: trial.stock(DTYPE), trial.step)
-    everywhere = (setting for patch in patches() for setting in patch.at_most(recipe))
+    everywhere = (setting for patch in having(Checks) for setting in patch.farthest(recipe))
     model = trial.patched(*everywhere, *recipe.without("sampled"))
-    seed_cpu(0)  # for stochastic rounding of codes
+    seed_cpu(0)  # compressed tensors are rounded at random
     with contextlib.ExitStack() as watched:
-        errors = [watched.enter_context(patch.derivative_errors(model)) for patch in patches()]
+        errors = [watched.enter_context(patch.derivative_errors(model)) for patch in having(Checks)]
         loss, approximate = trial.step(model)
     return list(_checks(recipe, exact_loss, loss, exact, approximate, list(itertools.chain(*errors))))
 
@@ -62,14 +64,14 @@ def _checks(
     name = f"{len(both)} parameters"
     yield _check(
         "gradient.declared_error", name, error, recipe.gradient_error, "relative error of the gradient",
-        f"declared by the recipe '{recipe.name}'", detail,
+        f"declared by the recipe '{recipe.name}'", detail=detail,
     )  # fmt: skip
     if errors:
         predicted = math.sqrt(sum(each * each for each in errors))
         yield _check(
             "gradient.predicted_error", name, error, predicted, "relative error of the gradient",
             "errors of the activations' derivatives, as measured on this model's inputs, add in squares",
-            f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
+            detail=f"{len(errors)} activations, {min(errors):.3g} to {max(errors):.3g}",
         )  # fmt: skip
         yield _check(
             "gradient.worst_error", worst, layers[worst], _WEIGHED * predicted,
@@ -78,19 +80,7 @@ def _checks(
         )  # fmt: skip
 
 
-def _check(id: str, subject: str, value: float, limit: float, metric: str, reason: str, detail: str = "") -> Check:
-    return Check(
-        id=id,
-        level="gradient",
-        subject=subject,
-        status="pass" if value <= limit else "fail",
-        metric=metric,
-        value=value,
-        threshold=limit,
-        threshold_reason=reason,
-        reference="fp32 run of stock modules on the same weights",
-        detail=detail,
-    )
+_check = functools.partial(limited, reference="fp32 run of stock modules on the same weights")
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:

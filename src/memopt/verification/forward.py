@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checkpoint.manifest import read_manifest
-from memopt.checks import Check, ratio_status
+from memopt.checks import Check, ratio_status, skipped
 from memopt.errors import ModelError
 from memopt.generators import seed_cpu
 from memopt.patches.record import record_of
@@ -28,11 +28,11 @@ from memopt.verification.models import (
     Pair,
     Reference,
     cast_inputs,
-    choose_reference,
     floating_outputs,
     load_patched,
     load_run_free,
     load_stock,
+    reference_for,
     stored_dtype,
 )
 from memopt.verification.ratios import chance_ratio
@@ -96,9 +96,9 @@ def verify_forward(pair: Pair) -> list[Check]:
     try:
         original = load_run_free(functools.partial(_loaded, load_original), functools.partial(_run_original, pair))
     except _NotLoaded as error:
-        return [_skip(f"the original cannot be loaded: {error}")]
+        return [_skipped(f"the original cannot be loaded: {error}")]
     if original is None:
-        return [_skip("no more precise run than the model's own fits into memory")]
+        return [_skipped("no more precise run than the model's own fits into memory")]
     probes, dtype, reference = original.probes, original.dtype, original.reference
 
     def true_outputs(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -187,8 +187,7 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
 
 def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
     """The original's outputs; None where no more precise run fits into memory."""
-    dtype = stored_dtype(model)
-    reference = choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=2)
+    dtype, reference = stored_dtype(model), reference_for(model, copies=2)
     if reference is None:
         return None
     probes = probe_inputs(model, pair.patched, pair.inputs, trust_remote_code=pair.trust_remote_code)
@@ -228,7 +227,7 @@ def _compare(
     batches = [batch.keys() for run in (truth, *runs) for batch in run]
     fields = sorted(set().union(*batches))
     if not fields:
-        yield _skip("the model returns no floating-point output")
+        yield _skipped("the model returns no floating-point output")
     for field in fields:
         if not all(field in batch for batch in batches):
             yield Check("forward.outputs", "forward", field, "fail", detail="not every run returns it in every batch")
@@ -354,5 +353,4 @@ def _divergence(
     )
 
 
-def _skip(reason: str) -> Check:
-    return Check(id="forward.error_ratio", level="forward", subject="outputs", status="skip", detail=reason)
+_skipped = functools.partial(skipped, "forward.error_ratio", "outputs")

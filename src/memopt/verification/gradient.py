@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from memopt.checkpoint.patched import patched_folder
-from memopt.checks import Check, ratio_status
+from memopt.checks import Check, limited, ratio_status, skipped
 from memopt.errors import first_of
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
-from memopt.plan.recipe import Recipe
+from memopt.patches.capabilities import EngineSettings
+from memopt.patches.registry import having
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
-from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.models import (
-    Reference,
-    choose_reference,
-    load_patched,
-    load_run_free,
-    load_stock,
-    stored_dtype,
-)
+from memopt.verification.inputs import Probes
+from memopt.verification.models import Reference, load_run_free, reference_for, stored_dtype
 from memopt.verification.modules import Traces, traced, verify_modules
 from memopt.verification.ratios import (
     STOCK_RUNS,
@@ -43,8 +34,8 @@ from memopt.verification.ratios import (
 )
 from memopt.verification.step import Gradients, Step, training_step
 from memopt.verification.stochastic import RandomRounding
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.aten.precision import precise
-from memopt.walk.calls.batch import Batch
 
 #: Reference dtype -> share of the model's largest gradient below which a gradient is zero in theory.
 _ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -60,27 +51,20 @@ class _Stock:
     probes: Probes
 
 
-def verify_gradient(
-    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
-) -> list[Check]:
+def verify_gradient(trial: CheckpointTrial) -> list[Check]:
     """Compare the gradients of both models; what is sampled or approximate is switched off."""
-    load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
-    load_exact = functools.partial(
-        load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs,
-        overrides=recipe.without("sampled", "approximate"),
-    )  # fmt: skip
+    load_exact = functools.partial(trial.patched, *trial.exact, dtype=None)
 
     def run_stock(model: nn.Module) -> _Stock | None:
-        dtype = stored_dtype(model)
-        reference = choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=4)
+        dtype, reference = stored_dtype(model), reference_for(model, copies=4)
         if reference is None:
             return None
-        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        probes = trial.probes(model)
         return _Stock(training_step(model, probes, dtype), dtype, reference, probes)
 
-    stock = load_run_free(load, run_stock)
+    stock = load_run_free(trial.stock, run_stock)
     if stock is None:
-        return [_skip("no more precise run than the model's own fits into memory")]
+        return [_skipped("no more precise run than the model's own fits into memory")]
     wide, probes = stock.reference.dtype, stock.probes
     patched = load_run_free(load_exact, lambda model: training_step(model, probes, stock.dtype))
 
@@ -88,57 +72,74 @@ def verify_gradient(
         with precise(wide):
             return traced(model, lambda: training_step(model, probes, wide))
 
-    truth, traces = load_run_free(functools.partial(load, dtype=wide), true_step)
+    truth, traces = load_run_free(functools.partial(trial.stock, wide), true_step)
     source = f"{stock.reference.name} run of stock modules on the same weights"
-    checks = [check_parameters(patched.gradients, truth.gradients, patched_folder(folder).folded_norms())]
     compared = functools.partial(
         compare_gradients, truth=truth.gradients, dtype=stock.dtype, reference=source, stock_loss=stock.step.loss,
         patched_loss=patched.loss,
     )  # fmt: skip
-    ratios = list(compared([patched.gradients], [stock.step.gradients]))
-    if any(check.status in ("warn", "fail") for check in ratios):
-        patched_runs = [patched, *load_run_free(load_exact, functools.partial(_rounded_at_random, stock, 2))]
-        stock_runs = [stock.step, *load_run_free(load, functools.partial(_rounded_at_random, stock, STOCK_RUNS - 1))]
-        bottleneck = fewest_elements(truth.outputs[name] for name in truth.read)
-        runs = ([run.gradients for run in each] for each in (patched_runs, stock_runs))
-        ratios = list(compared(*runs, bottleneck=bottleneck))
-    return (
-        checks
-        + ratios
-        + load_run_free(
+
+    def rounded() -> tuple[list[Step], list[Step]]:
+        ours = load_run_free(load_exact, functools.partial(_rounded_at_random, stock, 2))
+        return ours, load_run_free(trial.stock, functools.partial(_rounded_at_random, stock, STOCK_RUNS - 1))
+
+    bottleneck = fewest_elements(truth.outputs[name] for name in truth.read)
+    return [
+        check_parameters(patched.gradients, truth.gradients, trial.folded),
+        *ratios(compared, patched, stock.step, rounded, bottleneck),
+        *load_run_free(
             functools.partial(load_exact, dtype=wide),
             lambda model: list(verify_modules(model, probes, truth, traces, wide, source)),
-        )
-    )
+        ),
+    ]
 
 
-def stock_runs(folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> bool:
+def ratios(
+    compared: Callable[..., Iterable[Check]],
+    patched: Step,
+    stock: Step,
+    rounded: Callable[[], tuple[list[Step], list[Step]]],
+    bottleneck: int = 2**63,
+) -> list[Check]:
+    """The checks on the ratio of errors of one run of each model; where one does not pass, those of several.
+
+    Args:
+        compared: :func:`compare_gradients`, but for the runs.
+        rounded: makes the others, whose results are rounded at random: of the patched model and of stock modules.
+        bottleneck: see :func:`compare_gradients`; of several runs.
+    """
+    checks = list(compared([patched.gradients], [stock.gradients]))
+    if any(check.status in ("warn", "fail") for check in checks):
+        ours, theirs = rounded()
+        runs = ([run.gradients for run in each] for each in ([patched, *ours], [stock, *theirs]))
+        checks = list(compared(*runs, bottleneck=bottleneck))
+    return checks
+
+
+def stock_runs(trial: CheckpointTrial) -> bool:
     """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's.
 
-    Attention is run by the implementation that `recipe` sets.
+    Attention is run by the implementation that the recipe sets.
 
     False where the model does not fit into memory at these precisions, since nothing is known then.
     """
-    load = functools.partial(load_stock, folder, trust_remote_code=trust_remote_code)
-
-    settings = [patch.engine_settings(recipe, ()) for patch in patches()]
+    settings = [patch.engine_settings(trial.recipe, ()) for patch in having(EngineSettings)]
     attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
 
     def step(model: nn.Module, dtype: torch.dtype) -> None:
-        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        probes = trial.probes(model)
         if attention is not None:
             cast(Any, model).set_attn_implementation(attention)
         training_step(model, probes, dtype)
 
     def stored_step(model: nn.Module) -> Reference | None:
-        dtype = stored_dtype(model)
-        step(model, dtype)
-        return choose_reference(sum(p.numel() for p in model.parameters()), dtype, copies=4)
+        step(model, stored_dtype(model))
+        return reference_for(model, copies=4)
 
     try:
-        reference = load_run_free(load, stored_step)
+        reference = load_run_free(trial.stock, stored_step)
         if reference is not None:
-            load_run_free(functools.partial(load, dtype=reference.dtype), lambda model: step(model, reference.dtype))
+            load_run_free(functools.partial(trial.stock, reference.dtype), lambda model: step(model, reference.dtype))
     except NotImplementedError:
         return False
     return reference is not None
@@ -157,18 +158,16 @@ def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str
     wrong = [f"{name} has no gradient" for name in lost] + [
         f"{name} has one, and none in stock modules" for name in extra
     ]
-    return Check(
-        id="gradient.parameters",
-        level="gradient",
-        subject=(lost + extra)[0] if wrong else "parameters",
-        status="fail" if wrong else "pass",
-        metric="parameters whose gradient is missing or extra",
-        value=len(wrong),
-        threshold=0,
-        threshold_reason="only what a fold made constant is not trained",
-        reference="stock modules, less the folds in memopt.json",
-        n=len(stock),
-        detail=first_of(wrong, between="; "),
+    return limited(
+        "gradient.parameters",
+        (lost + extra)[0] if wrong else "parameters",
+        len(wrong),
+        0,
+        "parameters whose gradient is missing or extra",
+        "only what a fold made constant is not trained",
+        "stock modules, less the folds in memopt.json",
+        len(stock),
+        first_of(wrong, between="; "),
     )
 
 
@@ -191,7 +190,7 @@ def compare_gradients(
     """
     names = sorted(patched[0].keys() & stock[0].keys() & truth.keys())
     if not names:
-        yield _skip("no parameter has a gradient in both models")
+        yield _skipped("no parameter has a gradient in both models")
         return
     largest = max(map(rms, truth.values()))
     sizes = {name: rms(truth[name]) for name in names}
@@ -199,42 +198,39 @@ def compare_gradients(
     own = {name: rms(errors[name]) / sizes[name] for name in names if sizes[name] > _ZERO[truth[name].dtype] * largest}
     typical = typical_errors(own, truth)
     unit = torch.finfo(dtype).eps / 2
-    ratios, limits = {}, {}
+    found, limits = {}, {}
     for name in names:
         # Zero in theory (a key bias): both models have only the rounding of terms that cancel.
         rounding = FLOOR_ROUNDOFFS * unit * (sizes[name] if name in own else largest)
         bound = max(rms(errors[name]), typical.get(name, 0.0) * sizes[name], rounding / PASS_RATIO)
         error = statistics.median(rms(run[name].double() - truth[name].double()) for run in patched)
-        ratios[name] = error / bound if bound else 0.0 if error == 0 else float("inf")
+        found[name] = error / bound if bound else 0.0 if error == 0 else float("inf")
         limits[name] = largest_ratio(independent_errors(errors[name][0], bottleneck), len(stock))
-    median = statistics.median(ratios.values())
-    worst = max(names, key=lambda name: (ratios[name] != ratios[name], ratios[name] / limits[name]))
+    median = statistics.median(found.values())
+    worst = max(names, key=lambda name: (found[name] != found[name], found[name] / limits[name]))
     yield Check(
         id="gradient.median_error_ratio",
         level="gradient",
-        subject=f"{len(ratios)} parameters",
+        subject=f"{len(found)} parameters",
         status=ratio_status(median, PASS_RATIO, WARN_RATIO),
         metric="median of RMS error / stock modules' own",
         value=median,
         threshold=PASS_RATIO,
         threshold_reason="the same arithmetic in another order",
         reference=reference,
-        n=len(ratios),
+        n=len(found),
         detail=f"loss {patched_loss:.6f}, stock {stock_loss:.6f}",
     )
-    yield Check(
-        id="gradient.worst_error_ratio",
-        level="gradient",
-        subject=worst,
-        status="pass" if ratios[worst] <= limits[worst] else "fail",
-        metric="worst RMS error / stock modules' own",
-        value=ratios[worst],
-        threshold=limits[worst],
-        threshold_reason="2, times what chance adds to so many independent errors",
-        reference=reference,
-        n=truth[worst].numel(),
+    yield limited(
+        "gradient.worst_error_ratio",
+        worst,
+        found[worst],
+        limits[worst],
+        "worst RMS error / stock modules' own",
+        "2, times what chance adds to so many independent errors",
+        reference,
+        truth[worst].numel(),
     )
 
 
-def _skip(reason: str) -> Check:
-    return Check(id="gradient.median_error_ratio", level="gradient", subject="parameters", status="skip", detail=reason)
+_skipped = functools.partial(skipped, "gradient.median_error_ratio", "parameters")

@@ -1,7 +1,7 @@
 """Level "memory": the patched model saves for backward what the plan says, block by block and module by module.
 
 The stock model runs stock code alone. What each patched module may save follows from the sizes of the stock modules'
-outputs and the plan's arithmetic (`Patch.own_bytes`, `Patch.recomputed`), not from patched code; the trace of the plan
+outputs and the plan's arithmetic (`memopt.patches.capabilities.Saves`), not from patched code; the trace of the plan
 on the config, which `memopt report` prints, is held to the measurement as well. The patched model's live storages are
 counted too, so that a tensor hidden in an attribute shows.
 """
@@ -14,31 +14,29 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memopt.checkpoint.patched import patched_folder
-from memopt.checks import Check, ratio_status
+from memopt.checks import Check, limited, ratio_status, skipped
 from memopt.errors import ModelError
-from memopt.patches.base import Output, PlanView
+from memopt.patches.base import PlanView
+from memopt.patches.capabilities import Checks, Output
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped
-from memopt.reporting.account import Account, account, live_by_module, live_bytes
-from memopt.reporting.estimate import trace_account
-from memopt.reporting.step import Step
-from memopt.reporting.training import Precision, Training
-from memopt.verification.inputs import Probes, probe_inputs
-from memopt.verification.models import cast_inputs, load_patched, load_run_free, load_stock, stored_dtype
+from memopt.trace.account import Account, account, live_by_module, live_bytes
+from memopt.trace.arguments import PRECISIONS
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Step, Training
+from memopt.verification.inputs import Probes
+from memopt.verification.models import cast_inputs, load_patched, load_run_free, stored_dtype
 from memopt.verification.step import training_loss
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
-
-_PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
@@ -70,12 +68,11 @@ class _Patched:
     """Names of the modules that are patched."""
 
 
-def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batch | None = None) -> list[Check]:
+def verify_memory(trial: CheckpointTrial) -> list[Check]:
     """Measure one forward of both models on real tensors (eval mode, so no dropout masks) and compare."""
-    record = patched_folder(folder)
 
     def run_stock(model: nn.Module) -> _Stock:
-        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+        probes = trial.probes(model)
         # The walk guesses inputs itself, in all variants, where there is no batch of the user's or a processor's.
         driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
         sites = walk_model(model, driven)
@@ -92,24 +89,23 @@ def verify_memory(folder: Path, *, trust_remote_code: bool = False, inputs: Batc
         swapped = frozenset(name for name, module in model.named_modules() if is_swapped(module))
         return _Patched(measured, live, None if record is None else record.plan, swapped)
 
-    stock = load_run_free(functools.partial(load_stock, folder, trust_remote_code=trust_remote_code), run_stock)
+    stock = load_run_free(trial.stock, run_stock)
     probes, driven, sites = stock.probes, stock.driven, stock.sites
-    run = load_run_free(
-        functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=driven), run_patched
-    )
+    load = functools.partial(load_patched, trial.source, trust_remote_code=trial.trust_remote_code, inputs=driven)
+    run = load_run_free(load, run_patched)
     patched = run.account
     checks = [*_compare(stock.account, patched, run.live, probes), *_each_module(stock, run)]
-    precision = _PRECISIONS.get(stock.dtype)
+    precision = PRECISIONS.get(stock.dtype)
     if precision is None:
-        return [*checks, _skip("no trace is made for checkpoints in this dtype")]
-    recipe = record.recipe.unfolded()
+        return [*checks, _skipped("no trace is made for checkpoints in this dtype")]
+    recipe = trial.recipe.unfolded()
     training = Training(probes.rows, probes.tokens_per_row, precision, dropout=False, cuda_kernels=False)
     # Rows and tokens say all about a batch of tokens; sounds and images are as large as they were measured.
     batch = driven if probes.tokens_per_row is not None else probes.batches[0]
     try:
-        predicted = trace_account(Step(stock.config, training, sites, recipe, record.folded_norms(), batch))
+        predicted = trace_account(Step(stock.config, training, sites, recipe, trial.folded, batch))
     except ModelError as error:
-        return [*checks, _skip(str(error))]
+        return [*checks, _skipped(str(error))]
     return [*checks, *_against_plan(patched, predicted)]
 
 
@@ -163,14 +159,12 @@ def _compare(stock: Account, patched: Account, live: int, probes: Probes) -> Ite
         ),
     )
     growing = [block for block in blocks if patched.per_block()[block] > stock.per_block()[block]]
-    yield Check(
-        id="memory.no_block_grows",
-        level="memory",
-        subject=growing[0] if growing else subject,
-        status="fail" if growing else "pass",
-        metric="blocks that save more than before",
-        value=float(len(growing)),
-        threshold=0.0,
+    yield limited(
+        "memory.no_block_grows",
+        growing[0] if growing else subject,
+        float(len(growing)),
+        0.0,
+        "blocks that save more than before",
         reference="stock modules, same weights and inputs",
         n=len(blocks),
     )
@@ -215,9 +209,10 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
         return
     allowed, own = _own(stock.account), _own(patched.account)
     stock_saves, saves = _all_saves(stock.account), _all_saves(patched.account)
-    producers = {name for patch in patches() for name in patch.recomputed(plan)}
-    for patch in patches():
-        for name, nbytes in patch.own_bytes(plan, stock.outputs).items():
+    planned = [patch.saves(plan, stock.outputs) for patch in having(Checks)]
+    producers = {name for each in planned for name in each.recomputed}
+    for saves_at_most in (each.own for each in planned):
+        for name, nbytes in saves_at_most.items():
             # One whose parameters have another dtype than its input runs stock code.
             if saves[name].keys() <= stock_saves[name].keys():
                 producers.discard(name)
@@ -237,7 +232,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     for each in patched.account.storages:
         if each.part == "block" and each.module in producers and each.savers_modules <= linears - {each.module}:
             kept[each.module] += each.nbytes
-    unsaved = {name for patch in patches() for name in patch.unsaved(plan)}
+    unsaved = {name for each in planned for name in each.unsaved}
     for each in patched.account.storages:
         if each.module in unsaved and each.module in patched.modules and each.savers_modules - {each.module}:
             kept[each.module] += each.nbytes
@@ -267,17 +262,9 @@ def _all_saves(measured: Account) -> defaultdict[str, Counter[str]]:
 
 
 def _no_bytes(id: str, subject: str, nbytes: int, metric: str, reason: str, modules: int) -> Check:
-    return Check(
-        id=id,
-        level="memory",
-        subject=subject if nbytes else f"{modules} modules",
-        status="fail" if nbytes else "pass",
-        metric=metric,
-        value=float(nbytes),
-        threshold=0.0,
-        threshold_reason=reason,
-        reference="sizes of the stock modules' outputs, and the plan",
-        n=modules,
+    reference = "sizes of the stock modules' outputs, and the plan"
+    return limited(
+        id, subject if nbytes else f"{modules} modules", float(nbytes), 0.0, metric, reason, reference, modules
     )
 
 
@@ -310,5 +297,4 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-def _skip(reason: str) -> Check:
-    return Check(id="memory.plan", level="memory", subject="blocks", status="skip", detail=reason)
+_skipped = functools.partial(skipped, "memory.plan", "blocks")

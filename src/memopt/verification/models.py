@@ -142,6 +142,11 @@ class Reference:
         return {torch.float64: "fp64", torch.float32: "fp32"}[self.dtype]
 
 
+def reference_for(model: nn.Module, *, copies: int) -> Reference | None:
+    """The most precise truth of `model` that fits into memory; see :func:`choose_reference`."""
+    return choose_reference(sum(p.numel() for p in model.parameters()), stored_dtype(model), copies=copies)
+
+
 def choose_reference(parameters: int, stored: torch.dtype, *, copies: int) -> Reference | None:
     """The most precise truth that fits into memory; None when even fp32 does not fit or does not help.
 

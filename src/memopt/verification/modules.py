@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.checks import Check
+from memopt.checks import Check, limited
+from memopt.patches.capabilities import Checks
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.torch_compat import tree_leaves
 from memopt.verification.inputs import Probes
@@ -86,59 +87,60 @@ def verify_modules(
         n=len(swapped),
         detail="; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
     )
-    limit = LIMITS[dtype]
-    is_wrong = not worst.value <= limit
-    culprit = _culprit(run, swapped, limit, model, probes, traces, dtype) if is_wrong else "all patched modules"
-    yield check_modules(culprit, worst, truth, reference, limit)
-    alone = check_alone(run_alone(dict(swapped), dtype), limit)
-    if alone is not None:
-        yield alone
+    yield check_modules(
+        worst, run, swapped, truth, dtype, reference, lambda: _unlike_module(swapped, model, probes, traces, dtype)
+    )
+    yield from check_alone(dict(swapped), dtype)
     with precise(dtype):
-        for patch in patches():
-            yield from patch.module_checks(dict(swapped), limit)
+        for patch in having(Checks):
+            yield from patch.module_checks(dict(swapped), LIMITS[dtype])
 
 
-def check_modules(subject: str, worst: Worst, truth: Step, reference: str, limit: float) -> Check:
-    """The check of all modules together."""
-    return Check(
-        id="gradient.modules",
-        level="gradient",
-        subject=subject,
-        status="pass" if worst.value <= limit else "fail",
-        metric="largest relative difference of an output or gradient",
-        value=worst.value,
-        threshold=limit,
-        threshold_reason="only the modules differ, so only roundings of this precision may",
-        reference=reference,
-        n=len(truth.outputs) + len(truth.gradients),
-        detail=f"most in {worst.where}",
+def check_modules(
+    worst: Worst,
+    run: Callable[[int], Worst],
+    swapped: Sequence[tuple[str, nn.Module]],
+    truth: Step,
+    dtype: torch.dtype,
+    reference: str,
+    otherwise: Callable[[], str],
+) -> Check:
+    """The check of the modules `swapped` together, which names the one at fault.
+
+    Args:
+        worst, run, otherwise: the result with all of them patched; see :func:`culprit`.
+    """
+    return limited(
+        "gradient.modules",
+        "all patched modules" if worst.value <= LIMITS[dtype] else culprit(run, LIMITS[dtype], swapped, otherwise),
+        worst.value,
+        LIMITS[dtype],
+        "largest relative difference of an output or gradient",
+        "only the modules differ, so only roundings of this precision may",
+        reference,
+        len(truth.outputs) + len(truth.gradients),
+        f"most in {worst.where}",
     )
 
 
-def run_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, Worst]:
-    """What each of `modules`, in `dtype`, is off by on its own; without those that cannot run so."""
+def check_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Iterator[Check]:
+    """The check of what each of `modules`, in `dtype`, is off by on its own; none where no module can run so."""
     with precise(dtype):
-        return {name: found for name, module in modules.items() if (found := _alone(module, dtype)) is not None}
-
-
-def check_alone(alone: Mapping[str, Worst], limit: float) -> Check | None:
-    """The check of what :func:`run_alone` found."""
-    if not alone:
-        return None
-    name = max(alone, key=lambda each: alone[each].order)
-    return Check(
-        id="gradient.alone",
-        level="gradient",
-        subject=name,
-        status="pass" if alone[name].value <= limit else "fail",
-        metric="largest relative difference of a norm or activation alone",
-        value=alone[name].value,
-        threshold=limit,
-        threshold_reason="only the module differs, so only roundings of this precision may",
-        reference="the stock module, on random inputs of sizes 1e-6 to 30",
-        n=len(alone),
-        detail=f"most in {alone[name].where}",
-    )
+        found = {name: _alone(module, dtype) for name, module in modules.items()}
+    alone = {name: worst for name, worst in found.items() if worst is not None}
+    if alone:
+        name = max(alone, key=lambda each: alone[each].order)
+        yield limited(
+            "gradient.alone",
+            name,
+            alone[name].value,
+            LIMITS[dtype],
+            "largest relative difference of a norm or activation alone",
+            "only the module differs, so only roundings of this precision may",
+            "the stock module, on random inputs of sizes 1e-6 to 30",
+            len(alone),
+            f"most in {alone[name].where}",
+        )
 
 
 def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
@@ -187,29 +189,31 @@ def _difference(value: Tensor, truth: Tensor, least: float = 0.0) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
-def _culprit(
+def culprit(
     run: Callable[[int], Worst],
-    swapped: Sequence[tuple[str, nn.Module]],
     limit: float,
-    model: nn.Module,
-    probes: Probes,
-    traces: Traces,
-    dtype: torch.dtype,
+    swapped: Sequence[tuple[str, nn.Module]],
+    otherwise: Callable[[], str] = lambda: "a module that is not patched",
 ) -> str:
-    """The first patched module that makes the model wrong, in the order of the model's modules."""
-    wrong = first_wrong(run, limit, len(swapped))
-    if wrong:
-        return swapped[wrong - 1][0]
-    # Stock forwards are as wrong: a weight, a buffer or a setting differs.
+    """The first module that is wrong where it is patched, in the order of the model's modules; found by halving.
+
+    Args:
+        run: the result with the first so many modules patched; with all of them it is over the limit.
+        otherwise: names what is wrong where it is as wrong with none.
+    """
+    wrong = bisect.bisect_left(range(len(swapped)), True, key=lambda patched: not run(patched).value <= limit)
+    return (swapped[wrong - 1][0] or "the model") if wrong else otherwise()
+
+
+def _unlike_module(
+    swapped: Sequence[tuple[str, nn.Module]], model: nn.Module, probes: Probes, traces: Traces, dtype: torch.dtype
+) -> str:
+    """The first module whose output differs where all forwards are stock: by a weight, a buffer or a setting."""
     with precise(dtype), stock_forwards(module for _, module in swapped):
         _, found = traced(model, lambda: training_step(model, probes, dtype))
-    differ = (name for name in traces if not abs(found.get(name, math.inf) - traces[name]) <= limit * abs(traces[name]))
+    off = {name: abs(found.get(name, math.inf) - size) for name, size in traces.items()}
+    differ = (name for name, size in traces.items() if not off[name] <= LIMITS[dtype] * abs(size))
     return next(differ, "a module that is not patched")
-
-
-def first_wrong(run: Callable[[int], Worst], limit: float, count: int) -> int:
-    """How many modules have to be patched for the model to be wrong, found by halving; with `count` it is."""
-    return bisect.bisect_left(range(count), True, key=lambda patched: not run(patched).value <= limit)
 
 
 def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:

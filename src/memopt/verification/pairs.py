@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from memopt.api import unpatch
 from memopt.patches.record import record_of
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.verification.inputs import Probes
-from memopt.verification.models import cast_inputs, choose_reference, stored_dtype
+from memopt.verification.models import cast_inputs, load_run_free, reference_for, stored_dtype
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.alike import take_out
 
+T = TypeVar("T")
 #: Rows that remain of an embedding or a head, and those of its first that ids behind them are not mapped to.
 WORDS, _SPECIAL = 4096, 8
 _PREFIX = "base_model.model."
@@ -85,13 +89,23 @@ class Pair:
             model.zero_grad(set_to_none=True)
 
 
-def pair_of(model: nn.Module, probes: Probes) -> Pair | None:
+def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) -> T | None:
+    """`run` on both small models, patched with these settings; None where fp32 does not fit into memory."""
+
+    def on_model(model: nn.Module) -> T | None:
+        pair = _pair_of(model, trial.probes(model))
+        return None if pair is None else run(pair)
+
+    return load_run_free(functools.partial(trial.patched, *settings, dtype=None), on_model)
+
+
+def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
     """The patched `model`, which is made small in place, and its copy; None where fp32 does not fit into memory."""
     record = record_of(model)
     blocks = record.plan.sites.blocks if record is not None else ()
     probes, left_out = _made_small(model, blocks, probes)
     stored = stored_dtype(model)
-    reference = choose_reference(sum(each.numel() for each in model.parameters()), stored, copies=8)
+    reference = reference_for(model, copies=8)
     if reference is None:
         return None
     with contextlib.suppress(ValueError, AttributeError):  # PyTorch has no grouped products in fp64
@@ -101,6 +115,12 @@ def pair_of(model: nn.Module, probes: Probes) -> Pair | None:
         if own.get(name, stored) is None:
             each.data = each.data.bfloat16().to(stored)  # the same values in every precision
     stock = unpatch(copy.deepcopy(model))
+    for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
+        # Implementations of attention differ where a row of the mask is empty.
+        if isinstance(ours, PreTrainedModel) and isinstance(theirs, PreTrainedModel):
+            attention = ours.config._attn_implementation
+            if attention is not None and attention != theirs.config._attn_implementation:
+                theirs.set_attn_implementation(attention)
     trained = {name for name, _ in model.named_parameters()}
     for name, each in stock.named_parameters():
         each.requires_grad_(each.requires_grad and name in trained)  # what a fold made constant

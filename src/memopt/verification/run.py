@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
-from memopt.checks import LEVELS, Check, Level, Status
+from memopt.checks import LEVELS, Check, Level, Status, skipped
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.generators import generators_kept
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch
 from memopt.walk.models.adapter import refuse_adapter
+
+if TYPE_CHECKING:
+    from memopt.verification.trial import CheckpointTrial
 
 
 @generators_kept()
@@ -98,36 +103,35 @@ def _run(
         why = (
             f"its weights were saved after it was patched, so its outputs may differ from those of {record.base_model}"
         )
-        return [Check("forward.original", level, "original model", "skip", detail=why)]
+        return [skipped("forward.original", "original model", why)]
     from memopt.verification.inputs import NoInputs
     from memopt.verification.models import find_pair
     from memopt.verification.names import random_tensors
+    from memopt.verification.trial import CheckpointTrial
 
+    trial = CheckpointTrial(folder, record.recipe, trust_remote_code, inputs, record.folded_norms())
     try:
         if level == "forward":
             from memopt.verification.forward import verify_forward
 
             pair = find_pair(folder, against, trust_remote_code=trust_remote_code, inputs=inputs)
             if pair is None:
-                return [_no_original(level)]
+                why = "the original is not where memopt.json says; name it with --against MODEL"
+                return [skipped("forward.original", "original model", why)]
             return random_tensors(level, record, pair, trust_remote_code) or verify_forward(pair)
-        if level == "gradient":
-            unknown = random_tensors(level, record, None, trust_remote_code)
-            return unknown or _gradient(record, trust_remote_code, inputs)
-        if level == "training":
-            unknown = random_tensors(level, record, None, trust_remote_code)
-            return unknown or _training(record, trust_remote_code, inputs)
-        from memopt.verification.memory import verify_memory
-        from memopt.verification.step_memory import verify_step
+        if level == "memory":
+            from memopt.verification.memory import verify_memory
+            from memopt.verification.step_memory import verify_step
 
-        saved = verify_memory(folder, trust_remote_code=trust_remote_code, inputs=inputs)
-        return saved + verify_step(folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+            return verify_memory(trial) + verify_step(trial)
+        unknown = random_tensors(level, record, None, trust_remote_code)
+        return unknown or (_gradient(trial) if level == "gradient" else _training(trial))
     except NoInputs as error:
-        return [Check(id=f"{level}.inputs", level=level, subject="inputs", status="skip", detail=str(error))]
+        return [skipped(f"{level}.inputs", "inputs", str(error))]
     except NotImplementedError as error:  # as flex attention's backward is on the CPU
         from memopt.verification.gradient import stock_runs
 
-        stock_does = stock_runs(folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
+        stock_does = stock_runs(trial)
         why = (
             "stock modules run on this machine, patched ones end in"
             if stock_does
@@ -139,54 +143,33 @@ def _run(
         return [Check(id=f"{level}.load", level=level, subject=str(folder), status="fail", detail=str(error))]
 
 
-def _gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
-    from memopt.verification.trial import CheckpointTrial
+def _gradient(trial: CheckpointTrial) -> list[Check]:
+    from memopt.verification.gradient import verify_gradient
+    from memopt.verification.streamed import blocks_to_stream, verify_streamed
 
-    folder, recipe = record.folder, record.recipe
-    trial = CheckpointTrial(folder, recipe, trust_remote_code, inputs)
     checks: list[Check] = []
-    if "approximate" in recipe.effects:
+    if "approximate" in trial.recipe.effects:
         from memopt.verification.approximation import verify_approximation
 
         checks += verify_approximation(trial)
-    with contextlib.suppress(NegativeVerdict) if checks else contextlib.nullcontext():
-        # What is patched exactly is compared exactly; a recipe may approximate everything that it patches.
-        checks += _exact_gradient(record, trust_remote_code, inputs)
-    for patch in patches():
+    with _exact(trial):
+        streamed = blocks_to_stream(trial)
+        checks += verify_gradient(trial) if streamed is None else verify_streamed(trial, *streamed)
+    for patch in having(Checks):
         checks += patch.checks(trial)
     return checks
 
 
-def _training(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
+def _training(trial: CheckpointTrial) -> list[Check]:
     from memopt.verification.training import verify_training
 
-    try:
-        return verify_training(record.folder, record.recipe, trust_remote_code=trust_remote_code, inputs=inputs)
-    except NegativeVerdict:
-        if "approximate" not in record.recipe.effects:
-            raise
-        return []  # it approximates everything that it patches: nothing is left to compare exactly
+    checks: list[Check] = []
+    with _exact(trial):
+        checks += verify_training(trial)
+    return checks
 
 
-def _exact_gradient(record: PatchedFolder, trust_remote_code: bool, inputs: Batch | None) -> list[Check]:
-    from memopt.verification.gradient import verify_gradient
-    from memopt.verification.streamed import blocks_to_stream, verify_streamed
-
-    folder, recipe = record.folder, record.recipe
-    streamed = blocks_to_stream(folder, trust_remote_code=trust_remote_code)
-    if streamed is None:
-        return verify_gradient(folder, recipe, trust_remote_code=trust_remote_code, inputs=inputs)
-    exact = recipe.without("sampled", "approximate")
-    return verify_streamed(
-        folder, *streamed, record.folded_norms(), exact, trust_remote_code=trust_remote_code, inputs=inputs
-    )
-
-
-def _no_original(level: Level) -> Check:
-    return Check(
-        id=f"{level}.original",
-        level=level,
-        subject="original model",
-        status="skip",
-        detail="the original is not where memopt.json says; name it with --against MODEL",
-    )
+def _exact(trial: CheckpointTrial) -> AbstractContextManager[None, bool | None]:
+    """Around a comparison of what is patched exactly; a recipe may approximate everything that it patches."""
+    approximates = "approximate" in trial.recipe.effects
+    return contextlib.suppress(NegativeVerdict) if approximates else contextlib.nullcontext()

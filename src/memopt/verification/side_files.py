@@ -22,8 +22,9 @@ from memopt.checks import Check, Status
 from memopt.emit.engines import file_names
 from memopt.errors import ModelError, first_of
 from memopt.files import once
-from memopt.patches.registry import patches
+from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
+from memopt.plan.recipe import modernised
 from memopt.walk.sites import Sites
 
 #: What `save_pretrained` writes on its own.
@@ -144,12 +145,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "it lists no file of the source"
     for name in sorted({*manifest.emitted} - (file_names() & manifest.files.keys())):
         yield f"{name} is no file that `--emit` writes"
-    known = {patch.kind: patch for patch in patches() if patch.kind}
+    known = rows()
     for entry in manifest.entries:
-        patch = known.get(entry.kind)
-        if patch is not None and entry.rewritten and entry.action not in patch.actions:
-            yield f"{entry.site}: '{entry.action}' is nothing that is done to a {patch.noun}"
-    planned = {e.site for e in manifest.entries if (p := known.get(e.kind)) is not None and e.action == p.folding}
+        its = known.get(entry.kind)
+        if its is not None and entry.rewritten and entry.action not in its.actions:
+            yield f"{entry.site}: '{entry.action}' is nothing that is done to a {its.noun}"
+    planned = {e.site for e in manifest.entries if (its := known.get(e.kind)) is not None and e.action == its.fold}
     folded = [record.fold.norm for record in manifest.folds]
     for name in sorted(planned.symmetric_difference(folded)):
         yield f"{name} is folded by {'its plan, but there is no such fold' if name in planned else 'no entry of it'}"
@@ -179,7 +180,9 @@ def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: Checkpoin
     expected = config_key(
         record.model, record.path, record.commit, manifest.recipe, folds, affines, manifest.memopt_version
     )
-    for where, what in differences(expected, key):
+    recipe = key.get("recipe")
+    written = key | {"recipe": modernised(recipe)} if isinstance(recipe, dict) else key
+    for where, what in differences(expected, written):
         yield f"config.json contradicts memopt.json: {_phrase((CONFIG_KEY, *where), what)}"
 
 

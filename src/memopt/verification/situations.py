@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memopt.torch_compat import tree_leaves, tree_map
 from memopt.verification.inputs import Probes
 from memopt.walk.calls.batch import rows_of, tokens_of
 from memopt.walk.calls.inputs import MASKS, masked
@@ -96,16 +97,18 @@ def _batch(probes: Probes, rows: int, tokens: int, seed: int) -> dict[str, Any]:
     """The text again and again in rows of `tokens`, random ids behind its end; rows alone of what is not text."""
     given = {**probes.batches[0], **probes.targets[0]}
     own_rows, own_tokens = rows_of(given), tokens_of(given)
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
     if own_tokens is None or any(value.dim() < 2 or value.shape[1] != own_tokens for value in tensors):
         tokens = own_tokens = 0
-    made: dict[str, Any] = {}
-    for name, value in given.items():
+
+    def resized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() and len(value) == own_rows:
             value = value[(torch.arange(rows) + seed) % own_rows]
             if tokens and own_tokens:
                 value = _lengthened(value, tokens, own_tokens, seed)
-        made[name] = value
+        return value
+
+    made: dict[str, Any] = tree_map(resized, given)
     return made
 
 

@@ -6,28 +6,25 @@ NumPy's arrays by the interpreter's account. The module at fault is found by exc
 
 from __future__ import annotations
 
-import bisect
-import functools
 import gc
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from memopt.checks import Check
-from memopt.plan.recipe import Recipe
-from memopt.reporting.storages import storages
-from memopt.reporting.timeline import Timeline
+from memopt.checks import Check, limited
 from memopt.torch_compat import storage_id
-from memopt.verification.inputs import probe_inputs
-from memopt.verification.models import cast_inputs, load_patched, load_run_free
-from memopt.verification.pairs import Pair, pair_of
+from memopt.trace.storages import storages
+from memopt.trace.timeline import Timeline
+from memopt.verification.models import cast_inputs
+from memopt.verification.modules import Worst, culprit
+from memopt.verification.pairs import Pair, with_pair
 from memopt.verification.step import training_loss
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 
@@ -37,6 +34,7 @@ _CHECKS = {
     "peak": ("memory.peak", "peak of live bytes in a step beyond stock", "patching must save"),
     "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "tensors hold what is saved"),
 }  # fmt: skip
+_STOCK = "stock modules, same weights and inputs"
 #: Tensors of a module's largest size that its forward may allocate and free beyond stock: without kernels an operator
 #: of several steps holds two results of such steps, in fp32, where stock has one of its own.
 _TRANSIENT = 3.0
@@ -54,18 +52,9 @@ class Lived:
     """Module -> the most bytes that its forward allocates and frees at one time, and its largest storage."""
 
 
-def verify_step(
-    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
-) -> list[Check]:
+def verify_step(trial: CheckpointTrial) -> list[Check]:
     """Two steps of the patched model and of stock modules, in eval mode."""
-    load = functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs)
-
-    def run(model: nn.Module) -> list[Check]:
-        probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
-        pair = pair_of(model, probes)
-        return [] if pair is None else list(_checks(pair, recipe.without("approximate", "sampled")))
-
-    return load_run_free(load, run)
+    return with_pair(trial, lambda pair: list(_checks(pair, trial.exact))) or []
 
 
 def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
@@ -81,12 +70,10 @@ def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
         allowed, found = getattr(stock, name), getattr(patched, name)
         subject = f"{len(pair.swapped)} modules"
         if found > allowed:
-            subject = _culprit(pair, batch, lambda each, name=name: getattr(each, name), allowed)  # type: ignore[misc]
-        yield Check(
-            id=id, level="memory", subject=subject, status="fail" if found > allowed else "pass", metric=metric,
-            value=float(max(found - allowed, 0)), threshold=0.0, threshold_reason=reason,
-            reference="stock modules, same weights and inputs", n=found,
-            detail=f"stock {allowed} bytes, patched {found}",
+            subject = _culprit(pair, batch, name, allowed)
+        yield limited(
+            id, subject, float(max(found - allowed, 0)), 0.0, metric, reason, _STOCK, found,
+            f"stock {allowed} bytes, patched {found}",
         )  # fmt: skip
 
 
@@ -98,24 +85,22 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
     }
     worst = max(excess, key=lambda name: excess[name], default="")
     value = excess.get(worst, 0.0)
-    fails = value > _TRANSIENT
-    return Check(
-        id="memory.transient", level="memory", subject=(worst or "the model") if fails else f"{len(excess)} modules",
-        status="fail" if fails else "pass", metric="bytes that come and go in a forward beyond stock / largest tensor",
-        value=value, threshold=_TRANSIENT, threshold_reason="two results of steps, in fp32, on a CPU",
-        reference="stock modules, same weights and inputs", n=len(excess),
+    subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"
+    return limited(
+        "memory.transient", subject, value, _TRANSIENT,
+        "bytes that come and go in a forward beyond stock / largest tensor",
+        "two results of steps, in fp32, on a CPU", _STOCK, len(excess),
     )  # fmt: skip
 
 
-def _culprit(pair: Pair, batch: Batch, of: Callable[[Lived], int], allowed: int) -> str:
+def _culprit(pair: Pair, batch: Batch, name: str, allowed: int) -> str:
     """The patched module from which on it is too much."""
 
-    def wrong(patched: int) -> bool:
+    def run(patched: int) -> Worst:
         with pair.with_stock(patched):
-            return of(lived(pair.patched, batch)) > allowed
+            return Worst(getattr(lived(pair.patched, batch), name), "")
 
-    first = bisect.bisect_left(range(len(pair.swapped)), True, key=wrong)
-    return (pair.swapped[first - 1][0] if first else "") or "the model"
+    return culprit(run, allowed, pair.swapped, lambda: "the model")
 
 
 def lived(model: nn.Module, batch: Batch) -> Lived:

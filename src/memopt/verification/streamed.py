@@ -13,7 +13,8 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -25,22 +26,23 @@ from torch import Tensor, nn
 
 from memopt.api import load
 from memopt.checkpoint.sources.source import open_source
-from memopt.checks import Check
+from memopt.checks import Check, worst_of_each
 from memopt.generators import seed_cpu
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Checks
+from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.reporting.text import Terminal
 from memopt.torch_compat import tree_leaves, tree_map
-from memopt.verification.gradient import check_parameters, compare_gradients
-from memopt.verification.inputs import Probes, probe_inputs
+from memopt.verification.gradient import check_parameters, compare_gradients, ratios
+from memopt.verification.inputs import Probes
 from memopt.verification.models import cast_inputs, choose_reference, quiet
-from memopt.verification.modules import LIMITS, check_alone, check_modules, compare_steps, first_wrong, run_alone
+from memopt.verification.modules import LIMITS, Worst, check_alone, check_modules, compare_steps
 from memopt.verification.ratios import STOCK_RUNS
 from memopt.verification.shelf import Shelf
 from memopt.verification.step import Step, loss_of
 from memopt.verification.stochastic import RandomRounding
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.aten.precision import precise
-from memopt.walk.calls.batch import Batch
 from memopt.walk.models.config import load_config
 from memopt.walk.observe import walk_config
 
@@ -49,13 +51,13 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SOURCE = "fp64 run of stock modules on the same weights, block by block"
 
 
-def blocks_to_stream(folder: Path, *, trust_remote_code: bool = False) -> tuple[tuple[str, ...], torch.dtype] | None:
+def blocks_to_stream(trial: CheckpointTrial) -> tuple[tuple[str, ...], torch.dtype] | None:
     """The blocks of a model that does not fit into memory in fp64, and its stored dtype; None where it does.
 
     None as well where it has no repeated blocks.
     """
     sizes: dict[str, int] = {}
-    for tensor in open_source(str(folder)).tensors.values():
+    for tensor in open_source(str(trial.source)).tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.shape)
     stored = _DTYPES.get(max(sizes, key=lambda each: sizes[each], default=""))
     if stored is None:
@@ -63,21 +65,12 @@ def blocks_to_stream(folder: Path, *, trust_remote_code: bool = False) -> tuple[
     reference = choose_reference(sum(sizes.values()), stored, copies=4)
     if reference is not None and reference.dtype == _WIDE:
         return None
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    blocks = walk_config(config, trust_remote_code=trust_remote_code).blocks
+    config = load_config(trial.source, trust_remote_code=trial.trust_remote_code)
+    blocks = walk_config(config, trust_remote_code=trial.trust_remote_code).blocks
     return (blocks, stored) if blocks else None
 
 
-def verify_streamed(
-    folder: Path,
-    blocks: Sequence[str],
-    stored: torch.dtype,
-    folded: frozenset[str],
-    settings: Sequence[str],
-    *,
-    trust_remote_code: bool = False,
-    inputs: Batch | None = None,
-) -> list[Check]:
+def verify_streamed(trial: CheckpointTrial, blocks: Sequence[str], stored: torch.dtype) -> list[Check]:
     """The checks of `verify_gradient`, with one of `blocks` in memory at a time.
 
     Raises:
@@ -88,17 +81,17 @@ def verify_streamed(
         shelf = Shelf(blocks, Path(scratch))
         cls: Any = shelf
         model = load(
-            folder,
+            trial.source,
             model_class=cls,
-            inputs=inputs,
-            overrides=settings,
+            inputs=trial.inputs,
+            overrides=trial.exact,
             dtype="auto",
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trial.trust_remote_code,
         ).eval()
         with Progress(console=Terminal(sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("blocks", total=None)
-            sweep = _Sweep(model, shelf, stored, folded, lambda: progress.advance(task))
-            probes = probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code)
+            sweep = _Sweep(model, shelf, stored, trial.folded, lambda: progress.advance(task))
+            probes = trial.probes(model)
             progress.update(task, total=progress.tasks[0].completed + 2 * len(blocks))
             sweep.run(probes)
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -115,8 +108,8 @@ class _Sweep:
     stored: torch.dtype
     folded: frozenset[str]
     advance: Callable[[], None]
-    found: dict[str, list[Check]] = field(default_factory=dict)
-    """Id -> the check of each block."""
+    found: list[Check] = field(default_factory=list)
+    """The checks of each block."""
 
     def __post_init__(self) -> None:
         for name in self.shelf.blocks:
@@ -146,16 +139,17 @@ class _Sweep:
         loss.backward()
         names = [name for name, m in self.model.named_modules() if is_swapped(m) and id(m) not in self._inside]
         outer = {name: self.model.get_submodule(name) for name in names}
-        self._alone(outer)
+        self.found += check_alone(outer, _WIDE)
         with precise(_WIDE):
-            for check in (check for patch in patches() for check in patch.module_checks(outer, LIMITS[_WIDE])):
-                self._add(check)
+            for patch in having(Checks):
+                self.found += patch.module_checks(outer, LIMITS[_WIDE])
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> list[Check]:
         """Of each kind, the check of the block that is furthest over its limit, with the number of all of them."""
-        for checks in self.found.values():
-            ranked = sorted(checks, key=lambda each: (each.status == "fail", each.status == "warn", _excess(each)))
-            yield replace(ranked[-1], n=sum(each.n for each in checks))
+        numbers = Counter[str]()
+        for check in self.found:
+            numbers[check.id] += check.n
+        return [replace(check, n=numbers[check.id]) for check in worst_of_each(self.found)]
 
     def _forward(self, name: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = {"args": args, "kwargs": kwargs}
@@ -177,14 +171,16 @@ class _Sweep:
         truth, of_inputs = step(_WIDE, 0)
         patched, _ = step(_WIDE, None)
         swapped = [(f"{name}.{each}".rstrip("."), m) for each, m in block.named_modules() if is_swapped(m)]
-        worst = compare_steps(patched, truth)
-        limit, culprit = LIMITS[_WIDE], "all patched modules"
-        if not worst.value <= limit:
-            wrong = first_wrong(lambda count: compare_steps(step(_WIDE, count)[0], truth), limit, len(swapped))
-            culprit = swapped[wrong - 1][0] if wrong else name
-        self._add(check_modules(culprit, worst, truth, _SOURCE, limit))
-        self._add(check_parameters(patched.gradients, truth.gradients, self.folded))
-        ours, stock = [step(self.stored, None)[0]], [step(self.stored, 0)[0]]
+
+        def run(count: int) -> Worst:
+            return compare_steps(step(_WIDE, count)[0], truth)
+
+        def rounded() -> tuple[list[Step], list[Step]]:
+            with torch.random.fork_rng(devices=[]), RandomRounding(self.stored):
+                seed_cpu(0)
+                ours = [step(self.stored, None)[0] for _ in range(2)]
+                return ours, [step(self.stored, 0)[0] for _ in range(STOCK_RUNS - 1)]
+
         compared = functools.partial(
             compare_gradients,
             truth=truth.gradients,
@@ -193,17 +189,15 @@ class _Sweep:
             stock_loss=0.0,
             patched_loss=0.0,
         )
-        ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
-        if any(check.status in ("warn", "fail") for check in ratios):
-            with torch.random.fork_rng(devices=[]), RandomRounding(self.stored):
-                seed_cpu(0)
-                ours += [step(self.stored, None)[0] for _ in range(2)]
-                stock += [step(self.stored, 0)[0] for _ in range(STOCK_RUNS - 1)]
-            ratios = list(compared([each.gradients for each in ours], [each.gradients for each in stock]))
-        for check in ratios:
-            self._add(replace(check, detail=name))
+        worst = compare_steps(patched, truth)
+        self.found += [
+            check_modules(worst, run, swapped, truth, _WIDE, _SOURCE, lambda: name),
+            check_parameters(patched.gradients, truth.gradients, self.folded),
+        ]
+        found = ratios(compared, step(self.stored, None)[0], step(self.stored, 0)[0], rounded)
+        self.found += [replace(check, detail=name) for check in found]
         with self.shelf.loaded(block, _WIDE):
-            self._alone(dict(swapped))
+            self.found += check_alone(dict(swapped), _WIDE)
         return of_inputs
 
     def _step(
@@ -230,14 +224,6 @@ class _Sweep:
         given = {f"{name}, input {i}": grad for i, grad in enumerate(of_inputs) if grad is not None}
         outputs = {f"{name}, output {i}": y.detach() for i, y in enumerate(leaves) if y.is_floating_point()}
         return Step(0.0, outputs, gradients | given, frozenset(outputs)), of_inputs
-
-    def _alone(self, modules: dict[str, nn.Module]) -> None:
-        check = check_alone(run_alone(modules, _WIDE), LIMITS[_WIDE])
-        if check is not None:
-            self._add(check)
-
-    def _add(self, check: Check) -> None:
-        self.found.setdefault(check.id, []).append(check)
 
 
 class _Streamed(torch.autograd.Function):
@@ -269,15 +255,3 @@ def _with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """`tree` with its tensors replaced, in order."""
     left = iter(tensors)
     return tree_map(lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _excess(check: Check) -> float:
-    if check.value is None:
-        return 0.0
-    return (
-        float("inf")
-        if check.value != check.value
-        else check.value / check.threshold
-        if check.threshold
-        else check.value
-    )

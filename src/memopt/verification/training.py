@@ -16,32 +16,24 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memopt.checks import Check
+from memopt.checks import Check, limited, skipped, worst_of_each
 from memopt.generators import seed_cpu
-from memopt.plan.recipe import Recipe
 from memopt.verification.gradient import compare_gradients
-from memopt.verification.inputs import probe_inputs
-from memopt.verification.models import (
-    cast_inputs,
-    floating_outputs,
-    load_patched,
-    load_run_free,
-)
-from memopt.verification.modules import LIMITS, Worst, compare_steps, first_wrong
-from memopt.verification.pairs import Pair, pair_of
+from memopt.verification.models import cast_inputs, floating_outputs
+from memopt.verification.modules import LIMITS, Worst, compare_steps, culprit
+from memopt.verification.pairs import Pair, with_pair
 from memopt.verification.ratios import STOCK_RUNS, rms
 from memopt.verification.situations import SITUATIONS, Precision, Situation, as_in, batches
 from memopt.verification.step import Step, loss_of
 from memopt.verification.stochastic import RandomRounding
+from memopt.verification.trial import CheckpointTrial
 from memopt.walk.aten.precision import precise
-from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
 
@@ -63,37 +55,25 @@ class _Run:
     """Of the state in which it left the random generators."""
 
 
-def verify_training(
-    folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
-) -> list[Check]:
+def verify_training(trial: CheckpointTrial) -> list[Check]:
     """Run every situation; what is sampled or approximate is switched off."""
-    load = functools.partial(
-        load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs,
-        overrides=recipe.without("sampled", "approximate"),
-    )  # fmt: skip
-
-    def run(model: nn.Module) -> list[Check]:
-        pair = pair_of(model, probe_inputs(model, folder, inputs, trust_remote_code=trust_remote_code))
-        return [_skip("no more precise run than the model's own fits into memory")] if pair is None else _all(pair)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of generate, and of PEFT
-        return load_run_free(load, run)
+        found = with_pair(trial, _all, *trial.exact)
+    return [_skipped("no more precise run than the model's own fits into memory")] if found is None else found
 
 
 def _all(pair: Pair) -> list[Check]:
-    found: dict[str, list[Check]] = {}
+    found: list[Check] = []
     for situation in sorted(SITUATIONS, key=lambda each: each.trains == "lora"):
         if situation.trains == "lora" and not pair.adapt():
             pair.not_run[str(situation)] = "PEFT adapts none of its linears, or is not installed"
             continue
-        for check in _checks(pair, situation):
-            found.setdefault(check.id, []).append(check)
+        found += _checks(pair, situation)
         pair.let_go()
     if not found:
-        return [_skip(f"stock modules run in no situation: {next(iter(pair.not_run.values()))}")]
-    checks = [max(checks, key=lambda each: (each.status == "fail", _excess(each))) for checks in found.values()]
-    return [*checks, _unproved(pair)]
+        return [_skipped(f"stock modules run in no situation: {next(iter(pair.not_run.values()))}")]
+    return [*worst_of_each(found), _unproved(pair)]
 
 
 def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
@@ -223,10 +203,8 @@ def _rounding(
 
     def far(ours: Sequence[_Run], theirs: Sequence[_Run]) -> Worst:
         checks = [*compared([each.step.gradients for each in ours], [each.step.gradients for each in theirs])]
-        worst = max(checks[1:], key=_excess, default=checks[0])
-        return Worst(
-            _excess(worst), f"the gradient of {worst.subject}: {worst.value or 0:.3g}, limit {worst.threshold}"
-        )
+        worst = max(checks[1:], key=lambda check: check.excess, default=checks[0])
+        return Worst(worst.excess, f"the gradient of {worst.subject}: {worst.value or 0:.3g}, limit {worst.threshold}")
 
     one_of_them = ran.step.gradients.keys() ^ stock.step.gradients.keys()
     worst = far([ran], [stock]) if not one_of_them else _compared(ran.step, stock.step)
@@ -255,16 +233,11 @@ def _check(
 ) -> Check:
     """The check; where it fails, `run` with the first so many modules patched says which one it is."""
     metric, reason = _METRICS[id]
-    fails, subject = not worst.value <= limit, f"{len(pair.swapped)} modules"
-    if fails:
-        wrong = first_wrong(run, limit, len(pair.swapped))
-        subject = pair.swapped[wrong - 1][0] if wrong else "a module that is not patched"
-        subject = subject or "the model"
-    return Check(
-        id=id, level="training", subject=subject, status="fail" if fails else "pass", metric=metric,
-        value=float(worst.value), threshold=limit, threshold_reason=reason,
-        reference="stock modules, same weights and batch", n=len(SITUATIONS),
-        detail=f"{situation}" + (f"; most in {worst.where}" if worst.where else ""),
+    subject = f"{len(pair.swapped)} modules" if worst.value <= limit else culprit(run, limit, pair.swapped)
+    where = f"; most in {worst.where}" if worst.where else ""
+    return limited(
+        id, subject, float(worst.value), limit, metric, reason, "stock modules, same weights and batch",
+        len(SITUATIONS), f"{situation}{where}",
     )  # fmt: skip
 
 
@@ -336,13 +309,4 @@ def _generators() -> str:
     return hashlib.sha256(pickle.dumps(states)).hexdigest()
 
 
-def _excess(check: Check) -> float:
-    """`value` over its limit."""
-    value = check.value or 0.0
-    if value != value:
-        return float("inf")
-    return value / check.threshold if check.threshold else value
-
-
-def _skip(reason: str) -> Check:
-    return Check(id="training.steps", level="training", subject="steps", status="skip", detail=reason)
+_skipped = functools.partial(skipped, "training.steps", "steps")

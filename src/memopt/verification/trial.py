@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from memopt.api import plan_for
-from memopt.patches.base import Section
-from memopt.patches.registry import patches
+from memopt.patches.capabilities import Reports, Section
+from memopt.patches.registry import having
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
-from memopt.reporting.subject import chosen_recipe
-from memopt.reporting.training import Request
+from memopt.trace.subject import chosen_recipe
+from memopt.trace.training import Request
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.models import load_patched, load_stock
 from memopt.verification.step import Gradients, training_step
@@ -33,25 +33,37 @@ class CheckpointTrial:
     recipe: Recipe
     trust_remote_code: bool = False
     inputs: Batch | None = None
+    """The user's batch; None to make inputs."""
+    folded: frozenset[str] = frozenset()
+    """Names of the norms that are folded."""
     _probes: Probes | None = field(default=None, init=False)
 
     @property
     def probe(self) -> str:
         return "" if self._probes is None else self._probes.source
 
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The settings with which nothing is sampled or approximate."""
+        return self.recipe.without("sampled", "approximate")
+
     def stock(self, dtype: torch.dtype | None = None) -> nn.Module:
         return load_stock(self.source, dtype=dtype, trust_remote_code=self.trust_remote_code)
 
-    def patched(self, *settings: str) -> nn.Module:
+    def patched(self, *settings: str, dtype: torch.dtype | None = DTYPE) -> nn.Module:
         code = self.trust_remote_code
-        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=DTYPE, overrides=settings)
+        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=dtype, overrides=settings)
+
+    def probes(self, model: nn.Module) -> Probes:
+        """The inputs of all models of the folder."""
+        return probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
 
     def plan(self, model: nn.Module) -> Plan:
         return plan_for(model, self.recipe, inputs=self.inputs)
 
     def step(self, model: nn.Module) -> tuple[float, Gradients]:
         if self._probes is None:
-            self._probes = probe_inputs(model, self.source, self.inputs, trust_remote_code=self.trust_remote_code)
+            self._probes = self.probes(model)
         step = training_step(model, self._probes, DTYPE)
         return step.loss, step.gradients
 
@@ -66,5 +78,5 @@ def report_sections(request: Request, note: Callable[[str], None] | None = None)
     folder, inputs = Path(request.model).expanduser(), given_batch(request.inputs)
     trial = CheckpointTrial(folder, chosen_recipe(request), request.trust_remote_code, inputs)
     trains_all, tell = request.train == "full", note or (lambda text: None)
-    sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in patches())
+    sections = (patch.report(trial, trains_all=trains_all, note=tell) for patch in having(Reports))
     return tuple(section for section in sections if section is not None)

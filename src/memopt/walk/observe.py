@@ -28,12 +28,12 @@ from memopt.walk.flow.blocks import find_blocks
 from memopt.walk.flow.linear_inputs import InputUse
 from memopt.walk.flow.watch import Observed, observe
 from memopt.walk.folds.twin_proofs import with_proofs
-from memopt.walk.folds.verdict import judge, norm_sites
+from memopt.walk.folds.verdict import norm_sites
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.models.config import load_config
 from memopt.walk.models.plain import plain_functions
+from memopt.walk.probes.brought import with_brought_sites
 from memopt.walk.probes.gated import with_form
-from memopt.walk.probes.sum_norm import sum_norm_sites
 from memopt.walk.sites import NormSite, Sites
 
 _CTC = "its loss is a CTC loss, which reads the logits of all tokens at once"
@@ -152,14 +152,13 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     mode, labels = observed.mode, observed.labels
     assert labels is not None
     heads = list(labels.loss_heads(mode.parameters))
-    verdicts = judge(mode, next((head.parameter for head in heads if not head.obstacle), None))
+    norms = norm_sites(mode, next((head.parameter for head in heads if not head.obstacle), None))
     if _calls_ctc_loss(inner_model(model)):
         heads = [replace(head, obstacle=head.obstacle or _CTC) for head in heads]
     linears = tuple(
         replace(x, **observed.inputs.get(x.parameter, InputUse((), ()))._asdict()) for x in labels.linear_sites()
     )
     rejected = {name: record.rejected for name, record in mode.norms.items() if record.rejected}
-    norms = norm_sites(mode, verdicts)
     owners = {linear.module for linear in linears}
     if not observed.calls:
         # No linear ran, so every module with a matrix counts as one.
@@ -175,12 +174,11 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     }
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
-    return Sites(
+    sites = Sites(
         model_class=type(model).__name__,
         model_type=str(getattr(config, "model_type", "")),
         norms=norms,
         gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
-        sum_norms=sum_norm_sites(model, norms),
         activations=labels.activation_sites(),
         linears=linears,
         dropouts=labels.dropout_sites(),
@@ -192,6 +190,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
         traces=tuple(observed.traces),
     )
+    return with_brought_sites(model, sites)
 
 
 def _calls_ctc_loss(model: nn.Module) -> bool:

@@ -10,7 +10,9 @@ torch. Module and parameter names are the dotted names of `named_modules` and `n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 #: ``rms`` and ``layer`` have a formula, which the norm operator of memopt computes. ``gated`` normalises one tensor and
 #: gates it with another, ``channels`` scales dimension 1, ``heads`` has a scale for every channel of every head,
@@ -29,6 +31,11 @@ BATCH_STATISTICS = "it normalises over the batch, and keeps statistics of it"
 def parent(name: str) -> str:
     """The module around the module `name`."""
     return name.rpartition(".")[0]
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether `name` is `module`, or a module or parameter inside it; the model itself has the empty name."""
+    return not module or f"{name}.".startswith(f"{module}.")
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,12 @@ class ActivationSite:
 
         return self.operations == 1 and saves_its_output(self.kind)
 
+    @property
+    def gains_alone(self) -> bool:
+        """Whether its module saves less once it is rewritten, whatever reads its output: a single operation saves its
+        input only, and its output is a matter of its readers, unless the next linear reads a copy of it."""
+        return self.operations > 1 or self.parameters or (self.copied and not self.saves_its_output)
+
 
 @dataclass(frozen=True)
 class GatedMLPSite:
@@ -185,22 +198,6 @@ class GatedMLPSite:
             return None
         gate, up, down = (p.removeprefix(prefix).partition(".")[0] for p in parameters if p is not None)
         return gate, up, down
-
-
-@dataclass(frozen=True)
-class SumNormSite:
-    """norm(between(dense(hidden)) + residual), the whole forward of its module."""
-
-    name: str
-    dense: str
-    between: str | None
-    """Child module (a dropout) after dense."""
-    norm: str
-    """Name of a child, as `dense` is. The norm also has a :class:`NormSite`."""
-    arguments: tuple[str, str]
-    """Names of the forward's two arguments, in order."""
-    residual: Literal[0, 1]
-    """Position of the argument that is added; the other one is the input of dense."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +255,6 @@ class Sites:
     model_type: str
     norms: tuple[NormSite, ...] = ()
     gated_mlps: tuple[GatedMLPSite, ...] = ()
-    sum_norms: tuple[SumNormSite, ...] = ()
     activations: tuple[ActivationSite, ...] = ()
     linears: tuple[LinearSite, ...] = ()
     dropouts: tuple[DropoutSite, ...] = ()
@@ -274,6 +270,12 @@ class Sites:
     """Notes for the user: forwards that failed, modules that never ran, ..."""
     traces: tuple[tuple[str, str], ...] = ()
     """(label, "ok" or the error) of every forward that was tried."""
+    brought: tuple[Any, ...] = ()
+    """Sites of kinds that patches bring (`memopt.walk.probes.brought`), in the order of the model's modules."""
+
+    def of(self, kind: type[T]) -> tuple[T, ...]:
+        """The sites of a kind that a patch brings."""
+        return tuple(site for site in self.brought if isinstance(site, kind))
 
     @property
     def loss_head(self) -> LossHead | None:

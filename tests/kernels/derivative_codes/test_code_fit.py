@@ -94,8 +94,6 @@ ERRORS = {
     ("gelu_erf", "3bit"): (0.086, 1e-3),
     ("gelu_erf", "4bit"): (0.034, 1e-3),
     ("gelu_erf", "8bit"): (0.0021, 1e-4),
-    ("gelu_erf", "4bit-stochastic"): (0.049, 1e-3),
-    ("gelu_erf", "8bit-stochastic"): (0.0030, 1e-4),
     ("silu", "published"): (0.471, 1e-3),
     ("silu", "2bit"): (0.148, 1e-3),
     ("silu", "3bit"): (0.103, 1e-3),
@@ -114,7 +112,7 @@ def test_errors_are_those_of_the_table(kind, scheme):
 def test_the_stored_error_is_that_of_the_codes_on_normal_numbers(kind, scheme):
     z = draw(200_000)
     code = derivative_code(kind, scheme)
-    assert measured_error(encode(z, code, 3), z, kind, scheme) == pytest.approx(code.error, rel=0.01)
+    assert measured_error(encode(z, code), z, kind, scheme) == pytest.approx(code.error, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", list(PUBLISHED))
@@ -180,7 +178,7 @@ def test_the_code_of_any_activation_is_fitted_like_that_of_a_known_one(scheme):
     assert other.thresholds == pytest.approx(known.thresholds, abs=1e-9)
     assert other.levels == pytest.approx(known.levels, abs=1e-6)
     assert other.error == pytest.approx(known.error, abs=1e-6)
-    differing = encode(z, other, 5) != encode(z, known, 5)
+    differing = encode(z, other) != encode(z, known)
     assert differing.float().mean() < 1e-3
     torch.testing.assert_close(
         apply_code(z, encode(z, other), other), apply_code(z, encode(z, known), known), rtol=0, atol=z.abs().max() * 0.1

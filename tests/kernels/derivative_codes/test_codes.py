@@ -17,7 +17,7 @@ from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, PUBLISHED, fp32_
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 #: One of each width and family.
-FEW = [("gelu_erf", "2bit"), ("silu", "3bit"), ("mish", "4bit"), ("gelu_tanh", "8bit"), ("silu", "4bit-stochastic")]
+FEW = [("gelu_erf", "2bit"), ("silu", "3bit"), ("mish", "4bit"), ("gelu_tanh", "8bit"), ("silu", "4bit")]
 few_codes = pytest.mark.parametrize(("kind", "scheme"), FEW)
 
 
@@ -89,7 +89,7 @@ def test_published_steps_add_up_to_one_and_keep_the_primitive_on_the_identity(ki
 @pytest.mark.parametrize("count", [0, 1, 3, 7, 8, 1023, 1024, 1025, 5000])
 def test_the_bytes_are_codes_then_flags(kind, scheme, count):
     code, z = derivative_code(kind, scheme), draw(count)
-    packed = encode(z, code, 7)
+    packed = encode(z, code)
     assert packed.dtype == torch.uint8
     assert packed.shape == (math.ceil(count * code.bits / 8) + math.ceil(count / 1024),)
     assert packed.numel() == code.packed_bytes(count)
@@ -149,8 +149,8 @@ LAYOUTS = {
 def test_elements_count_in_logical_order(kind, scheme, layout):
     code = derivative_code(kind, scheme)
     z, dh = LAYOUTS[layout](draw(3, 5, 40)), LAYOUTS[layout](draw(3, 5, 40, seed=1))
-    packed = encode(z, code, 2)
-    assert torch.equal(packed, encode(z.contiguous(), code, 2))
+    packed = encode(z, code)
+    assert torch.equal(packed, encode(z.contiguous(), code))
     dz = apply_code(dh, packed, code)
     assert dz.shape == dh.shape
     assert dz.is_contiguous()
@@ -184,44 +184,10 @@ def test_a_gradient_that_is_not_finite_stays_so(kind, scheme):
 
 @pytest.mark.parametrize("kind", ["gelu_erf", "silu", "softplus"])
 def test_derivatives_at_the_ends_of_their_range_do_not_wrap_around(kind):
-    code = derivative_code(kind, "8bit-stochastic")
+    code = derivative_code(kind, "8bit")
     z = torch.linspace(-20, 20, 40_001)
-    for seed in range(3):
-        slope = apply_code(torch.ones_like(z), encode(z, code, seed), code)
-        assert (slope - slope_of(z, kind)).abs().max() <= code.step * 1.001
-
-
-# --- randomness ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["gelu_erf", "silu"])
-@pytest.mark.parametrize("scheme", ["4bit-stochastic", "8bit-stochastic"])
-def test_stochastic_codes_are_unbiased_at_every_element(kind, scheme):
-    code, z, draws = derivative_code(kind, scheme), torch.linspace(-4, 4, 401), 1000
-    slopes = torch.stack([apply_code(torch.ones_like(z), encode(z, code, seed), code) for seed in range(draws)])
-    truth = slope_of(z.double(), kind)
-    assert (slopes.double() - truth).abs().max() <= code.step * (1 + 1e-3)
-    # A fraction of a step p has the variance p (1 - p) <= 1/4; 401 elements stay within 5 standard deviations.
-    bias = (slopes.double().mean(0) - truth).abs() / code.step
-    assert bias.max() < 5 * 0.5 / draws**0.5
-    assert bias.mean() < 0.5 / draws**0.5
-    nearest = apply_code(torch.ones_like(z), encode(z, derivative_code(kind, scheme.split("-")[0])), code)
-    assert ((nearest.double() - truth).abs() / code.step).max() > 5 * 0.5 / draws**0.5
-
-
-def test_a_stochastic_code_is_repeated_by_its_seed_and_by_nothing_else():
-    code, z = derivative_code("silu", "4bit-stochastic"), draw(5000)
-    assert torch.equal(encode(z, code, 11), encode(z.view(50, 100), code, 11))
-    assert torch.equal(encode(z, code, -1), encode(z, code, 2**64 - 1))
-    packed = [encode(z, code, seed) for seed in (0, 1, 2**32, -1)]
-    assert all((a != b).float().mean() > 0.1 for i, a in enumerate(packed) for b in packed[:i])
-
-
-def test_the_seed_means_nothing_to_other_codes():
-    z = draw(500)
-    for scheme in ("published", "3bit", "8bit"):
-        code = derivative_code("silu", scheme)
-        assert torch.equal(encode(z, code, 1), encode(z, code, 2))
+    slope = apply_code(torch.ones_like(z), encode(z, code), code)
+    assert (slope - slope_of(z, kind)).abs().max() <= code.step * 0.501
 
 
 # --- where it runs ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.linear.function import linear, reads_spec
-from memopt.recompute_specs import Recomputed, attach_spec, keep_producer
+from memopt.recompute.specs import Recomputed, attach_spec, keep_producer
 from tests.support.compare import gradients_of_squares
 
 
@@ -38,7 +38,7 @@ def sin_again(
 def offered(z: Tensor, calls: list[int]) -> Tensor:
     """sin(z) with a spec; `calls` counts the backwards that recompute it on the way."""
     h = torch.sin(z)
-    attach_spec(h, (z,), torch.sin, Recomputed(), differentiate=functools.partial(sin_again, calls=calls))
+    attach_spec(h, (z,), Recomputed(torch.sin), differentiate=functools.partial(sin_again, calls=calls))
     return h
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
-from memopt.reporting.account import live_bytes
+from memopt.trace.account import live_bytes
 
 BATCH, TOKENS, HIDDEN = 3, 5, 16
 #: From (BATCH, 2 * TOKENS * HIDDEN) elements to (BATCH, TOKENS, HIDDEN).

@@ -15,7 +15,7 @@ from memopt.kernels.base import parts
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
-from memopt.recompute_specs import Region
+from memopt.recompute.specs import Region
 from memopt.saved import RecomputeScope
 from tests.kernels.norm.test_norm import FAMILIES, leaves, make, terms
 

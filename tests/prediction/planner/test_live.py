@@ -12,22 +12,22 @@ from torch import nn
 import memopt
 from memopt.errors import ModelError, NegativeVerdict
 from memopt.plan.recipe import load_recipe
-from memopt.prediction.planner import live, plan
+from memopt.prediction.planner import plan, training
 from memopt.prediction.planner.choice import Choice
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace
+from memopt.trace.events import Trace
 from tests.factories import tiny_inputs, tiny_model
 
 
 def test_a_model_is_patched_by_the_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Choice] = []
-    plan_model = live.plan_model
+    plan_model = training.plan_model
 
     def noted(*arguments: Any, **options: Any) -> Choice:
         asked.append(plan_model(*arguments, **options))
         return asked[-1]
 
-    monkeypatch.setattr(live, "plan_model", noted)
+    monkeypatch.setattr(training, "plan_model", noted)
     model = memopt.patch(tiny_model("llama").train(), budget="24GiB", batch=2, seq=32)
     [choice] = asked
     assert choice.plan.total <= choice.budget == 24 << 30
@@ -63,7 +63,7 @@ def test_a_plan_has_the_adapters_of_the_model(monkeypatch: pytest.MonkeyPatch, t
     config = peft.LoraConfig(r=4, target_modules=targets)
     model = peft.get_peft_model(tiny_model("llama", torch.bfloat16), config)  # its adapters are in fp32
     with pytest.raises(Seen) as seen:
-        live.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
+        training.plan_model(model, "24GiB", load_recipe("exact-unfolded"), seq=16)
     trained = sorted((tuple(each.shape), str(each.dtype)) for each in model.parameters() if each.requires_grad)
     [traced] = seen.value.args
     assert sorted((each.shape, str(each.dtype)) for each in traced.parameters if each.trained) == trained
@@ -72,7 +72,7 @@ def test_a_plan_has_the_adapters_of_the_model(monkeypatch: pytest.MonkeyPatch, t
 def test_adapters_other_than_loras_are_refused() -> None:
     config = peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"])
     with pytest.raises(ModelError, match="IA3Config is neither"):
-        live.plan_model(peft.get_peft_model(tiny_model("llama"), config), "24GiB", load_recipe("exact-unfolded"))
+        training.plan_model(peft.get_peft_model(tiny_model("llama"), config), "24GiB", load_recipe("exact-unfolded"))
 
 
 def test_a_model_without_a_config_needs_a_recipe() -> None:

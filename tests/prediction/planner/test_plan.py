@@ -16,9 +16,9 @@ from memopt.prediction.cards import find_card
 from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace, trace
-from memopt.reporting.step import Step
-from memopt.reporting.training import Training
+from memopt.trace.events import Trace
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.factories import tiny_config, tiny_model

@@ -8,8 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from memopt.prediction.planner.choose import between, fastest_that_fits, without
-from memopt.prediction.planner.search import BlockModel, Option, cheapest, frontier, smallest
+from memopt.prediction.planner.search import (
+    BlockModel,
+    Option,
+    between,
+    cheapest,
+    fastest_that_fits,
+    frontier,
+    smallest,
+    without,
+)
 
 
 def random_model(seed: int, *, most_blocks: int = 5, most_levels: int = 4) -> BlockModel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.walk.aten.meta_shapes import MetaShapes
+from memopt.walk.aten.meta_reads import MetaShapes
 from memopt.walk.calls.parts import every_call
 from memopt.walk.models.build import build_meta
 from tests.walk.configs import make_config

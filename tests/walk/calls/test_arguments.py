@@ -145,18 +145,6 @@ def test_a_wave_has_whole_frames() -> None:
     assert _given(_Wave(hop_length=700))["input_values"].shape == (2, 4200)
 
 
-class _HeardTwice(_Model):
-    main_input_name = "input_values"
-
-    def forward(self, input_values: Tensor, input_features: Tensor) -> Tensor:
-        frames = input_values.shape[-1] // self.config.hop_length
-        return _check(input_values.dim() == 3 and input_features.shape == (2, frames, 20))
-
-
-def test_a_wave_and_its_spectrogram_have_the_same_length() -> None:
-    assert _given(_HeardTwice(num_mel_bins=20, hop_length=320))["input_features"].shape[1] == 12
-
-
 class _TwoTowers(_Model):
     def forward(self, input_ids: Tensor | None = None, input_features: Tensor | None = None) -> Tensor:
         return _check(input_ids is not None and input_features is not None and input_features.shape[1] == 20)
@@ -275,11 +263,11 @@ def test_a_robot_gets_its_state_and_a_mask_of_its_cameras() -> None:
     assert given["pixel_attention_mask"].tolist() == [[True, True], [True, True]]
 
 
-def test_a_config_that_a_family_stumbles_over_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_a_rule_stumbles_over_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def stumbles(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "main:first", {}
+        yield "first", {}
         raise ZeroDivisionError
 
-    monkeypatch.setattr(arguments, "_FAMILIES", (stumbles, arguments.text))
+    monkeypatch.setattr(arguments, "RULES", (("main", stumbles), ("main", arguments.text)))
     names = [name for name, _ in arguments.candidates(twin("bert"), "plain", 0)]
     assert names[:2] == ["main:first", "main:"]

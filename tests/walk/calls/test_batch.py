@@ -109,3 +109,11 @@ def test_the_size_of_a_batch_is_that_of_its_ids() -> None:
     assert (rows_of(batch), tokens_of(batch)) == (2, 4)
     assert (rows_of(stations_batch(rows=3)), tokens_of(stations_batch())) == (3, None)
     assert in_words({"a": {"b": IDS}, "flag": True}) == "a (b 2 x 4), flag"
+
+
+@pytest.mark.parametrize("content", [b"NaN", b"\x80", b"}", b"}e.", b"T\x01", b"", b"PK\x03\x04", b"\x80\x02J\x00."])
+def test_what_an_unpickler_stumbles_over_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "batch.pt"
+    path.write_bytes(content)
+    with pytest.raises(InputsError, match=r"batch\.pt"):
+        read_batch(path)

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from memopt.errors import InputsError
-from memopt.walk.calls.fit import fitted, fitting
+from memopt.walk.calls.batch import fitted, fitting
 from memopt.walk.calls.twin import build_driven_twin
 from memopt.walk.models.shrink.config import shrunken
 from memopt.walk.observe import walk_config

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from memopt.errors import ModelError
-from memopt.walk.calls.inputs import Call, dummy_inputs, runnable_calls, training_targets
+from memopt.walk.calls.inputs import Call, proposed, runnable_calls, training_targets
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.models.build import build_meta
-from tests.walk.configs import FAMILIES, MASKED, make_config, tiny_llama, twin, twin_calls
+from tests.walk.configs import FAMILIES, MASKED, inputs_of, make_config, tiny_llama, twin, twin_calls
 
 WITH_LABELS = [name for name in FAMILIES if name != "clip_vision"]
 
@@ -41,58 +41,56 @@ def test_every_family_runs_on_meta_in_its_real_shape(family: str) -> None:
 @pytest.mark.parametrize("family", WITH_LABELS)
 def test_every_family_gets_targets_for_a_loss(family: str) -> None:
     model = twin(family)
-    inputs = dummy_inputs(model)
+    inputs = inputs_of(model)
     loss = model(**inputs, **training_targets(model, inputs)).loss
     assert loss.isfinite()
 
 
 def test_the_same_seed_gives_the_same_inputs() -> None:
     model = twin("bert")
-    one, other = dummy_inputs(model, seed=1), dummy_inputs(model, seed=1)
+    one, other = inputs_of(model, seed=1), inputs_of(model, seed=1)
     assert torch.equal(one["input_ids"], other["input_ids"])
-    assert not torch.equal(one["input_ids"], dummy_inputs(model, seed=2)["input_ids"])
+    assert not torch.equal(one["input_ids"], inputs_of(model, seed=2)["input_ids"])
 
 
 def test_token_ids_are_ordinary() -> None:
     model = twin("bart")
     special = {model.config.eos_token_id, model.config.bos_token_id, model.config.pad_token_id, 0, 1, 2, 3}
-    ids = dummy_inputs(model)["input_ids"]
+    ids = inputs_of(model)["input_ids"]
     assert not special & set(ids.flatten().tolist())
     assert ids.max() < model.config.vocab_size
 
 
 def test_inputs_hold_no_labels_and_no_cache() -> None:
-    inputs = dummy_inputs(twin("llama"))
+    inputs = inputs_of(twin("llama"))
     assert "labels" not in inputs
     assert inputs["use_cache"] is False
 
 
 def test_an_encoder_decoder_gets_decoder_ids() -> None:
-    assert dummy_inputs(twin("t5"))["decoder_input_ids"].shape == (2, 16)
+    assert inputs_of(twin("t5"))["decoder_input_ids"].shape == (2, 16)
 
 
 def test_the_odd_variant_has_an_odd_length() -> None:
-    assert dummy_inputs(twin("llama"), variant="odd")["input_ids"].shape[1] % 2 == 1
+    assert inputs_of(twin("llama"), variant="odd")["input_ids"].shape[1] % 2 == 1
 
 
 def test_the_odd_variant_has_a_side_that_no_window_divides() -> None:
     model = twin("swin")
-    patches = dummy_inputs(model, variant="odd")["pixel_values"].shape[-1] // model.config.patch_size
+    patches = inputs_of(model, variant="odd")["pixel_values"].shape[-1] // model.config.patch_size
     assert patches % model.config.window_size
 
 
-def test_floating_inputs_have_the_dtype_asked_for() -> None:
-    assert dummy_inputs(twin("vit"), dtype=torch.float64)["pixel_values"].dtype is torch.float64
-
-
-def test_meta_inputs_have_no_values() -> None:
-    assert dummy_inputs(twin("llama"), device="meta")["input_ids"].is_meta
+def test_inputs_have_the_dtype_and_the_device_of_the_model() -> None:
+    in_doubles, on_meta = build_twin(make_config("vit"), dtype=torch.float64), build_meta(make_config("llama"))
+    assert next(proposed(in_doubles, ["plain"], 0)).kwargs["pixel_values"].dtype is torch.float64
+    assert next(proposed(on_meta, ["plain"], 0)).kwargs["input_ids"].is_meta
 
 
 def test_inputs_do_not_touch_the_global_generator() -> None:
     model = twin("bert")
     before = torch.random.get_rng_state()
-    inputs = dummy_inputs(model)
+    inputs = inputs_of(model)
     runnable_calls(model)
     training_targets(model, inputs)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -100,7 +98,7 @@ def test_inputs_do_not_touch_the_global_generator() -> None:
 
 def test_a_model_without_config_needs_inputs_of_the_user() -> None:
     with pytest.raises(ModelError, match="Linear: it has no transformers config"):
-        dummy_inputs(nn.Linear(2, 2))
+        inputs_of(nn.Linear(2, 2))
     assert "pass inputs" in runnable_calls(nn.Linear(2, 2)).errors[0][1]
 
 
@@ -230,22 +228,22 @@ def test_every_head_runs_and_gets_targets(family: str, architecture: str) -> Non
 
 def test_padding_is_not_a_target() -> None:
     model = twin("bert")
-    inputs = dummy_inputs(model, variant="padded")
+    inputs = inputs_of(model, variant="padded")
     labels = training_targets(model, inputs)["labels"]
     assert torch.equal(labels == -100, inputs["attention_mask"] == 0)
 
 
 def test_regression_gets_numbers() -> None:
     model = build_twin(make_config("bert", architectures=["BertForSequenceClassification"], num_labels=1))
-    assert training_targets(model, dummy_inputs(model))["labels"].is_floating_point()
+    assert training_targets(model, inputs_of(model))["labels"].is_floating_point()
 
 
 def test_a_problem_type_that_the_model_guessed_is_not_kept() -> None:
     model = build_twin(make_config("bert", architectures=["BertForSequenceClassification"], num_labels=3))
-    training_targets(model, dummy_inputs(model))
+    training_targets(model, inputs_of(model))
     assert model.config.problem_type is None
 
 
 def test_a_model_without_a_loss_gets_no_targets() -> None:
     model = twin("clip_vision")
-    assert training_targets(model, dummy_inputs(model)) == {}
+    assert training_targets(model, inputs_of(model)) == {}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.reporting.account import account
+from memopt.trace.account import account
 from memopt.walk.models.build import build_meta, clone_to_meta
 from memopt.walk.observe import find_sites, walk_config, walk_model
 from memopt.walk.sites import Sites

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt
 from memopt.errors import ModelError
 from memopt.torch_compat import storage_id
-from memopt.walk.calls.inputs import dummy_inputs
+from memopt.walk.calls.batch import placed
 from memopt.walk.calls.twin import build_twin
 from memopt.walk.models.build import build_meta, clone_to_meta
 from tests.factories import tiny_model
-from tests.walk.configs import FAMILIES, llama_8b, llama_70b, make_config, tiny_llama, twin
+from tests.walk.configs import FAMILIES, inputs_of, llama_8b, llama_70b, make_config, tiny_llama, twin
 
 
 class TestBuildMeta:
@@ -119,7 +119,7 @@ class TestCloneToMeta:
 
     def test_runs_on_meta_inputs(self) -> None:
         clone = clone_to_meta(twin("bert"))
-        assert clone(**dummy_inputs(clone, device="meta")).logits.is_meta
+        assert clone(**placed(inputs_of(clone), "meta", torch.float32)).logits.is_meta
 
     def test_copies_an_adapted_model(self) -> None:
         peft = pytest.importorskip("peft")

@@ -22,8 +22,7 @@ from memopt.walk.models.shrink.config import (
     shrunken,
 )
 from memopt.walk.models.shrink.depth import with_depth
-from memopt.walk.models.shrink.rotary import fit_sections
-from memopt.walk.models.shrink.width import decide_widths, scale_widths
+from memopt.walk.models.shrink.width import decide_widths, fit_sections, scale_widths
 from tests.walk.configs import FAMILIES, llama_70b, make_config, shrink, tiny_llama, twin
 
 

@@ -61,47 +61,11 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _download(model: str, revision: str | None, ignored: list[str]) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import snapshot_download  # imported here: both take the command line a second
 
-    from memopt.hub import hub_answers, in_thread
+    from memopt.walk.models.hub import from_hub
 
-    at = f" at revision '{revision}'" if revision else ""
-    page = f"https://huggingface.co/{model}"
-    try:
-        cached_only = not hub_answers(model, revision)
-        folder = in_thread(
-            lambda: huggingface_hub.snapshot_download(
-                model, revision=revision, ignore_patterns=ignored, local_files_only=cached_only
-            )
-        )
-    except errors.HFValidationError:
-        raise ModelError(f"'{model}' is neither a folder here nor a valid hub id.") from None
-    except errors.GatedRepoError:
-        raise ModelError(
-            f"'{model}' is gated and this account has no access.", f"Ask for it at {page}, then run `hf auth login`."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelError(f"'{model}' has no revision '{revision}'.", f"See {page}/tree/main.") from None
-    except errors.RepositoryNotFoundError:
-        raise ModelError(
-            f"'{model}' is neither a folder here nor a model on the hub.",
-            "Check the name; for a private model run `hf auth login`.",
-        ) from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        raise ModelError(f"'{model}'{at} is not in the hub's cache, {_why_offline()}") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"'{model}' could not be downloaded: {detail.rstrip('.')}.", "Check the connection and try again."
-        ) from None
-    return Path(folder)
+    def download(cached_only: bool) -> str:
+        return snapshot_download(model, revision=revision, ignore_patterns=ignored, local_files_only=cached_only)
 
-
-def _why_offline() -> str:
-    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}:
-            return f"and {variable} is set: unset it, or give a local folder."
-    from huggingface_hub import constants
-
-    return f"and the hub at {constants.ENDPOINT} does not answer: check the connection, or give a local folder."
+    return from_hub(model, revision, "files", download)

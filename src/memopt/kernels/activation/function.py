@@ -33,8 +33,8 @@ from memopt.kernels.base.autograd import (
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.parts import elementwise
 from memopt.kernels.base.rows import laid_out_like
-from memopt.recompute_rules import ELEMENTWISE, Node, recomputable
-from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
+from memopt.recompute.rules import ELEMENTWISE, register_operator
+from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
 
 #: (dtype of the input, that of autocast) -> dtype of the output.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
@@ -63,20 +63,19 @@ def recomputed_activation(
     elif kind is not None and dtype in (z.dtype, torch.float32):
         h = _by_kernel(z, kind, dtype, specifies=specifies)
     else:
-        recomputed = Recomputed()
+        recomputed = Recomputed(functools.partial(recompute_activation, function, autocast=autocast_dtype(z)))
         h = ActivationFunction.apply(z, function, recomputed)
-        recompute = functools.partial(recompute_activation, function, autocast=autocast_dtype(z))
         if specifies:
-            attach_spec(h, (z,), recompute, recomputed)
+            attach_spec(h, (z,), recomputed)
     return h
 
 
 def _by_kernel(z: Tensor, kind: str, dtype: torch.dtype, *, specifies: bool) -> Tensor:
-    recomputed = Recomputed()
+    value, differentiate = _steps(kind, dtype)
+    recomputed = Recomputed(value)
     h: Tensor = KernelActivationFunction.apply(z, kind, dtype, recomputed)
     if specifies:
-        recompute, differentiate = _steps(kind, dtype)
-        attach_spec(h, (z,), recompute, recomputed, differentiate=differentiate if dtype is z.dtype else None)
+        attach_spec(h, (z,), recomputed, differentiate=differentiate if dtype is z.dtype else None)
     return h
 
 
@@ -137,10 +136,7 @@ class ActivationFunction(DirectFunction):
         return differentiate(ctx.function, z, dh, ctx.autocast), None, None
 
 
-@recomputable("ActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
-def _replayed_output(node: Node) -> Tensor:
-    (z,) = node.saved_tensors
-    return recompute_activation(node.function, z, node.autocast)
+register_operator("ActivationFunctionBackward", ELEMENTWISE)
 
 
 def differentiate(function: Elementwise, z: Tensor, dh: Tensor, autocast: torch.dtype | None) -> Tensor:
@@ -181,10 +177,7 @@ class KernelActivationFunction(DirectFunction):
         return _gradient(dh, z, ctx.kind, recompute=False, given_once=ctx.given_once)[0], None, None, None
 
 
-@recomputable("KernelActivationFunctionBackward", ELEMENTWISE, lambda node: getattr(node, "recomputes_output", False))
-def _output(node: Node) -> Tensor:
-    (z,) = node.saved_tensors
-    return _value(z, node.kind, node.dtype)
+register_operator("KernelActivationFunctionBackward", ELEMENTWISE)
 
 
 def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

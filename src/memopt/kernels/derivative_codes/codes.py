@@ -18,7 +18,6 @@ from torch import Tensor
 
 from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import autocast_as
-from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.derivative_codes.fit import fit
@@ -34,12 +33,11 @@ from memopt.kernels.derivative_codes.schemes import (
 )
 
 
-def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
+def encode(z: Tensor, code: DerivativeCode) -> Tensor:
     """The codes of f'(z), packed.
 
     Args:
         z: any shape and strides; fp16, bf16, fp32 or fp64.
-        seed: of a stochastic code; any integer, modulo 2**64.
 
     Returns:
         uint8, one dimension: ceil(n * bits / 8) bytes of codes, in which the code of element i (in logical order)
@@ -49,9 +47,9 @@ def encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
     if runs_triton(z) and (code.thresholds or code.kind in ACTIVATIONS):
         from memopt.kernels.derivative_codes.codes_triton import launch_encode
 
-        return launch_encode(z, code, seed)
+        return launch_encode(z, code)
     with torch.no_grad():
-        return _encode(z.reshape(-1), code, seed)
+        return _encode(z.reshape(-1), code)
 
 
 def apply_code(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:
@@ -99,7 +97,7 @@ def derivative_code(kind: str, scheme: str) -> DerivativeCode:
         raise CodeError(f"The derivative of {kind!r} has no {scheme} code.", f"Kinds that have one: {known}.")
     if scheme == "published":
         return published_code(kind, found["error"])
-    return DerivativeCode(scheme, kind, *_meaning(found, scheme), "stochastic" in scheme, found["error"])
+    return DerivativeCode(scheme, kind, *_meaning(found, scheme), found["error"])
 
 
 def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
@@ -117,7 +115,7 @@ def code_of(function: Elementwise, scheme: str) -> DerivativeCode:
     if scheme == "published":
         raise CodeError("The published codes are those of GELU and SiLU.", "Use derivative_code() or another scheme.")
     found = fit(function, scheme)
-    return DerivativeCode(scheme, "other", *_meaning(found, scheme), "stochastic" in scheme, found["error"], function)
+    return DerivativeCode(scheme, "other", *_meaning(found, scheme), found["error"], function)
 
 
 @functools.cache
@@ -138,7 +136,7 @@ def _meaning(found: dict[str, Any], scheme: str) -> tuple[int, tuple[float, ...]
 # --- reference -------------------------------------------------------------------------------------------------------
 
 
-def _encode(z: Tensor, code: DerivativeCode, seed: int) -> Tensor:
+def _encode(z: Tensor, code: DerivativeCode) -> Tensor:
     z = z if z.dtype == torch.float64 else z.float()
     if code.thresholds:
         codes = torch.zeros_like(z, dtype=torch.uint8)
@@ -148,7 +146,8 @@ def _encode(z: Tensor, code: DerivativeCode, seed: int) -> Tensor:
     else:
         slope = _slope(z, code)
         flagged = ~slope.isfinite()
-        codes = _nearest(slope.masked_fill(flagged, code.levels[0]), code, seed)
+        place = (slope.masked_fill(flagged, code.levels[0]) - code.levels[0]) * (1 / code.step)
+        codes = (place + 0.5).floor().clamp(0, len(code.levels) - 1).to(torch.uint8)
     groups = _padded(flagged, FLAG_GROUP).view(-1, FLAG_GROUP)
     return torch.cat([_pack(codes, code.bits)[: code.code_bytes(z.numel())], groups.any(1).to(torch.uint8)])
 
@@ -159,19 +158,6 @@ def _slope(z: Tensor, code: DerivativeCode) -> Tensor:
             return ACTIVATIONS[code.kind].gradient(torch.ones_like(z), z)
         assert code.function is not None
         return derivative(code.function, z)
-
-
-def _nearest(slope: Tensor, code: DerivativeCode, seed: int) -> Tensor:
-    """Number of the level nearest to `slope`; stochastic: of one of the two around it."""
-    place = (slope - code.levels[0]) * (1 / code.step)
-    if code.stochastic:
-        below = place.floor()
-        # floor(place + u) without the rounding of the sum, which would favour the level above.
-        index = torch.arange(place.numel(), device=place.device)
-        number = below + (uniform(index, seed) < place - below)
-    else:
-        number = (place + 0.5).floor()
-    return number.clamp(0, len(code.levels) - 1).to(torch.uint8)
 
 
 def _apply(dh: Tensor, packed: Tensor, code: DerivativeCode) -> Tensor:

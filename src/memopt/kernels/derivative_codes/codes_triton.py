@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.kernels.activation.scalar_triton import slope
-from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.rows import rows_of
 from memopt.kernels.base.tiles_triton import offsets, on_device_of, read
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, DerivativeCode, fp32_below
@@ -23,14 +22,13 @@ from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, DerivativeCode, 
 _WARPS = 2 if torch.version.hip else 4
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def encode_kernel(  # type: ignore[no-untyped-def]
     z_ptr, packed_ptr,
     count, code_bytes, hidden,
     n1, n2, s0, s1, s2,
-    seed,
     KIND: tl.constexpr, BITS: tl.constexpr, THRESHOLDS: tl.constexpr, LOW: tl.constexpr, SCALE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """packed = codes of f'(z), then flags"""
     group = tl.program_id(0).to(tl.int64)
@@ -48,11 +46,7 @@ def encode_kernel(  # type: ignore[no-untyped-def]
         d = slope(z, KIND)
         flagged = ~(tl.abs(d) < float("inf"))
         place = (tl.where(flagged, LOW, d) - LOW) * SCALE
-        if STOCHASTIC:
-            below = tl.floor(place)
-            number = below + tl.where(uniform(index, seed) < place - below, 1.0, 0.0)
-        else:
-            number = tl.floor(place + 0.5)
+        number = tl.floor(place + 0.5)
         number = tl.minimum(tl.maximum(number, 0.0), 2.0**BITS - 1)
         codes = number.to(tl.int32)
         if not EVEN:
@@ -152,7 +146,7 @@ def _load_bytes(packed_ptr, place, code_bytes, EVEN: tl.constexpr):  # type: ign
     return value.to(tl.int32)
 
 
-def launch_encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
+def launch_encode(z: Tensor, code: DerivativeCode) -> Tensor:
     """The packed codes and flags of z (any strides).
 
     Moves z in and `code.packed_bytes(n)` out, once each, which is the floor.
@@ -165,10 +159,10 @@ def launch_encode(z: Tensor, code: DerivativeCode, seed: int = 0) -> Tensor:
     value_code = not code.thresholds
     with on_device_of(z):
         encode_kernel[(triton.cdiv(elements, FLAG_GROUP),)](
-            z, packed, elements, code.code_bytes(elements), *rows, seed % 2**64,
+            z, packed, elements, code.code_bytes(elements), *rows,
             KIND=code.kind if value_code else "", BITS=code.bits,
             THRESHOLDS=tuple(map(fp32_below, code.thresholds)),
-            LOW=code.levels[0], SCALE=1 / code.step if value_code else 1.0, STOCHASTIC=code.stochastic,
+            LOW=code.levels[0], SCALE=1 / code.step if value_code else 1.0,
             **_meta(z, elements),
         )  # fmt: skip
     return packed

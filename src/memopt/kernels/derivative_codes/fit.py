@@ -46,7 +46,7 @@ def fit(function: Elementwise, scheme: str) -> dict[str, Any]:
     else:
         low, step = _fit_values(function, bits)
         found = {"low": low, "step": step}
-        error = _value_error(function, low, step, 2**bits, stochastic="stochastic" in scheme)
+        error = _value_error(function, low, step, 2**bits)
     return {**found, "error": round(error, DECIMALS)}
 
 
@@ -169,16 +169,12 @@ def _greatest(slope: Elementwise) -> float:
     return values.max().item()
 
 
-def _value_error(function: Elementwise, low: float, step: float, count: int, *, stochastic: bool) -> float:
-    """RMS(level - f') / RMS(f') for z ~ N(0, 1); that of a stochastic code counts its variance."""
+def _value_error(function: Elementwise, low: float, step: float, count: int) -> float:
+    """RMS(level - f') / RMS(f') for z ~ N(0, 1)."""
     z, weight = _normal()
     slope = derivative(function, z)
     place = (slope - low) / step
-    if stochastic:
-        above = place - place.floor()
-        squares = above * (1 - above)
-    else:
-        squares = (place - (place + 0.5).floor().clamp(0, count - 1)).square()
+    squares = (place - (place + 0.5).floor().clamp(0, count - 1)).square()
     return step * math.sqrt((weight @ squares).item() / (weight @ slope.square()).item())
 
 

@@ -19,21 +19,15 @@ from torch import Tensor
 from memopt.activations import Elementwise
 from memopt.kernels.activation.function import differentiate, recompute_activation
 from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
-from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.derivative_codes.codes import apply_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
-from memopt.recompute_rules import ELEMENTWISE, RULES, Rule, recomputable
+from memopt.recompute.rules import ELEMENTWISE, RULES, Rule, recomputable
 
 
 class CodeSlot(Protocol):
     """Where the input of an activation is saved."""
 
     is_coded: bool
-
-
-def encode_anew(z: Tensor, code: DerivativeCode) -> Tensor:
-    """`encode` with a fresh seed, where the code rounds stochastically."""
-    return encode(z, code, draw_seed() if code.stochastic else 0)
 
 
 def coded_activation(z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
@@ -57,7 +51,7 @@ class CodedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Elementwise, code: DerivativeCode) -> Tensor:
         ctx.code, ctx.dtype = code, z.dtype
-        ctx.save_for_backward(encode_anew(z, code))
+        ctx.save_for_backward(encode(z, code))
         return function(z)
 
     @staticmethod

@@ -5,8 +5,7 @@
 The forward is exact and z is not saved; the gradient is approximate. Two families of codes:
 
 - Step codes (2 and 3 bits): the number of thresholds below z. f' is taken as a step function of z.
-- Value codes (4 and 8 bits): the nearest of equally spaced levels to f'(z), or, stochastic, one of the two around it
-  with an expectation of f'(z).
+- Value codes (4 and 8 bits): the nearest of equally spaced levels to f'(z).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from memopt.activations import Elementwise
 from memopt.errors import MemoptError
 
-SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit", "4bit-stochastic", "8bit-stochastic")
+SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit")
 #: Elements that share one flag for NaN.
 FLAG_GROUP = 1024
 
@@ -60,7 +59,6 @@ class DerivativeCode:
     """Of a step code, rising; empty for a value code."""
     levels: tuple[float, ...]
     """The 2**bits values of the derivative, by code. Those of a value code are equally spaced and exact in fp32."""
-    stochastic: bool = False
     error: float = math.nan
     """Relative RMS error of the derivative for z ~ N(0, 1)."""
     function: Elementwise | None = field(default=None, repr=False)

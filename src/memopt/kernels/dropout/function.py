@@ -5,7 +5,7 @@
 
 i is the element's index in logical order and `uniform` that of `memopt.kernels.base.counter`, so the mask is a function
 of the seed and is not saved. Where x can be recomputed, so can y: after the output of an activation, a norm or a
-softmax it is a handle inside a `memopt.saved.RecomputeScope` (`memopt.saved.copies`).
+softmax it is a handle inside a `memopt.saved.RecomputeScope` (`memopt.recompute.graph`).
 
 Products are rounded as by PyTorch's dropout with that mask: on a CPU 1 / (1 - p) is rounded to the dtype of x first,
 elsewhere to fp32.
@@ -23,7 +23,7 @@ from torch import Tensor
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.recompute_rules import MASKED
+from memopt.recompute.rules import MASKED
 from memopt.torch_compat import no_dispatch
 
 #: Elements whose random numbers the reference draws at a time: they fit a CPU's cache.

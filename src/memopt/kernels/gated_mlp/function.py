@@ -34,8 +34,8 @@ from memopt.kernels.base.autograd import (
 )
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.linear.function import fused_linear, is_plain
-from memopt.recompute_rules import PRODUCT, Node, recomputable
-from memopt.recompute_specs import Differentiate, Recompute, Recomputed, attach_spec
+from memopt.recompute.rules import PRODUCT, register_operator
+from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
 
 
@@ -99,11 +99,10 @@ def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Te
     if torch.compiler.is_compiling():
         h: Tensor = product_op(gate, up, kind, gate_first)
     else:
-        recomputed = Recomputed()
+        value, differentiate = _steps(kind, gate_first)
+        recomputed = Recomputed(value)
         h = GatedProductFunction.apply(gate, up, kind, gate_first, recomputed)
-        saved = (gate,) if up is None else (gate, up)
-        recompute, differentiate = _steps(kind, gate_first)
-        attach_spec(h, saved, recompute, recomputed, differentiate=differentiate)
+        attach_spec(h, (gate,) if up is None else (gate, up), recomputed, differentiate=differentiate)
     return h
 
 
@@ -161,10 +160,7 @@ class GatedProductFunction(DirectFunction):
         return dgate if needs[0] else None, dup if needs[1] else None, None, None, None
 
 
-@recomputable("GatedProductFunctionBackward", PRODUCT, lambda node: getattr(node, "recomputes_output", False))
-def _output(node: Node) -> Tensor:
-    gate, up = node.saved_tensors
-    return _value(gate, up, node.kind, node.gate_first)
+register_operator("GatedProductFunctionBackward", PRODUCT)
 
 
 def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:

@@ -3,7 +3,7 @@
     forward     y = x W^T + b + s (x A^T) B^T
     backward    dt = s dy,   dB = dt^T h,   dh = dt B,   dA = dh^T x,   dx = dh A + dy W         h = x A^T
 
-Saved are the parameters themselves, h, and x or what x is recomputed from (`memopt.recompute_specs`); no copy of any in
+Saved are the parameters themselves, h, and x or what x is recomputed from (`memopt.recompute.specs`); no copy of any in
 another dtype. Every step is computed and rounded as the three linears do it on their own, autocast's casts and
 PEFT's included, so value and gradients are theirs to the bit; under autocast on a GPU dA and dB have one rounding less
 (`weight_gradient`). Source: LoRA, arXiv 2106.09685.
@@ -26,7 +26,7 @@ from torch import Tensor
 from memopt.kernels.base.autograd import DirectFunction, autocast_dtype, refuse_double_backward, without_autocast
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.linear.function import computed, input_gradient, is_plain, to_be_computed, weight_gradient
-from memopt.recompute_specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
+from memopt.recompute.specs import RecomputeSpec, is_under_foreign_hooks, shared_cast, spec_of
 from memopt.torch_compat import is_selectively_checkpointed, is_transformed
 
 #: Bytes of a piece, the most pieces, and what their rows or columns are a multiple of: a tile of a product.
@@ -95,13 +95,13 @@ class AdaptedLinearFunction(DirectFunction):
     ) -> Tensor:  # fmt: skip
         """`given` is `x`, perhaps cast, for the adapter; `dtypes` are those of both terms."""
         dtype, of_adapter = dtypes
-        ctx.scaling, ctx.shape, ctx.dtypes, ctx.recompute = scaling, x.shape, (given.dtype, of_adapter), None
+        ctx.scaling, ctx.shape, ctx.dtypes, ctx.input = scaling, x.shape, (given.dtype, of_adapter), None
         ctx.is_shared, ctx.piece = given is x, piece_bytes()
         saved: Sequence[Tensor | None] = (given,)
         if not a.requires_grad:
             saved = (None,)
         elif spec is not None:
-            ctx.recompute, ctx.recomputed, saved = spec.function, spec.recomputed, spec.take()
+            ctx.input, saved = spec.recomputed, spec.take()
         rows, matrix = _matrix(x).to(dtype), a.to(of_adapter)
         read = rows if ctx.is_shared or dtype is of_adapter else given.reshape(rows.shape)
         h = _pieced(lambda rows: F.linear(rows, matrix), read, (0, 0), of_adapter, ctx.piece)
@@ -146,7 +146,7 @@ def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     """x as a matrix; where it is small, all its readers share a cast."""
     own, dtype = ctx.dtypes
     own = dtype if ctx.shape.numel() * dtype.itemsize <= ctx.piece else own
-    x: Tensor = saved[0] if ctx.recompute is None else ctx.recomputed.rows(ctx.recompute, saved, own)
+    x: Tensor = saved[0] if ctx.input is None else ctx.input.rows(saved, own)
     return _matrix(x)
 
 

@@ -3,7 +3,7 @@
     forward     y = x W^T + b            x = f(saved)
     backward    dx = dy W,   dW = dy^T x,   db = sum over rows of dy,   x recomputed once for all its readers
 
-The input says what it is recomputed from (`memopt.recompute_specs`); without a spec the stock linear runs.
+The input says what it is recomputed from (`memopt.recompute.specs`); without a spec the stock linear runs.
 
 A stock linear needs its input x before the gradient of x is there, so recomputing x costs a pass of its own. Where the
 producer's backward can recompute x on the way, and this linear is its reader, the function takes the producer's place
@@ -28,7 +28,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
     without_autocast,
 )
-from memopt.recompute_specs import Differentiate, Recompute, RecomputeSpec, spec_of
+from memopt.recompute.specs import Differentiate, Recompute, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     FakeTensor,
     any_autocast_enabled,
@@ -170,7 +170,7 @@ class RecomputedInputFunction(DirectFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None, dtype: torch.dtype | None
     ) -> Tensor:
         """`dtype` is autocast's where x has another. The cast is no node of its own; autograd casts the gradient."""
-        ctx.spec, ctx.shape = spec if spec is None else (spec.function, spec.recomputed), x.shape
+        ctx.input, ctx.shape = spec if spec is None else spec.recomputed, x.shape
         saved = (x if weight.requires_grad else None,) if spec is None else spec.take()
         ctx.save_for_backward(weight, *saved)
         return _linear(x if dtype is None else x.to(dtype), weight, bias)
@@ -184,10 +184,9 @@ class RecomputedInputFunction(DirectFunction):
         rows = dy.reshape(-1, dy.size(-1))
         dweight: Tensor | None = None
         # First what reads x: its last reader frees it.
-        if ctx.spec is not None:
+        if ctx.input is not None:
             refuse_double_backward()
-            recompute, recomputed = ctx.spec
-            dweight = weight_gradient(rows, recomputed.rows(recompute, saved, dy.dtype), weight)
+            dweight = weight_gradient(rows, ctx.input.rows(saved, dy.dtype), weight)
         elif of_weight:
             dweight = weight_gradient(rows, saved[0].reshape(-1, weight.size(1)), weight)
         dx = input_gradient(rows, weight, ctx.shape) if of_x else None

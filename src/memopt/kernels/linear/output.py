@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction
-from memopt.recompute_rules import LINEAR, Node, recomputable
-from memopt.recompute_specs import Recomputed
+from memopt.recompute.rules import LINEAR, register_operator
+from memopt.recompute.specs import Recomputed
 
 
 def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -35,7 +35,7 @@ class OutputFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.run, ctx.recomputes_output, ctx.recomputed = run, True, Recomputed()
+        ctx.recomputes_output, ctx.recomputed = True, Recomputed(run)
         ctx.save_for_backward(x)
         return y.data  # neither an input nor a tracked view of one
 
@@ -45,8 +45,4 @@ class OutputFunction(DirectFunction):
         return dy, None, None
 
 
-@recomputable("OutputFunctionBackward", LINEAR, lambda node: getattr(node, "recomputes_output", False))
-def _output(node: Node) -> Tensor:
-    (x,) = node.saved_tensors
-    y: Tensor = node.run(x)
-    return y
+register_operator("OutputFunctionBackward", LINEAR)

@@ -24,8 +24,8 @@ from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
-from memopt.recompute_rules import NORMALISED, Node, recomputable
-from memopt.recompute_specs import Recompute, Recomputed, attach_spec
+from memopt.recompute.rules import NORMALISED, register_operator
+from memopt.recompute.specs import Recompute, Recomputed, attach_spec
 
 __all__ = [
     "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward",
@@ -105,9 +105,11 @@ def _norm(
         x_hat, scale, shift, recomputed = saved
         if arguments.recomputes(bare=bare):
             cast = narrow if shares and dtype is not kept_dtype else None
-            attach_spec(y, (x_hat, scale, shift), recompute, recomputed, are_private=True, narrow=cast)
+            recomputed.function = recompute
+            attach_spec(y, (x_hat, scale, shift), recomputed, are_private=True, narrow=cast)
         elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
-            attach_spec(y, (y.detach(),), lambda x_hat: x_hat, recomputed)
+            recomputed.function = lambda x_hat: x_hat
+            attach_spec(y, (y.detach(),), recomputed)
     return y
 
 
@@ -118,7 +120,7 @@ def _plan(
     """What a norm is called with beside its tensors, and how its output is recomputed, in its dtype and in x_hat's."""
 
     def recompute(arguments: NormArguments) -> Recompute:
-        return lambda x_hat, scale, shift: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
+        return lambda x_hat, scale, shift, *_: norm_ops.recompute_output(x_hat, *_rows(scale, shift), arguments)
 
     arguments = NormArguments(spec, x_dtype, dtype, kept_dtype)
     return arguments, recompute(arguments), recompute(replace(arguments, dtype=kept_dtype))
@@ -166,7 +168,7 @@ class NormFunction(DirectFunction):
             scale, shift = None, scale
         elif scale is None and bias is not None:
             scale, shift = weight.clone(), bias.clone()
-        ctx.save_for_backward(x_hat, rstd, scale, shift)
+        ctx.save_for_backward(x_hat, scale, shift, rstd)
         saved += (x_hat, scale, shift, ctx.recomputed)
         return y if ctx.recomputes_output else x_hat
 
@@ -174,7 +176,7 @@ class NormFunction(DirectFunction):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        x_hat, rstd, scale, shift = ctx.saved_tensors
+        x_hat, scale, shift, rstd = ctx.saved_tensors
         weight, _ = _rows(scale, shift)
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
@@ -184,7 +186,4 @@ class NormFunction(DirectFunction):
         return norm_ops.of_both_terms(dx, x_needs, residual_needs, (dweight, dbias, None, None))
 
 
-@recomputable("NormFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
-def _output(node: Node) -> Tensor:
-    x_hat, _, *copies = node.saved_tensors
-    return norm_ops.recompute_output(x_hat, *_rows(*copies), node.arguments)
+register_operator("NormFunctionBackward", NORMALISED)

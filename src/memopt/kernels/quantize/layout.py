@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: Elements that share a minimum and a step.
 GROUP = 128
+#: The largest code.
+LEVELS = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,10 +18,8 @@ class Quantized:
     """The result of :func:`memopt.kernels.quantize.quantize.quantize`."""
 
     codes: Tensor
-    """uint8, (ceil(numel * bits / 8),). With 4 bits, element i is in byte i // 2 at bits 4 * (i % 2)."""
+    """uint8, one for each element."""
     scales: Tensor
-    """(ceil(numel / GROUP), 2): minimum and step of each group. fp32, and fp64 for an fp64 tensor."""
-    bits: int
-    numel: int
+    """(ceil(elements / GROUP), 2): minimum and step of each group. fp32, and fp64 for an fp64 tensor."""
     dtype: torch.dtype
     """That of the original."""

@@ -1,11 +1,11 @@
-"""Group-wise 8-bit and 4-bit quantisation of saved tensors.
+"""Group-wise 8-bit quantisation of saved tensors.
 
     code = floor((x - low) / step + u)      low = min(x)
-       x ~ low + code * step                step = (max(x) - low) / (2**bits - 1)
+       x ~ low + code * step                step = (max(x) - low) / 255
 
 with one `low` and `step` for each group of 128 consecutive elements, so that an outlier widens its own group alone. u
-is uniform in [0, 1) (stochastic rounding: unbiased, to within the rounding of the arithmetic) or 1/2 (nearest). The
-method is Mesa's (https://arxiv.org/abs/2111.11124), with the tensor's own range in place of a running one.
+is uniform in [0, 1): rounding at random is unbiased, to within the rounding of the arithmetic. The method is Mesa's
+(https://arxiv.org/abs/2111.11124), with the tensor's own range in place of a running one.
 
 The PyTorch reference here and the Triton kernels give the same bytes: the same roundings in the same order.
 """
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from memopt.kernels.base.counter import uniform
 from memopt.kernels.base.device import runs_triton, skips_pieces
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.kernels.quantize.layout import GROUP, Quantized
+from memopt.kernels.quantize.layout import GROUP, LEVELS, Quantized
 
 #: Elements that the reference quantises at a time, with about forty bytes of temporaries for each: at most, at least,
 #: and into how many parts a tensor is divided in between.
@@ -27,7 +27,7 @@ _CHUNK, _LEAST_CHUNK, _CHUNKS = 2**20, 2**15, 64
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
+def quantize(x: Tensor, seed: int) -> Quantized:
     """The codes of `x`.
 
     A group with a NaN or an infinity, or a range beyond fp32 (for fp64, beyond fp64), dequantises to NaN as a whole. A
@@ -35,14 +35,11 @@ def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
 
     Args:
         x: fp16, bf16, fp32 or fp64, one-dimensional and contiguous.
-        bits: 8 or 4.
-        seed: of stochastic rounding; the same seed gives the same codes. None rounds to the nearest.
+        seed: of the rounding; the same seed gives the same codes.
 
     Raises:
-        ValueError: an argument is not as above.
+        ValueError: `x` is not as above.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, not {bits!r}")
     if x.dtype not in _DTYPES or x.dim() != 1 or not x.is_contiguous():
         raise ValueError(
             f"x must be one-dimensional, contiguous and fp16, bf16, fp32 or fp64, "
@@ -52,27 +49,26 @@ def quantize(x: Tensor, bits: int, seed: int | None = None) -> Quantized:
     if runs_triton(x):
         from memopt.kernels.quantize.quantize_triton import launch_quantize
 
-        codes, scales = launch_quantize(x, bits, seed)
+        codes, scales = launch_quantize(x, seed)
     else:
-        codes, scales = _quantize(x, bits, seed)
-    return Quantized(codes, scales, bits, x.numel(), x.dtype)
+        codes, scales = _quantize(x, seed)
+    return Quantized(codes, scales, x.dtype)
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """The values of the codes: (numel,) in the dtype of the original.
+    """The values of the codes: one dimension, in the dtype of the original.
 
     minimum + code * step in fp32 (fp64 for fp64), rounded once to the dtype.
     """
-    codes, scales = quantized.codes, quantized.scales
-    if runs_triton(scales):
+    if runs_triton(quantized.scales):
         from memopt.kernels.quantize.quantize_triton import launch_dequantize
 
-        return launch_dequantize(codes, scales, quantized.bits, quantized.numel, quantized.dtype)
-    return _dequantize(codes, scales, quantized.bits, quantized.numel, quantized.dtype)
+        return launch_dequantize(quantized.codes, quantized.scales, quantized.dtype)
+    return _dequantize(quantized.codes, quantized.scales, quantized.dtype)
 
 
-def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty(-(-x.numel() * bits // 8), dtype=torch.uint8)
+def _quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(x.numel(), dtype=torch.uint8)
     scales = x.new_empty(-(-x.numel() // GROUP), 2, dtype=accumulation_dtype(x.dtype))
     if skips_pieces(x):
         return codes, scales  # as where Triton runs, nothing else is allocated
@@ -81,10 +77,9 @@ def _quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
         part = x[start : start + chunk]
         groups = pad(part, (0, -part.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
         inside = torch.arange(groups.numel(), device=x.device).view_as(groups) < part.numel()
-        low, step = _range(groups, inside, 2**bits - 1)
+        low, step = _range(groups, inside)
         scales[start // GROUP : start // GROUP + len(groups)] = torch.cat((low, step), 1)
-        chosen = _encode(groups, low, step, 2**bits - 1, start, seed).view(-1)[: part.numel()]
-        codes[start * bits // 8 : -(-(start + part.numel()) * bits // 8)] = _pack(chosen, bits)
+        codes[start : start + part.numel()] = _encode(groups, low, step, start, seed).view(-1)[: part.numel()]
     return codes, scales
 
 
@@ -93,21 +88,20 @@ def _chunk_of(numel: int) -> int:
     return min(max(numel // _CHUNKS, _LEAST_CHUNK), _CHUNK) // GROUP * GROUP
 
 
-def _dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
-    x = codes.new_empty(numel, dtype=dtype)
+def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    x = codes.new_empty(codes.numel(), dtype=dtype)
     if skips_pieces(codes):
         return x
-    chunk = _chunk_of(numel)
-    for start in range(0, numel, chunk):
+    chunk = _chunk_of(codes.numel())
+    for start in range(0, codes.numel(), chunk):
         part = x[start : start + chunk]
-        few = _unpack(codes[start * bits // 8 : -(-(start + part.numel()) * bits // 8)], bits)
-        groups = pad(few, (0, -few.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
+        groups = pad(codes[start : start + chunk], (0, -part.numel() % GROUP)).view(-1, GROUP).to(scales.dtype)
         low, step = scales[start // GROUP : start // GROUP + len(groups)].split(1, dim=1)
         part.copy_((low + groups * step).view(-1)[: part.numel()])
     return x
 
 
-def _range(groups: Tensor, inside: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _range(groups: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum and step of each row, (rows, 1) each. The step is NaN where the row cannot be quantised."""
     finite = groups.isfinite()
     counted = inside & finite
@@ -116,34 +110,18 @@ def _range(groups: Tensor, inside: Tensor, levels: int) -> tuple[Tensor, Tensor]
     # The minimum of 0 and -0 may be either.
     low, high = low.where(low != 0, 0.0), high.where(high != 0, 0.0)
     # A tensor, since CUDA multiplies by the reciprocal of a number.
-    step = (high - low) / torch.full_like(low, levels)
-    sound = (finite | ~inside).all(1, keepdim=True) & (low + levels * step).isfinite()
+    step = (high - low) / torch.full_like(low, LEVELS)
+    sound = (finite | ~inside).all(1, keepdim=True) & (low + LEVELS * step).isfinite()
     return low, step.where(sound, torch.nan)
 
 
-def _encode(groups: Tensor, low: Tensor, step: Tensor, levels: int, start: int, seed: int | None) -> Tensor:
+def _encode(groups: Tensor, low: Tensor, step: Tensor, start: int, seed: int) -> Tensor:
     """Codes of each row as uint8; `start` is the index of the first element."""
     # Comparisons with NaN are false: the code is then 0, as in a constant row.
     position = torch.where(step > 0, (groups - low) / step, 0.0)
     below = position.floor()
-    fraction = position - below
-    if seed is None:
-        up = fraction > 0.5
-    else:
-        index = torch.arange(start, start + groups.numel(), device=groups.device).view_as(groups)
-        # Distributed as floor(position + u), without the rounding of that sum.
-        up = uniform(index, seed) < fraction
-    # The quotient of the largest element may be rounded above `levels`.
-    return (below + up).clamp(0, levels).to(torch.uint8)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return codes
-    first, second = pad(codes, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
-    return first | second << 4
-
-
-def _unpack(codes: Tensor, bits: int) -> Tensor:
-    """The code of each element, and one more after an odd number of 4-bit codes."""
-    return codes if bits == 8 else torch.stack((codes & 0xF, codes >> 4), 1).view(-1)
+    index = torch.arange(start, start + groups.numel(), device=groups.device).view_as(groups)
+    # Distributed as floor(position + u), without the rounding of that sum.
+    up = uniform(index, seed) < position - below
+    # The quotient of the largest element may be rounded above LEVELS.
+    return (below + up).clamp(0, LEVELS).to(torch.uint8)

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from memopt.kernels.base.counter_triton import uniform
 from memopt.kernels.base.tiles_triton import on_device_of, read, write
-from memopt.kernels.quantize.layout import GROUP
+from memopt.kernels.quantize.layout import GROUP, LEVELS
 
 #: Groups of a tile. With 4 warps a thread has two vectors of a 16-bit tensor.
 ROWS = 16
 _INFINITY = tl.constexpr(float("inf"))
+_LEVELS = tl.constexpr(LEVELS)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr,
     numel, seed,
-    BITS: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """code = floor((x - low) / step + u)"""
-    LEVELS: tl.constexpr = (1 << BITS) - 1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = index < numel
@@ -38,9 +38,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     # The minimum of 0 and -0 may be either.
     low = tl.where(low == 0, 0.0, low)
     high = tl.where(high == 0, 0.0, high)
-    step = tl.div_rn(high - low, tl.full((ROWS,), LEVELS, tl.float32))
+    step = tl.div_rn(high - low, tl.full((ROWS,), _LEVELS, tl.float32))
     broken = tl.max((inside & (finite == 0)).to(tl.int32), axis=1)
-    sound = (broken == 0) & (tl.abs(low + step * LEVELS) < _INFINITY)
+    sound = (broken == 0) & (tl.abs(low + step * _LEVELS) < _INFINITY)
     step = tl.where(sound, step, float("nan"))
     begun = row * GROUP < numel
     write(scales_ptr, row * 2, low, begun, EVEN)
@@ -50,24 +50,17 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     # Comparisons with NaN are false: the code is then 0, as in a constant row.
     position = tl.where(step > 0, tl.div_rn(x - low, tl.broadcast_to(step, x.shape)), 0.0)
     below = tl.floor(position)
-    fraction = position - below
-    up = uniform(index, seed) < fraction if STOCHASTIC else fraction > 0.5
-    # The quotient of the largest element may be rounded above LEVELS.
-    code = tl.minimum(tl.maximum(below + up.to(tl.float32), 0.0), LEVELS).to(tl.int32)
-    if BITS == 4:
-        code = tl.where(inside, code, 0)  # the half byte after an odd number of them
-        first, second = tl.split(tl.reshape(code, (ROWS, GROUP // 2, 2)))
-        byte = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        write(codes_ptr, byte, first | (second << 4), byte * 2 < numel, EVEN)
-    else:
-        write(codes_ptr, index, code, inside, EVEN)
+    up = uniform(index, seed) < position - below
+    # The quotient of the largest element may be rounded above the largest code.
+    code = tl.minimum(tl.maximum(below + up.to(tl.float32), 0.0), _LEVELS).to(tl.int32)
+    write(codes_ptr, index, code, inside, EVEN)
 
 
 @triton.jit
 def dequantize_kernel(  # type: ignore[no-untyped-def]
     codes_ptr, scales_ptr, x_ptr,
     numel,
-    BITS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """x = low + code * step"""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -76,40 +69,31 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     begun = row * GROUP < numel
     low = read(scales_ptr, row * 2, begun, EVEN)[:, None]
     step = read(scales_ptr, row * 2 + 1, begun, EVEN)[:, None]
-    if BITS == 4:
-        byte = row[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-        pair = tl.load(codes_ptr + byte, mask=byte * 2 < numel, other=0)
-        code = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32)
-    else:
-        code = read(codes_ptr, index, inside, EVEN)
-    write(x_ptr, index, low + code * step, inside, EVEN)
+    write(x_ptr, index, low + read(codes_ptr, index, inside, EVEN) * step, inside, EVEN)
 
 
-def launch_quantize(x: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
+def launch_quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `x` (one-dimensional, contiguous), as in `memopt.kernels.quantize.layout.Quantized`.
 
     Moves x in and the codes and scales out, once each, which is the floor.
     """
-    codes = x.new_empty(triton.cdiv(x.numel() * bits, 8), dtype=torch.uint8)
+    codes = x.new_empty(x.numel(), dtype=torch.uint8)
     scales = x.new_empty(triton.cdiv(x.numel(), GROUP), 2, dtype=torch.float32)
     if x.numel():
         with on_device_of(x):
-            quantize_kernel[_grid(x.numel())](
-                x, codes, scales, x.numel(), (seed or 0) % 2**64,
-                BITS=bits, STOCHASTIC=seed is not None, **_meta(x.numel()),
-            )  # fmt: skip
+            quantize_kernel[_grid(x.numel())](x, codes, scales, x.numel(), seed % 2**64, **_meta(x.numel()))
     return codes, scales
 
 
-def launch_dequantize(codes: Tensor, scales: Tensor, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The values of the codes, (numel,) of `dtype`.
+def launch_dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of the codes in `dtype`.
 
     Moves the codes and scales in and x out, once each, which is the floor.
     """
-    x = codes.new_empty(numel, dtype=dtype)
-    if numel:
+    x = codes.new_empty(codes.numel(), dtype=dtype)
+    if x.numel():
         with on_device_of(codes):
-            dequantize_kernel[_grid(numel)](codes, scales, x, numel, BITS=bits, **_meta(numel))
+            dequantize_kernel[_grid(x.numel())](codes, scales, x, x.numel(), **_meta(x.numel()))
     return x
 
 

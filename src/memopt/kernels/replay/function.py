@@ -10,6 +10,7 @@ readers save a handle inside a `memopt.saved.RecomputeScope`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
-from memopt.recompute_rules import NORMALISED, Node, recomputable
+from memopt.recompute.rules import NORMALISED, register_operator
+from memopt.recompute.specs import Recomputed
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -42,8 +44,8 @@ class ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
-        ctx.run, ctx.count, ctx.recomputes_output = run, count, True
-        ctx.autocast = autocast_dtype(tensors[0])
+        ctx.recomputes_output = True
+        ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
         copies = [parameter.detach().clone() for parameter in tensors[count:]]
         ctx.save_for_backward(*tensors[:count], *copies)
         return run(tensors[:count], tensors[count:])
@@ -51,6 +53,7 @@ class ReplayFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
+        ctx.recomputed.finish()
         needs = ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors
         if is_batched((dy,)):
@@ -68,14 +71,15 @@ def _run_again(ctx: Any, saved: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]
     """Leaves with the values of `saved`, and what the module makes of them."""
     needs = ctx.needs_input_grad[2:]
     tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
-    # Backward runs outside the forward's autocast region, which decides in what dtype each step is computed.
-    with torch.enable_grad(), autocast_as(ctx.autocast, tensors[0]):
-        return tensors, ctx.run(tensors[: ctx.count], tensors[ctx.count :])
+    with torch.enable_grad():
+        return tensors, ctx.recomputed.function(*tensors)
 
 
-@recomputable("ReplayFunctionBackward", NORMALISED, lambda node: getattr(node, "recomputes_output", False))
-def _output(node: Node) -> Tensor:
-    tensors = node.saved_tensors
-    with autocast_as(node.autocast, tensors[0]):
-        y: Tensor = node.run(tensors[: node.count], tensors[node.count :])
-    return y
+def _value(run: Replay, count: int, autocast: torch.dtype | None, *tensors: Tensor) -> Tensor:
+    """The output. Backward runs outside the forward's autocast region, which decides in what dtype each step is
+    computed."""
+    with autocast_as(autocast, tensors[0]):
+        return run(tensors[:count], tensors[count:])
+
+
+register_operator("ReplayFunctionBackward", NORMALISED)

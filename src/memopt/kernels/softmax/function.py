@@ -19,8 +19,8 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, is_batched, refuse_double_backward
 from memopt.kernels.base.parts import elementwise
-from memopt.recompute_rules import PROBABILITIES, Node, recomputable
-from memopt.recompute_specs import Recomputed
+from memopt.recompute.rules import PROBABILITIES, Node, recomputable
+from memopt.recompute.specs import Recomputed
 
 #: compute(read) -> the softmax's input
 Compute = Callable[[Sequence[Tensor]], Tensor]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from memopt.activations import ACTIVATIONS
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
-from memopt.patches.base import Trial
+from memopt.patches.capabilities import Trial
 from memopt.patches.swap import is_swapped, original_class, swap_state
 
 _INPUTS, _SCALE = 8192, 3.0
@@ -41,22 +41,17 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
             stock = functools.partial(original_class(module).forward, module)
             shipped = derivative_code(state.kind, state.code.scheme) if state.kind in ACTIVATIONS else state.code
             off[name] = _off_its_levels(module, stock, shipped)
-            if not shipped.stochastic:
-                tables[name] = abs(_error(stock, state.code) / shipped.error - 1)
+            tables[name] = abs(_error(stock, state.code) / shipped.error - 1)
     if off:
         yield _check("codes.levels", off, "largest difference to the level of the code", _ROUNDING, "rounding in fp32",
                      "the code's definition, on random inputs")  # fmt: skip
-    if tables:
         yield _check("codes.table", tables, "relative difference of the code's error at N(0, 1)", _QUADRATURE,
                      "two quadratures", "the error that is shipped with the code")  # fmt: skip
 
 
 def _check(id: str, values: dict[str, float], metric: str, limit: float, reason: str, reference: str) -> Check:
     worst = max(values, key=lambda name: (values[name] != values[name], values[name]))
-    return Check(
-        id=id, level="gradient", subject=worst, status="pass" if values[worst] <= limit else "fail", metric=metric,
-        value=values[worst], threshold=limit, threshold_reason=reason, reference=reference, n=len(values),
-    )  # fmt: skip
+    return limited(id, worst, values[worst], limit, metric, reason, reference, len(values), level="gradient")
 
 
 def _off_its_levels(module: nn.Module, stock: functools.partial[Tensor], code: DerivativeCode) -> float:
@@ -64,14 +59,6 @@ def _off_its_levels(module: nn.Module, stock: functools.partial[Tensor], code: D
     z = (_SCALE * torch.randn(_INPUTS, generator=generator)).requires_grad_()
     (applied,) = torch.autograd.grad(module(z), z, torch.ones_like(z))
     z = z.detach().double()
-    if code.stochastic:
-        # One of the two levels around the derivative, and the derivative on average (six standard errors of the mean).
-        place = (derivative(stock, z) - code.levels[0]) / code.step
-        place = place.clamp(0, len(code.levels) - 1)
-        number = (applied.double() - code.levels[0]) / code.step
-        beyond = ((number - place).abs() - 1).clamp(min=0).max() * code.step
-        bias = (number - place).mean().abs() - 3 / _INPUTS**0.5
-        return float(torch.maximum(beyond, bias.clamp(min=0) * code.step))
     levels = torch.tensor(code.levels, dtype=torch.float64)
     expected, is_certain = _levels(z, stock, code, levels)
     return float((applied.double() - expected).abs().where(is_certain, 0.0).max() / levels.abs().max())

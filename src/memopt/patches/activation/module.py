@@ -16,20 +16,15 @@ from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
-from memopt.kernels.derivative_codes.function import (
-    CodableFunction,
-    MaskableReluFunction,
-    coded_activation,
-    encode_anew,
-)
+from memopt.kernels.derivative_codes.function import CodableFunction, MaskableReluFunction, coded_activation
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.patches.activation.rules import ActivationRules
 from memopt.patches.activation.slot import save_as_code
 from memopt.patches.reads import observed_reads
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.recompute_specs import keep_producer
+from memopt.recompute.specs import keep_producer
+from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
-from memopt.saved.versions import with_witness
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
 
@@ -116,5 +111,5 @@ def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode
         return coded_activation(z, function, code)
     return save_as_code(
         lambda slot: CodableFunction.apply(z, function, code, slot),  # type: ignore[no-untyped-call]
-        lambda kept: encode_anew(kept, code),
+        lambda kept: encode(kept, code),
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from memopt.patches.activation.rules import ActivationRules
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, RecipeView, Trial
-from memopt.recompute_rules import ELEMENTWISE
-from memopt.walk.sites import ActivationSite, Sites, parent
+from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, RecipeView, Rows
+from memopt.patches.capabilities import Checks, Output, Saves, Trial
+from memopt.recompute.rules import ELEMENTWISE
+from memopt.walk.sites import ActivationSite, Sites, is_inside, parent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,15 +18,14 @@ if TYPE_CHECKING:
     from memopt.checks import Check
 
 
-class ActivationPatch(Patch):
+class ActivationPatch(Patch, Checks):
     """Recomputed and coded activations."""
 
-    name = kind = noun = "activation"
-    plural = "activations"
+    name = "activation"
     after = ("gated_mlp",)
-    requires = ("replay", "derivative_codes", "linear")
-    actions: ClassVar[Mapping[str, str]] = {"recompute": "recomputed", "code": "coded"}
-    key, rules = "activations", ActivationRules
+    requires = ("replay", "derivative_codes")
+    rows = Rows("activation", {"recompute": "recomputed", "code": "coded"}, noun="activation", plural="activations")
+    rules = ActivationRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, ActivationSite]]:
         return ((site.name, site) for site in sites.activations)
@@ -54,33 +54,31 @@ class ActivationPatch(Patch):
             return LEFT, why
         return "recompute", "its output is recomputed from its input, which is kept anyway"
 
-    def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset() if recipe.rules(ActivationRules).is_off else frozenset({ELEMENTWISE})
-
-    def scoped(self, plan: PlanView) -> Iterator[str]:
-        modules = _modules_of(plan)
-        yield from (modules[site.next_linear] for site in plan.chosen("activation") if site.next_linear in modules)
+    def scope(self, plan: PlanView) -> InScopes:
+        modules = {linear.parameter: linear.module for linear in plan.sites.linears}
+        chosen, coded = plan.chosen("activation"), plan.chosen("activation", "code")
+        readers = [modules[site.next_linear] for site in chosen if site.next_linear in modules]
         # Around an activation that keeps a code, and whoever reads it.
-        for site in plan.chosen("activation", "code"):
-            yield _around(site.name, modules.get(site.next_linear or ""))
-
-    def unscoped(self, plan: PlanView) -> Mapping[str, frozenset[str]]:
-        rewritten, modules = {entry.site for entry in plan.rewrites}, _modules_of(plan)
-        return {
-            modules[site.next_linear]: frozenset({ELEMENTWISE})
+        readers += [_around(site.name, modules.get(site.next_linear or "")) for site in coded]
+        rewritten = {entry.site for entry in plan.rewrites}
+        left = [
+            modules[site.next_linear]
             for site in plan.sites.activations
             if site.next_linear in modules
             and site.gated_mlp is None
             and site.name not in rewritten
             # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be recomputed.
             and not (site.saves_its_output and plan.recipe.selects(site.name))
-        }
+        ]
+        return InScopes(
+            families=frozenset() if plan.recipe.rules(ActivationRules).is_off else frozenset({ELEMENTWISE}),
+            outside=readers,
+            excluded=dict.fromkeys(left, frozenset({ELEMENTWISE})),
+            exchanges=bool(coded),
+        )
 
-    def recomputed(self, plan: PlanView) -> Iterator[str]:
-        yield from (site.name for site in plan.chosen("activation", "recompute") if site.is_module)
-
-    def settles(self, plan: PlanView) -> bool:
-        return bool(plan.chosen("activation", "code"))
+    def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
+        return Saves(recomputed=[site.name for site in plan.chosen("activation", "recompute") if site.is_module])
 
     def apply(self, live: Live) -> None:
         from memopt.patches.activation.module import patch_activation
@@ -93,37 +91,30 @@ class ActivationPatch(Patch):
         for site in plan.chosen("activation"):
             if not site.is_module or not site.replays or site in coded:
                 continue
-            if not gains_alone(site) and not is_behind_batch_norm(site, plan.sites):
+            if not site.gains_alone and not is_behind_batch_norm(site, plan.sites):
                 continue
             if site.parameters:
                 live.attempt(self.name, site.name, patch_replay)
             else:
                 live.attempt(self.name, site.name, patch_activation, site)
 
-    def at_most(self, recipe: RecipeView) -> tuple[str, ...]:
+    def farthest(self, recipe: RecipeView) -> tuple[str, ...]:
         return ("activations.where=all",)
 
-    def alike(self, recipe: RecipeView) -> tuple[str, ...]:
-        code = recipe.rules(ActivationRules).code.removesuffix("-stochastic")
-        return ("activations.where=all", f"activations.code={code}")
+    def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
+        return ("activations.where=all",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
         if trial.recipe.rules(ActivationRules).code == OFF:
             return ()
         from memopt.patches.activation.checks import verify_codes
 
-        return verify_codes(trial, self.at_most(trial.recipe))
+        return verify_codes(trial, self.farthest(trial.recipe))
 
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
         from memopt.patches.activation.errors import code_errors
 
         return code_errors(model)
-
-
-def gains_alone(site: ActivationSite) -> bool:
-    """Whether an activation is rewritten whatever reads it: a single operation keeps its input only, and a scope takes
-    care of its output, unless the next linear reads a copy of it."""
-    return site.operations > 1 or site.parameters or (site.copied and not site.saves_its_output)
 
 
 def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
@@ -163,21 +154,12 @@ def _code(site: ActivationSite, rules: ActivationRules, gated: bool) -> str | No
     return f"where nothing keeps its output: {kept}; else recomputed from its input, exactly"
 
 
-def _modules_of(plan: PlanView) -> dict[str | None, str]:
-    """Weight -> module, of every linear."""
-    return {linear.parameter: linear.module for linear in plan.sites.linears}
-
-
 def _around(name: str, reader: str | None) -> str:
     """The innermost module that `name` and `reader` are in."""
-    ancestor = name.rpartition(".")[0]
-    while reader is not None and ancestor and not _is_in(reader, ancestor):
-        ancestor = ancestor.rpartition(".")[0]
+    ancestor = parent(name)
+    while reader is not None and not is_inside(reader, ancestor):
+        ancestor = parent(ancestor)
     return ancestor
-
-
-def _is_in(name: str, ancestor: str) -> bool:
-    return name == ancestor or name.startswith(ancestor + ".")
 
 
 PATCH = ActivationPatch()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import Literal
 
-from memopt.patches.base import LEFT, Entry, Live, Patch, PlanView, RecipeView, Rules
+from memopt.patches.base import LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
+from memopt.patches.capabilities import EngineSettings
 from memopt.walk.sites import Sites
 
 SET = "set implementation"
@@ -20,6 +21,8 @@ _PACKAGES = {
 class AttentionRules(Rules):
     """Which implementation runs."""
 
+    key = "attention"
+
     implementation: Literal["keep", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"] = (
         "keep"
     )
@@ -30,36 +33,38 @@ class AttentionRules(Rules):
         return self.implementation == LEFT
 
 
-class AttentionPatch(Patch):
+class AttentionPatch(Patch, EngineSettings):
     """One site: the whole model, whose parts may have implementations of their own."""
 
-    name = kind = "attention"
-    noun, plural = "attention implementation", "attention implementations"
-    actions: ClassVar[Mapping[str, str]] = {SET: "set"}
-    key, rules = "attention", AttentionRules
+    name = "attention"
+    rows = Rows(
+        "attention",
+        {SET: "set"},
+        noun="attention implementation",
+        plural="attention implementations",
+        are_selected=False,
+    )
+    rules = AttentionRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, None]]:
         yield "", None
 
-    def decisions(self, plan: PlanView) -> Iterator[Entry]:
-        return iter(()) if plan.recipe.rules(AttentionRules).is_off else super().decisions(plan)
-
-    def decide(self, site: None, plan: PlanView) -> tuple[str, str]:
-        wanted = plan.recipe.rules(AttentionRules).implementation
+    def decide(self, site: None, plan: PlanView) -> tuple[str, str] | None:
+        rules = plan.recipe.rules(AttentionRules)
+        if rules.is_off:
+            return None
+        wanted = rules.implementation
         packages = _PACKAGES.get(wanted, ())
         if packages and not any(find_spec(package) for package in packages):
             return LEFT, f"{wanted} needs the package {' or '.join(packages)}, which is not installed"
         return SET, f"{wanted}, where the model supports it"
-
-    def targets(self, plan: PlanView) -> tuple[str, ...]:
-        return ()
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
         rules = recipe.rules(AttentionRules)
         return {} if rules.is_off else {"attn_implementation": rules.implementation}
 
     def apply(self, live: Live) -> None:
-        if any(entry.rewritten for entry in live.plan.rewrites if entry.kind == self.kind):
+        if any(entry.kind == self.name for entry in live.plan.rewrites):
             from memopt.patches.attention.module import first_pretrained, set_implementation
 
             rules = live.plan.recipe.rules(AttentionRules)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.saved.kept import Kept, check_version
+from memopt.recompute.versions import check_version
+from memopt.saved.kept import Kept
 from memopt.torch_compat import FakeTensor
 
 #: The memory of the host, as traces see it, whose fake tensors live on the CPU in the place of a device.

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from memopt.patches.base import (
     LEFT,
     OFF,
-    Entry,
     Live,
     Patch,
     PlanView,
     RecipeView,
+    Rows,
     Rules,
     any_matches,
     matches,
     one_or_more,
 )
+from memopt.patches.capabilities import EngineSettings, Levels, Reports
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ RUN_AGAIN, OFFLOADED = "recompute block", "recompute block, offload input"
 
 class CheckpointingRules(Rules):
     """Which blocks are checkpointed."""
+
+    key = "checkpointing"
 
     method: Literal["none", "full", "every-n", "count"] = "none"
     """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`, whose backward comes
@@ -49,23 +52,27 @@ class CheckpointingRules(Rules):
         return self
 
 
-class CheckpointingPatch(Patch):
+class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
     """Checkpointed blocks, with everything that other patches do inside the checkpointed region."""
 
-    name = kind = "checkpointing"
-    noun, plural = "block", "blocks"
+    name = "checkpointing"
     after = ("loss", "linear", "compression")  # a block that another patch has taken is left to it
-    actions: ClassVar[Mapping[str, str]] = {RUN_AGAIN: "checkpointed", OFFLOADED: "checkpointed with offloaded input"}
-    key, rules = "checkpointing", CheckpointingRules
+    rows = Rows(
+        "checkpointing",
+        {RUN_AGAIN: "checkpointed", OFFLOADED: "checkpointed with offloaded input"},
+        noun="block",
+        plural="blocks",
+        are_selected=False,  # `blocks` says which
+    )
+    rules = CheckpointingRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
         return ((block, block) for block in sites.blocks)
 
-    def decisions(self, plan: PlanView) -> Iterator[Entry]:
-        return iter(()) if plan.recipe.rules(CheckpointingRules).is_off else super().decisions(plan)
-
-    def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
+    def decide(self, site: str, plan: PlanView) -> tuple[str, str] | None:
         rules = plan.recipe.rules(CheckpointingRules)
+        if rules.is_off:
+            return None
         counted = [block for block in plan.sites.blocks if _is_counted(block, rules)]
         if site not in counted:
             return LEFT, "not among the recipe's checkpointing.blocks"
@@ -78,9 +85,6 @@ class CheckpointingPatch(Patch):
             return OFFLOADED, "runs again in backward; its input waits in CPU memory"
         return RUN_AGAIN, "keeps its input and runs again in backward"
 
-    def targets(self, plan: PlanView) -> tuple[str, ...]:
-        return ()  # `blocks` says which
-
     def notes(self, plan: PlanView) -> Iterator[str]:
         rules = plan.recipe.rules(CheckpointingRules)
         if rules.is_off:
@@ -90,19 +94,20 @@ class CheckpointingPatch(Patch):
         for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload)):
             for pattern in patterns if isinstance(patterns, tuple) else ():
                 if not any(matches(block, pattern) for block in plan.sites.blocks):
-                    yield f"Recipe '{plan.recipe.name}': {self.key}.{key} '{pattern}' matches no block of this model."
+                    yield f"Recipe '{plan.recipe.name}': {rules.key}.{key} '{pattern}' matches no block of this model."
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         blocks = {block: (block,) for block in plan.sites.blocks}
-        return dict.fromkeys(self.actions.values(), blocks)
+        return dict.fromkeys(self.rows.actions.values(), blocks)
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-        there, elsewhere = (chosen.get(level, ()) for level in self.actions.values())
+        key = CheckpointingRules.key
+        there, elsewhere = (chosen.get(level, ()) for level in self.rows.actions.values())
         if not there and not elsewhere:
-            return (f"{self.key}.method={OFF}",)
+            return (f"{key}.method={OFF}",)
         blocks, offloaded = ",".join((*there, *elsewhere)), ",".join(elsewhere)
         offload = "input" if not there else f"[{offloaded}]" if offloaded else OFF
-        return (f"{self.key}.method=full", f"{self.key}.blocks=[{blocks}]", f"{self.key}.offload={offload}")
+        return (f"{key}.method=full", f"{key}.blocks=[{blocks}]", f"{key}.offload={offload}")
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
         rules = recipe.rules(CheckpointingRules)

@@ -1,8 +1,7 @@
 """The proof that quantised tensors are off by their own rounding and nothing else, block by block.
 
-In one training step every tensor is compared, where backward reads it, with what was saved. It may be off by a step
-(half of one, rounded to the nearest), and stochastic rounding by nothing on average. The steps are computed here from
-the values: (maximum - minimum) / (2^bits - 1) of each group.
+In one training step every tensor is compared, where backward reads it, with what was saved. An element may be off by a
+step, and the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
 """
 
 from __future__ import annotations
@@ -16,51 +15,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from memopt.checks import Check
-from memopt.kernels.quantize.layout import GROUP
-from memopt.patches.base import Trial
-from memopt.patches.compression.compressor import Compression, Compressor
+from memopt.checks import Check, limited
+from memopt.kernels.quantize.layout import GROUP, LEVELS
+from memopt.patches.capabilities import Trial
+from memopt.patches.compression.compressor import Compressor
 from memopt.patches.running import RunningScopes
 
 #: Standard errors of the mean that a sum of unbiased roundings may be off by.
 _STANDARD_ERRORS = 6.0
 
 
-def verify_rounding(trial: Trial, compression: Compression) -> Iterator[Check]:
+def verify_rounding(trial: Trial) -> Iterator[Check]:
     """Two checks: the largest error in steps, and the mean error."""
     model = trial.patched(*trial.recipe.without("sampled"))
-    with _Observed(model, compression) as seen:
+    with _Observed(model) as seen:
         trial.step(model)
     if not seen.largest:
         yield Check("quantised.steps", "gradient", "blocks", "skip", detail="nothing was quantised in this step")
         return
-    allowed = 1.0 if compression.stochastic else 0.5
     worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
-    yield Check(
-        id="quantised.steps", level="gradient", subject=worst,
-        status="pass" if seen.largest[worst] <= allowed else "fail", metric="largest error of an element, in steps",
-        value=seen.largest[worst], threshold=allowed, threshold_reason="what rounding to a level can cost",
-        reference="what was saved, and steps computed from it", n=seen.elements,
+    yield limited(
+        "quantised.steps", worst, seen.largest[worst], 1.0, "largest error of an element, in steps",
+        "what rounding to a level can cost", "what was saved, and steps computed from it", seen.elements,
+        level="gradient",
     )  # fmt: skip
     bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}
     worst = max(bias, key=lambda name: bias[name])
-    if compression.stochastic:
-        yield Check(
-            id="quantised.bias", level="gradient", subject=worst,
-            status="pass" if bias[worst] <= _STANDARD_ERRORS else "fail",
-            metric="mean error of saved elements, in standard errors", value=bias[worst], threshold=_STANDARD_ERRORS,
-            threshold_reason="stochastic rounding has no bias", reference="what was saved", n=seen.elements,
-        )  # fmt: skip
+    yield limited(
+        "quantised.bias", worst, bias[worst], _STANDARD_ERRORS, "mean error of saved elements, in standard errors",
+        "stochastic rounding has no bias", "what was saved", seen.elements, level="gradient",
+    )  # fmt: skip
 
 
 class _Observed:
     """Context manager that compares every quantised tensor with its original, by the scope that it was saved in."""
 
-    def __init__(self, model: nn.Module, compression: Compression) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.largest: dict[str, float] = {}
         self.sums: dict[str, tuple[float, int]] = {}
         self.elements = 0
-        self._levels = 2**compression.bits - 1
         self._running, self._stack = RunningScopes(model), contextlib.ExitStack()
 
     def __enter__(self) -> _Observed:
@@ -78,7 +71,7 @@ class _Observed:
         groups = pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
         inside = torch.arange(groups.numel()).view_as(groups) < values.numel()
         high, low = groups.where(inside, -torch.inf).amax(1), groups.where(inside, torch.inf).amin(1)
-        steps = ((high - low) / self._levels).repeat_interleave(GROUP)[: values.numel()]
+        steps = ((high - low) / LEVELS).repeat_interleave(GROUP)[: values.numel()]
         # The sum of minimum and steps is rounded in fp32, and then to the dtype.
         rounding = torch.maximum(high.abs(), low.abs()).repeat_interleave(GROUP)[: values.numel()]
         rounding = 2 * rounding * max(torch.finfo(elements.dtype).eps, torch.finfo(torch.float32).eps)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,31 +36,17 @@ LEAST_PART = 4
 Observer = Callable[[Tensor, tuple[Any, ...]], Callable[[Tensor], None]]
 
 
-@dataclass(frozen=True)
-class Compression:
-    """How saved tensors are stored that are not recomputed (`memopt.saved.compressible.Compression`)."""
-
-    bits: Literal[4, 8] = 8
-    stochastic: bool = True
-    """Round at random, without bias, by a seed that is drawn from torch's default CPU generator."""
-
-    def compressor(self, hidden: Tensor) -> Compressor:
-        return Compressor(self, hidden)
-
-
 class Compressor:
-    """Gathers what a scope keeps; `settle` compresses it.
+    """Gathers what a scope keeps; `settle` compresses it. Seeds are drawn from torch's default CPU generator.
 
     Args:
-        compression: how.
         hidden: what the scope's module was given; its last dimension is the hidden size.
     """
 
     observers: ClassVar[list[Observer]] = []
     """Called with the elements of each quantised storage and how a tensor lies in it."""
 
-    def __init__(self, compression: Compression, hidden: Tensor) -> None:
-        self._compression = compression
+    def __init__(self, hidden: Tensor) -> None:
         self._tokens = max(1, hidden.numel() // max(1, hidden.shape[-1] if hidden.dim() else 1))
         self._narrow = hidden.numel() // LEAST_PART
         self._kept: list[weakref.ref[Compressible]] = []
@@ -104,7 +89,7 @@ class Compressor:
         whole = next((member.holder.tensor for member in group if _fills_its_storage(member.holder.tensor)), None)
         if whole is not None:
             elements = whole.as_strided((whole.numel(),), (1,), 0)
-            stored = self._stored(elements)
+            stored = _Stored(quantize(elements, draw_seed()))
             for member in group:
                 tensor = member.holder.tensor
                 self._replace(member, stored, elements, tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -119,12 +104,8 @@ class Compressor:
             if key not in views:
                 in_order = torch.empty_strided(tensor.size(), dense, dtype=tensor.dtype, device=tensor.device)
                 elements = in_order.copy_(tensor).as_strided((tensor.numel(),), (1,), 0)
-                views[key] = self._stored(elements), elements
+                views[key] = _Stored(quantize(elements, draw_seed())), elements
             self._replace(member, *views[key], tensor.size(), dense, 0)
-
-    def _stored(self, elements: Tensor) -> _Stored:
-        seed = draw_seed() if self._compression.stochastic else None
-        return _Stored(quantize(elements, self._compression.bits, seed))
 
     @classmethod
     def _replace(cls, member: Compressible, stored: _Stored, elements: Tensor, *view: Any) -> None:

@@ -2,73 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memopt.patches.base import OFF, Effect, Patch, PlanView, RecipeView, Rules, Trial
+from memopt.patches.base import OFF, Effect, InScopes, Patch, PlanView, RecipeView, Rules
+from memopt.patches.capabilities import Checks, Trial
+from memopt.walk.sites import parent
 
 if TYPE_CHECKING:
     from memopt.checks import Check
-    from memopt.saved.compressible import Compression
 
 
-class KeptRules(Rules):
+class CompressionRules(Rules):
     """How saved tensors are stored that are not recomputed."""
 
-    method: Literal["none", "int8", "int4"] = "none"
-    """``int8``, ``int4``: a code for each element, a minimum and a step for each 128."""
+    key = "compression"
+
+    method: Literal["none", "int8"] = "none"
+    """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
     """Everything in the repeated blocks, or what their MLPs keep."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
 
-    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+    old_key: ClassVar[str] = "kept"
+    old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
+    old_fields: ClassVar[frozenset[str]] = frozenset({"rounding"})
 
     @property
     def effect(self) -> Effect:
         return "exact" if self.is_off else "approximate"
 
 
-class CompressionPatch(Patch):
+class CompressionPatch(Patch, Checks):
     """Scopes that quantise; a matter of blocks, so it has no rows."""
 
     name = "compression"
+    rules = CompressionRules
     after = ("dropout", "sampled_linear")  # it stores what they leave
     requires = ("quantize",)
-    key, rules = "kept", KeptRules
 
-    def compression(self, recipe: RecipeView) -> Compression | None:
-        rules = recipe.rules(KeptRules)
-        if rules.method == "none":
-            return None
-        from memopt.patches.compression.compressor import Compression
+    def scope(self, plan: PlanView) -> InScopes:
+        if plan.recipe.rules(CompressionRules).is_off:
+            return InScopes()
+        from memopt.patches.compression.compressor import Compressor
 
-        return Compression(8 if rules.method == "int8" else 4, rules.rounding == "stochastic")
+        return InScopes(compression=Compressor, compressed=_compressed(plan), exchanges=True)
 
-    def settles(self, plan: PlanView) -> bool:
-        return self.compression(plan.recipe) is not None
-
-    def compressed(self, plan: PlanView) -> Iterable[str]:
-        """Blocks, or the MLPs in them."""
-        rules, sites = plan.recipe.rules(KeptRules), plan.sites
-        if rules.is_off:
-            return ()
-        if rules.where == "block":
-            return sites.blocks
-        parents = (site.name.rpartition(".")[0] if site.is_module else site.name for site in sites.activations)
-        return (*(site.name for site in sites.gated_mlps), *parents)
-
-    def alike(self, recipe: RecipeView) -> tuple[str, ...]:
-        return (f"{self.key}.method={OFF}",)
+    def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
+        return (f"{CompressionRules.key}.method={OFF}",)
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        from memopt.patches.compression.compressor import Compression
-
-        compression = self.compression(trial.recipe)
-        if not isinstance(compression, Compression):
+        if trial.recipe.rules(CompressionRules).is_off:
             return ()
         from memopt.patches.compression.checks import verify_rounding
 
-        return verify_rounding(trial, compression)
+        return verify_rounding(trial)
+
+
+def _compressed(plan: PlanView) -> Collection[str]:
+    """Blocks, or the MLPs in them."""
+    sites = plan.sites
+    if plan.recipe.rules(CompressionRules).where == "block":
+        return sites.blocks
+    parents = (parent(site.name) if site.is_module else site.name for site in sites.activations)
+    return dict.fromkeys((*(site.name for site in sites.gated_mlps), *parents))
 
 
 PATCH = CompressionPatch()

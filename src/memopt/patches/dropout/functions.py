@@ -20,7 +20,7 @@ from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.dropout.attention import seeded_attention
 from memopt.patches.dropout.module import OFF_WHERE_COMPILED, may_be_seeded
-from memopt.patches.repeated import RepeatedMode
+from memopt.patches.rerun import RepeatedMode
 from memopt.torch_compat import calls_of_checkpointing, checkpointing_hook
 
 

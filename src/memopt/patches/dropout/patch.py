@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rules
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.capabilities import Reports
 from memopt.walk.sites import DropoutSite, Sites
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.patches.functions import Mode
-
 
 class DropoutRules(Rules):
     """How dropouts are rewritten."""
+
+    key = "dropouts"
 
     method: Literal["none", "seed"] = "none"
     """``seed``: keep the seed of the mask instead of the mask. The same distribution, other random numbers."""
 
 
-class DropoutPatch(Patch):
+class DropoutPatch(Patch, Reports):
     """Seeded dropouts."""
 
-    name = kind = noun = "dropout"
-    plural = "dropouts"
-    after = ("sampled_linear",)
+    name = "dropout"
+    after = ("linear", "sampled_linear")
     requires = ("replay",)
-    actions: ClassVar[Mapping[str, str]] = {"seed": "seeded"}
-    key, rules = "dropouts", DropoutRules
+    rows = Rows("dropout", {"seed": "seeded"}, noun="dropout", plural="dropouts")
+    rules = DropoutRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, DropoutSite]]:
         return ((site.name, site) for site in sites.dropouts)
@@ -59,12 +59,13 @@ class DropoutPatch(Patch):
                 "recipe setting dropouts.method=seed saves seeds: the same distribution, other random numbers"
             )
 
-    def mode(self, plan: PlanView, scope: str) -> Mode | None:
-        if not any(site.name == scope and not site.is_module for site in plan.chosen("dropout")):
-            return None
+    def scope(self, plan: PlanView) -> InScopes:
+        functions = [site.name for site in plan.chosen("dropout") if not site.is_module]
+        if not functions:
+            return InScopes()
         from memopt.patches.dropout.functions import seeded_in_training
 
-        return seeded_in_training
+        return InScopes(modes=dict.fromkeys(functions, seeded_in_training))
 
     def apply(self, live: Live) -> None:
         from memopt.patches.dropout.functions import seeded_in_training

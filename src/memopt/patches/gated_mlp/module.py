@@ -20,7 +20,7 @@ from memopt.kernels.linear.function import linear
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
-from memopt.walk.probes.stand_ins import linear as linear_stand_in
+from memopt.walk.probes.isolate import random_linear
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 
@@ -55,8 +55,8 @@ def patch_gated_mlp(module: nn.Module, site: GatedMLPSite, scope: ScopeRewrite) 
     gate, up, down = site.children
     rewrite = GatedMLPRewrite(site.activation, site.form, gate, up, down, site.act, site.between, scope)
     generator = torch.Generator().manual_seed(0)
-    projection = linear_stand_in(4, 4 if site.form == "separate" else 8, generator)
-    stand_ins: dict[str, nn.Module] = {gate: projection, up: projection, down: linear_stand_in(4, 4, generator)}
+    projection = random_linear(4, 4 if site.form == "separate" else 8, generator)
+    stand_ins: dict[str, nn.Module] = {gate: projection, up: projection, down: random_linear(4, 4, generator)}
     if site.between is not None:
         stand_ins[site.between] = nn.Identity()
     x = torch.ones(2, 4, dtype=torch.float64, device="cpu")

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
-from memopt.patches.activation.rules import ActivationRules
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import ELEMENTWISE, PRODUCT
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.capabilities import Checks, Output, Saves
+from memopt.recompute.rules import ELEMENTWISE, PRODUCT
 from memopt.walk.sites import GatedMLPSite, Sites
 
 
 class GatedMLPRules(Rules):
     """Whether act(gate) and the product are recomputed in backward instead of kept."""
 
+    key = "gated_mlps"
+
     method: Literal["recompute", "none"] = "recompute"
 
 
-class GatedMLPPatch(Patch):
+class GatedMLPPatch(Patch, Checks):
     """Where the module computes nothing else, activation and product run as one operator."""
 
-    name = kind = "gated_mlp"
-    noun, plural = "gated MLP", "gated MLPs"
+    name = "gated_mlp"
     after = ("norm",)
     requires = ("activation", "linear")
-    actions: ClassVar[Mapping[str, str]] = {"recompute": "recomputed"}
-    key, rules = "gated_mlps", GatedMLPRules
+    rows = Rows("gated_mlp", {"recompute": "recomputed"}, noun="gated MLP", plural="gated MLPs")
+    rules = GatedMLPRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, GatedMLPSite]]:
         return ((site.name, site) for site in sites.gated_mlps)
@@ -35,31 +36,28 @@ class GatedMLPPatch(Patch):
             return LEFT, "the recipe leaves gated MLPs alone"
         if not plan.recipe.selects(site.name):
             return LEFT, EXCLUDED
-        exact = plan.recipe.rules(ActivationRules).is_off
-        what = "the product is" if exact else "act(gate) and the product are"
+        what = "the product is" if plan.recipe.is_off("activations") else "act(gate) and the product are"
         return "recompute", f"{what} recomputed from gate and up"
 
-    def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset() if recipe.rules(GatedMLPRules).is_off else frozenset({PRODUCT})
-
-    def scoped(self, plan: PlanView) -> Iterator[str]:
+    def scope(self, plan: PlanView) -> InScopes:
         rewritten = {entry.site for entry in plan.rewrites}
-        return (site.name for site in plan.sites.gated_mlps if site.name in rewritten)
+        names = [site.name for site in plan.sites.gated_mlps]
+        left = [name for name in names if name not in rewritten]
+        return InScopes(
+            families=frozenset() if plan.recipe.rules(GatedMLPRules).is_off else frozenset({PRODUCT}),
+            outside=[name for name in names if name in rewritten],
+            excluded=dict.fromkeys(left, frozenset({PRODUCT, ELEMENTWISE})),
+        )
 
-    def unscoped(self, plan: PlanView) -> Mapping[str, frozenset[str]]:
-        rewritten = {entry.site for entry in plan.rewrites}
-        left = (site.name for site in plan.sites.gated_mlps if site.name not in rewritten)
-        return dict.fromkeys(left, frozenset({PRODUCT, ELEMENTWISE}))
-
-    def recomputed(self, plan: PlanView) -> Iterator[str]:
-        yield from (site.name for site in plan.chosen("gated_mlp"))
+    def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
+        return Saves(recomputed=[site.name for site in plan.chosen("gated_mlp")])
 
     def apply(self, live: Live) -> None:
         from memopt.patches.gated_mlp.module import patch_gated_mlp
         from memopt.patches.scopes import innermost
 
         plan = live.plan
-        if plan.recipe.rules(ActivationRules).is_off:  # act(gate) is to be kept
+        if plan.recipe.is_off("activations"):  # act(gate) is to be kept
             return
         # The operator keeps gate and up, so where the recipe wants codes instead, the stock operations run.
         coded = {site.gated_mlp for site in plan.chosen("activation", "code")}

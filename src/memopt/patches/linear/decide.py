@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, PlanView, any_matches
-from memopt.patches.linear.rules import OutputRules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, any_matches
+from memopt.patches.linear.rules import LinearRules
 from memopt.walk.sites import LinearSite
 
 RECOMPUTE = "recompute output"
-
-
 #: An output of fewer channels than this part of the hidden state (an adapter's) is recomputed only if it is named.
 _NARROW = 4
 
 
-def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
+def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:
+    """What happens to a linear, and why.
+
+    Args:
+        producers: as :func:`recomputed_producers` names them.
+    """
+    action, why = _decide_output(site, plan, producers) or (LEFT, "")
+    if action == RECOMPUTE:
+        return action, why
+    if site.fed_by in producers:
+        input = f"saves no input of its own: {site.fed_by} saves it, or what it is recomputed from"
+        return READS, "; ".join(filter(None, (input, why)))
+    shared = ", ".join(site.input_shared_with)
+    fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
+    return LEFT, why or "exact as it is" + (f"; its input is one storage with {shared}" if shared else fed)
+
+
+def recomputed_producers(plan: PlanView) -> set[str]:
+    """Sites whose output is saved, or what it is recomputed from, whether a linear behind them is trained or not."""
+    return {entry.site for entry in plan.rewrites if entry.action != "code"}
+
+
+def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str] | None:
     """Action and reason for the output of a linear; None where the recipe does not speak of it."""
-    recompute = plan.recipe.rules(OutputRules).recompute
+    recompute = plan.recipe.rules(LinearRules).recompute
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
         return None
@@ -27,13 +47,8 @@ def decide_output(site: LinearSite, plan: PlanView) -> tuple[str, str] | None:
     objection = _objection(site, plan)
     if objection is not None:
         return LEFT, f"output not recomputed: {objection}"
-    holder = f"{site.fed_by} saves anyway" if input_is_saved(site, plan) else "it saves where its own weight is trained"
+    holder = f"{site.fed_by} saves anyway" if site.fed_by in producers else "it saves where its own weight is trained"
     return RECOMPUTE, f"not saved by {', '.join(_savers(site, plan))}: recomputed from its input, which {holder}"
-
-
-def input_is_saved(site: LinearSite, plan: PlanView) -> bool:
-    """Whether the input of a linear, or what it is recomputed from, is saved whether its weight is trained or not."""
-    return any(entry.site == site.fed_by and entry.action != "code" for entry in plan.rewrites)
 
 
 def output_levels(plan: PlanView) -> dict[str, list[str]]:

@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import cast_linear, reads_spec, recomputed_linear, saves_a_cast_weight
-from memopt.partitioned import shape_of
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
-from memopt.recompute_specs import carries_spec, shared_cast
+from memopt.recompute.specs import carries_spec, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
-from memopt.walk.probes.isolate import with_stand_ins
-
-_WIDTH = 5
+from memopt.walk.probes.linear import is_linear
 
 
 @dataclass(frozen=True)
@@ -65,37 +62,6 @@ def trains_as_linear(module: nn.Module) -> bool:
     if weight is None or not weight.requires_grad or is_swapped(module):
         return False
     return is_linear(module) or is_linear(module, transposed=True)
-
-
-def is_linear(module: nn.Module, *, transposed: bool = False) -> bool:
-    """Whether `module` holds a weight and perhaps a bias, and its forward is x W^T + b (transposed: x W + b)."""
-    parameters = dict(module.named_parameters(recurse=False))
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or len(shape_of(weight)) != 2 or not weight.is_floating_point():
-        return False
-    has_more = len(parameters) > 1 + (bias is not None) or next(module.buffers(), None) is not None
-    if has_more or next(module.children(), None) is not None:
-        return False
-    if type(module) is nn.Linear and "forward" not in vars(module):
-        return not transposed  # the forward of this class is known
-    size = shape_of(weight)[1 if transposed else 0]
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64), requires_grad=False)
-
-    stand_ins = {"weight": draw(_WIDTH, size) if transposed else draw(size, _WIDTH)}
-    if bias is not None:
-        stand_ins["bias"] = draw(size)
-    x = torch.randn(2, 3, _WIDTH, generator=generator, dtype=torch.float64)
-    try:
-        with torch.no_grad():
-            y = with_stand_ins(module, parameters=stand_ins).forward(x)
-    except Exception:  # a forward of somebody else's: bitsandbytes asserts that it finds packed weights
-        return False
-    matrix = stand_ins["weight"].t() if transposed else stand_ins["weight"]
-    expected = nn.functional.linear(x, matrix, stand_ins.get("bias"))
-    return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
 
 
 def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None) -> None:
@@ -158,7 +124,8 @@ def _reading(
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or (bias is None) is rewrite.has_bias or len(args) + len(kwargs) != 1 or steps_aside():
         return stock(module, *args, **kwargs)
-    x = shared_cast(x, autocast_dtype)
+    if any_autocast_enabled():
+        x = shared_cast(x, autocast_dtype)
     spec = reads_spec(x, weight)
     if spec is None and not saves_a_cast_weight(x, weight):
         return stock(module, x)

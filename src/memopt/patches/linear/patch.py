@@ -4,39 +4,82 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memopt.patches.activation.patch import gains_alone
-from memopt.patches.base import OFF, Live, Patch, PlanView, RecipeView
-from memopt.patches.linear.decide import RECOMPUTE, input_is_saved
-from memopt.patches.linear.rules import OutputRules
-from memopt.recompute_rules import LINEAR, WEIGHT
+from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
+from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
+from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers
+from memopt.patches.linear.rules import LinearRules
+from memopt.recompute.rules import LINEAR, WEIGHT
+from memopt.walk.sites import LinearSite, Sites, is_inside
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class LinearPatch(Patch):
-    """A known activation and the linear behind it, which recomputes and differentiates it in one pass where Triton
-    runs; and inside scopes every plain linear, adapters' included, which reads the recompute spec of its input.
-
-    They have no rows of their own: the activation's row says that its output is recomputed. Nor have linears whose
-    output is recomputed: their row says that.
+class LinearPatch(Patch, Levels, Checks, Reports):
+    """Inside scopes every plain linear, adapters' included, which reads the recompute spec of its input; a known
+    activation and the linear behind it, which recomputes and differentiates it in one pass where Triton runs; linears
+    whose output is recomputed. Every linear of the model has a row.
     """
 
     name = "linear"
-    after = ("activation", "sampled_linear")
-    requires = ("activation", "norm")
+    after = ("norm", "gated_mlp", "activation")
+    rows = Rows("linear", {RECOMPUTE: "output recomputed"}, noun="linear", plural="linears")
+    rules = LinearRules
 
-    def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset({WEIGHT} if recipe.rules(OutputRules).recompute == OFF else {WEIGHT, LINEAR})
+    def propose(self, sites: Sites) -> Iterator[tuple[str, LinearSite]]:
+        return ((site.parameter, site) for site in sites.linears)
 
-    def scoped(self, plan: PlanView) -> Iterator[str]:
-        return (name.rpartition(".")[0] for name in _outputs(plan))
+    def decisions(self, plan: PlanView) -> Iterator[Entry]:
+        producers = recomputed_producers(plan)
+        for name, site in self.propose(plan.sites):
+            yield Entry("linear", name, *decide_linear(site, plan, producers))
 
-    def unsaved(self, plan: PlanView) -> Iterator[str]:
-        yield from _outputs(plan)
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        patterns, linears = plan.recipe.rules(LinearRules).recompute, plan.sites.linears
+        known = {name for site in linears for name in (site.module, site.output_module)}
+        for pattern in patterns if linears and not isinstance(patterns, str) else ():
+            if not any(matches(name, pattern) for name in known):
+                setting = f"{LinearRules.key}.recompute"
+                yield f"Recipe '{plan.recipe.name}': {setting} '{pattern}' matches no linear of this model."
+
+    def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        found: dict[str, dict[str, tuple[str, ...]]] = {}
+        for block, names in output_levels(plan).items():
+            first, second, *more = (*(name.rpartition(".")[2] for name in names), "", "")
+            for words, count in (
+                (first, 1),
+                (second and f"{first} and {second}", 2),
+                (any(more) and "all linears", None),
+            ):
+                if words:
+                    found.setdefault(f"{words} recomputed", {})[block] = tuple(names[:count])
+        return found
+
+    def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        names = [name for its in chosen.values() for name in its]
+        return (f"{LinearRules.key}.recompute={'[' + ','.join(names) + ']' if names else OFF}",)
+
+    def scope(self, plan: PlanView) -> InScopes:
+        outputs = _outputs(plan)
+
+        def prepare(scope: str) -> Callable[[nn.Module], None]:
+            from memopt.patches.linear.module import adopt_linears
+
+            inside = {name: saved for name, saved in outputs.items() if name != scope and is_inside(name, scope)}
+            named = {name.removeprefix(f"{scope}."): saved for name, saved in inside.items()}
+            return functools.partial(adopt_linears, outputs=named) if named else adopt_linears
+
+        return InScopes(
+            families=frozenset({WEIGHT} if plan.recipe.rules(LinearRules).recompute == OFF else {WEIGHT, LINEAR}),
+            outside=[name.rpartition(".")[0] for name in outputs],
+            prepare=prepare,
+        )
+
+    def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
+        return Saves(unsaved=_outputs(plan))
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         dtypes = [(str(each.dtype), each.requires_grad) for each in model.parameters() if each.dim() > 1]
@@ -49,27 +92,31 @@ class LinearPatch(Patch):
 
     def apply(self, live: Live) -> None:
         from memopt.activations import ACTIVATIONS
-        from memopt.patches.activation.module import patch_activation
         from memopt.patches.linear.module import patch_linear, trains_as_linear
         from memopt.patches.linear.output import patch_output
 
-        for name, is_saved in _outputs(live.plan).items():
+        plan = live.plan
+        for name, is_saved in _outputs(plan).items():
             live.attempt(self.name, name, patch_output, input_is_saved=is_saved)
 
-        modules = {linear.parameter: linear.module for linear in live.plan.sites.linears}
-        for site in live.plan.chosen("activation", "recompute"):
+        taken = {entry.site for entry in plan.rewrites}  # heads, sampled linears: those are rewritten otherwise
+        modules = {linear.parameter: linear.module for linear in plan.sites.linears if linear.parameter not in taken}
+        for site in plan.chosen("activation", "recompute"):
             linear = modules.get(site.next_linear or "", "")
             known = site.is_module and site.replays and site.kind in ACTIVATIONS and site.gated_mlp is None
             if not known or linear not in live.modules or not trains_as_linear(live.modules[linear]):
                 continue
-            if not gains_alone(site) and site.name not in live.done("activation"):
+            if not site.gains_alone and site.name not in live.done("activation"):
+                from memopt.patches.activation.module import patch_activation
+
                 live.attempt("activation", site.name, patch_activation, site)
             live.attempt(self.name, linear, patch_linear)
 
     def finish(self, live: Live) -> None:
-        from memopt.patches.linear.module import is_linear, patch_linear
+        from memopt.patches.linear.module import patch_linear
         from memopt.patches.linear.stacked import patch_stacked
         from memopt.patches.swap import is_swapped
+        from memopt.walk.probes.linear import is_linear
 
         for name, is_stacked in {site.module: len(site.shape) > 2 for site in live.plan.sites.linears}.items():
             module = live.modules.get(name)
@@ -81,17 +128,11 @@ class LinearPatch(Patch):
                 elif any(name.startswith(f"{each}.") for each in live.scopes) and is_linear(module, transposed=True):
                     patch_linear(module, fuses=False)  # scopes adopt the others
 
-    def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None]:
-        from memopt.patches.linear.module import adopt_linears
-
-        inside = {name: saved for name, saved in _outputs(plan).items() if name.startswith(f"{scope}.")}
-        outputs = {name.removeprefix(f"{scope}."): saved for name, saved in inside.items()}
-        return functools.partial(adopt_linears, outputs=outputs) if outputs else adopt_linears
-
 
 def _outputs(plan: PlanView) -> dict[str, bool]:
     """Module whose output is recomputed -> whether its input is saved also where its own weight is frozen."""
-    return {site.output_module: input_is_saved(site, plan) for site in plan.chosen("linear", RECOMPUTE)}
+    producers = recomputed_producers(plan)
+    return {site.output_module: site.fed_by in producers for site in plan.chosen("linear", RECOMPUTE)}
 
 
 PATCH = LinearPatch()

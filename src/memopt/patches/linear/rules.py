@@ -1,4 +1,4 @@
-"""What a recipe says about the outputs of linears."""
+"""What a recipe says about linears."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Annotated, Literal
 from memopt.patches.base import OFF, Rules, one_or_more
 
 
-class OutputRules(Rules):
+class LinearRules(Rules):
     """Whether outputs of linears are recomputed in backward instead of saved."""
+
+    key = "linears"
 
     recompute: Annotated[Literal["none", "auto"] | tuple[str, ...], one_or_more(OFF, "auto")] = "none"
     """Names of linears (shell wildcards) whose module runs again in backward; ``auto``: all where it saves bytes."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.recompute == OFF

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.swap import original_class, steps_aside, swap_forward, wraps_any_forward
+from memopt.recompute.versions import with_witness
+from memopt.recompute.weights import Settings, adds, tell_weight
 from memopt.saved.scope import in_a_scope
-from memopt.saved.versions import with_witness
-from memopt.saved.weights import Settings, adds, tell_weight
 from memopt.torch_compat import is_checkpointed_region, parametrizations_are_cached
 
 

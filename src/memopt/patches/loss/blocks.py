@@ -36,7 +36,7 @@ from memopt.kernels.loss.function import (
 from memopt.kernels.loss.reference import losses_of
 from memopt.patches.loss.plain import Plain, add_product_, sums_of
 from memopt.patches.loss.rows import itself
-from memopt.patches.loss.source import as_leaf
+from memopt.patches.loss.source import as_leaf, run
 
 
 def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
@@ -61,7 +61,9 @@ class _BlocksFunction(DirectFunction):
         statistics, smoothed = fresh_statistics(rows), bool(arguments.label_smoothing)
         with autocast_as(None, rows):
             for columns in plain.blocks(rows):
-                z = plain.operated(plain.logits(rows, plain.matrix(weight, columns), bias, columns), columns)
+                matrix = plain.matrix(weight, columns)
+                z = run(plain.source.operations, plain.logits(rows, matrix, bias, columns), columns)
+                del matrix
                 of_block = None if class_weight is None else class_weight[columns]
                 statistics_(z, statistics, target - columns.start, weight=of_block, smoothed=smoothed)
                 del z  # before the next is computed

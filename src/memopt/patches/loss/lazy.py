@@ -26,7 +26,7 @@ from memopt.partitioned import fetch_before
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.notes import note
 from memopt.patches.loss.source import Source
-from memopt.torch_compat import tree_leaves, tree_map, wrapper
+from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -44,8 +44,6 @@ _METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(
     getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
 }
 
-#: What C++ code exchanges where a function changes a tensor in place: this tensor's, not its value's.
-_HOOKS: Any = getattr(Tensor, "_backward_hooks", ())
 _GRAPH, _VERSION = (getattr(Tensor, name).__get__ for name in ("grad_fn", "_version"))
 
 _LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
@@ -81,7 +79,8 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is _HOOKS:
+        if getattr(func, "__self__", ()) is tensor_hooks_slot:
+            # C++ code exchanges these where a function changes a tensor in place: this tensor's, not its value's.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
@@ -125,8 +124,7 @@ class LazyLogits(Tensor):
                                 each.source.losses.append(func.__name__)
                                 each.source.pass_moments_to(found)
                     return answer
-            if func is not Tensor.as_subclass:
-                note(func, pending[0].source.head.module)
+            note(func, pending[0].source.head.module)
         for each in lazy:
             each.compute()
         family = [member for each in lazy for member in each.family]
@@ -147,6 +145,10 @@ class LazyLogits(Tensor):
             return leaf.compute().detach() if isinstance(leaf, LazyLogits) else leaf
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor: PyTorch's reads the graph of this one in C++, which may be behind that of its value."""
+        return self.compute().as_subclass(cls)
 
     @property
     def is_foreign(self) -> bool:
@@ -347,6 +349,8 @@ class _AdoptFunction(DirectFunction):
 def _own_state(logits: LazyLogits) -> tuple[Any, int]:
     """The autograd node and the version of this tensor itself, whether or not it has a value."""
     read = super(LazyLogits, LazyLogits).__torch_function__
+    if read(Tensor.is_inference, (), (logits,)):
+        return None, 0  # it has neither
     return read(_GRAPH, (), (logits,)), read(_VERSION, (), (logits,))
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from memopt.generators import generators_kept
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
-from memopt.patches.linear.module import is_linear
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.notes import say_whole, whole
 from memopt.patches.loss.rows import product_rows
 from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
+from memopt.patches.reads import observed_reads
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (
@@ -29,6 +29,7 @@ from memopt.torch_compat import (
     makes_wrappers,
     module_hooks,
 )
+from memopt.walk.probes.linear import is_linear
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (
@@ -66,7 +67,9 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room))
+    is_known = transposed is None or type(module) is nn.Linear
+    reads = None if is_known else observed_reads(module, None)  # any other function is called as it is
+    swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room), reads)
 
 
 def head_of(modules: Mapping[str, nn.Module], linear: str, around: Sequence[str], width: int) -> str:

@@ -7,8 +7,7 @@ its own. Views, slices and selections of the leading dimensions: done to the hea
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import Any
 
@@ -21,6 +20,7 @@ from memopt.partitioned import is_partitioned
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
 from memopt.patches.loss.source import Operation, Source, versions_of
+from memopt.recompute.expression import VALUE, Beside, Step, step
 from memopt.torch_compat import FakeTensor, no_dispatch
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
@@ -54,8 +54,8 @@ def handles(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def recorded(logits: LazyLogits, operation: Operation, dtype: torch.dtype, form: Tensor | None = None) -> Any:
     """`logits` after one more operation."""
     source = logits.source
-    after = dataclasses.replace(_untracked(source), operations=(*source.operations, operation), dtype=dtype)
-    return stand_for(after, logits, operation.run, form)
+    then = dataclasses.replace(_untracked(source), operations=(*source.operations, operation), dtype=dtype)
+    return stand_for(then, logits, operation.run, form)
 
 
 def moved(logits: LazyLogits, x: Tensor, step: Callable[[Tensor], Tensor], form: Tensor | None) -> Any:
@@ -94,73 +94,49 @@ def _untracked(source: Source) -> Source:
 @handles(_ELEMENTWISE)
 def _elementwise(function: Any, name: str) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
-        at = [position for position, value in enumerate(args) if isinstance(value, LazyLogits)]
-        if any(not isinstance(value, (Number, type(None))) for value in kwargs.values()) or not at:
+        logits = [value for value in args if isinstance(value, LazyLogits)]
+        others = [value for value in args if not isinstance(value, LazyLogits)]
+        if any(not isinstance(value, (Number, type(None))) for value in kwargs.values()) or not logits:
             return NotImplemented
-        first: LazyLogits = args[at[0]]
-        others = {position: value for position, value in enumerate(args) if position not in at}
-        for position, value in others.items():
-            if isinstance(value, Tensor) and _fits(value, first):
-                others[position] = value.reshape(-1 if value.dim() else ())
-            elif not isinstance(value, (Number, type(None))):
-                return NotImplemented
-
-        without: list[Any] = [None if isinstance(value, LazyLogits) else value for value in args]
-
-        def call(logits: Sequence[Tensor], columns: slice | None, tensors: tuple[Tensor, ...]) -> Tensor:
-            given, left = list(without), iter(tensors)
-            for position, other in others.items():
-                value = next(left) if isinstance(other, Tensor) else other
-                by_column = isinstance(value, Tensor) and value.numel() > 1 and columns is not None
-                given[position] = value[columns] if by_column else value
-            for position, tensor in zip(at, logits, strict=True):
-                given[position] = tensor
-            result: Tensor = function(*given, **kwargs)
-            return result
-
-        tensors = tuple(value for value in others.values() if isinstance(value, Tensor))
-        if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        first, own = logits[0], [value for value in others if isinstance(value, Tensor)]
+        known = all(isinstance(value, (Number, type(None), Tensor)) for value in others)
+        if not known or not all(_fits(each, first) for each in own):
+            return NotImplemented
+        if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in own):
             return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
-        if len(at) > 1:
-            return _of_two([args[position] for position in at], name, call, tensors)
-        dtype = _one_of(lambda y: call([y], slice(0, 1), tensors), first).dtype
-        numbers = [_shown(value) for value in (*others.values(), *kwargs.values()) if value is not None]
-        label = " ".join((name.strip("_"), *numbers))
-        of_one = lambda y, columns, tensors: call([y], columns, tensors)  # noqa: E731
-        return recorded(first, Operation(label, of_one, tensors), dtype)
+        # One form is the value of the step, two are read beside it.
+        forms = iter([VALUE] if len(logits) == 1 else map(Beside, range(len(own), len(own) + len(logits))))
+        tensors = map(Beside, range(len(own)))
+        placed = [
+            next(forms) if isinstance(value, LazyLogits) else next(tensors) if isinstance(value, Tensor) else value
+            for value in args
+        ]
+        numbers = [_shown(value) for value in (*others, *kwargs.values()) if value is not None]
+        label = " ".join((name.strip("_"), *(numbers if len(logits) == 1 else ())))
+        done: Step = (function, tuple(placed), tuple(kwargs.items()))
+        operation = Operation(label, done, tuple(each.reshape(-1 if each.dim() else ()) for each in own))
+        if len(logits) > 1:
+            return _of_two(logits, operation)
+        return recorded(first, operation, _one_of(lambda y: operation.run(y, slice(0, 1)), first).dtype)
 
     return handler
 
 
-def _of_two(logits: list[LazyLogits], name: str, call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Any:
+def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
     """A function of two forms of the same rows, as in p * log p."""
     one, *others = (each.source for each in logits)
     if any(other.rows is not one.rows or other.tracked != one.tracked for other in others):
         return NotImplemented
-
     if any(each.form.stride() != logits[0].form.stride() for each in logits):
         return NotImplemented
-    done = [each.source.operations for each in logits]
-    steps = [operation for operations in done for operation in operations]
-
-    def run(y: Tensor, columns: slice | None, read: tuple[Tensor, ...]) -> Tensor:
-        left, values = iter(read), []
-        own = tuple(itertools.islice(left, len(tensors)))
-        for operations in done:
-            value = y
-            for each in operations:
-                value = each.call(value, columns, tuple(itertools.islice(left, len(each.tensors))))
-            values.append(value)
-        return call(values, columns, own)
-
-    read = (*tensors, *(tensor for operation in steps for tensor in operation.tensors))
-    dtypes = [torch.empty(1, dtype=each.dtype, device=each.device) for each in logits]
-    operation = Operation(name.strip("_"), run, read, all(each.by_column for each in steps))
+    forms = tuple(each.source.operations for each in logits)
     with torch.no_grad():
-        dtype = call(dtypes, slice(0, 1), tensors).dtype
-    after = dataclasses.replace(_untracked(one), operations=(operation,), dtype=dtype)
-    step = lambda value: call([value, *(each.fill() for each in logits[1:])], None, tensors)  # noqa: E731
-    return stand_for(after, logits[0], step)
+        ones = [torch.empty(1, dtype=each.dtype, device=each.device) for each in logits]
+        dtype = operation.of(ones[0], ones, slice(0, 1)).dtype
+    by_column = all(each.by_column for form in forms for each in form)
+    done = dataclasses.replace(operation, forms=forms, by_column=by_column)
+    made = lambda value: operation.of(value, [value, *(each.fill() for each in logits[1:])])  # noqa: E731
+    return stand_for(dataclasses.replace(_untracked(one), operations=(done,), dtype=dtype), logits[0], made)
 
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
@@ -204,8 +180,8 @@ def _cast(function: Any, name: str) -> Callable[..., Any]:
         if not dtype.is_floating_point:
             return NotImplemented
         wider = torch.promote_types(dtype, logits.dtype) == dtype
-        run = lambda y, columns, tensors: y.to(dtype, copy=True)  # noqa: E731
-        return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", run, casts_up=wider), dtype)
+        copy = (Tensor.to, (VALUE, dtype), (("copy", True),))
+        return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", copy, casts_up=wider), dtype)
 
     return handler
 
@@ -227,13 +203,13 @@ def _softmax(function: Any, name: str) -> Callable[..., Any]:
         dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
         autocast = autocast_dtype(logits)
 
-        def run(y: Tensor, *_: Any) -> Tensor:
+        def run(y: Tensor) -> Tensor:
             with autocast_as(autocast, y):
                 result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
             return result
 
         form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
-        return recorded(logits, Operation(name, run, by_column=False), _one_of(run, logits).dtype, form)
+        return recorded(logits, Operation(name, step(run), by_column=False), _one_of(run, logits).dtype, form)
 
     return handler
 
@@ -261,14 +237,10 @@ def _set(function: Any, name: str) -> Callable[..., Any]:
             return NotImplemented
         taken = torch.zeros(source.width, dtype=torch.bool, device=source.x.device)
         taken[columns] = True
-        number: Any = value
-
-        def run(y: Tensor, part: slice | None, tensors: tuple[Tensor, ...]) -> Tensor:
-            return y.masked_fill(taken if part is None else taken[part], number)
-
-        operation = Operation(f"columns set to {_shown(value)}", run, (taken,))
-        after = dataclasses.replace(source, operations=(*source.operations, operation))
-        logits.become(after, lambda y: function(y, index, value))
+        fill = (Tensor.masked_fill, (VALUE, Beside(0), value), ())
+        operation = Operation(f"columns set to {_shown(value)}", fill, (taken,))
+        then = dataclasses.replace(source, operations=(*source.operations, operation))
+        logits.become(then, lambda y: function(y, index, value))
         return None
 
     return handler

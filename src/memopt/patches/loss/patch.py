@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Patch, PlanView, Rules
+from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.capabilities import Checks, Levels, Reports
 from memopt.walk.sites import LossHead, Sites
 
 if TYPE_CHECKING:
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
 class LossRules(Rules):
     """How the loss over the vocabulary is computed."""
 
+    key = "loss"
+
     method: Literal["none", "chunked", "lean"] = "none"
     """``chunked``: a part of the logits at a time. ``lean``: all logits in their own dtype, without an fp32 copy."""
     room: int = Field(default=0, ge=0)
     """MiB that it may take beside the gradients of the head's input and weight, where it would take less."""
 
 
-class LossPatch(Patch):
+class LossPatch(Patch, Levels, Checks, Reports):
     """The heads whose logits are computed a part at a time, inside the loss."""
 
-    name = kind = noun = plural = "loss"
-    after = ("dropout",)
-    requires = ("linear",)
-    actions: ClassVar[dict[str, str]] = {"chunked": "chunked", "lean": "lean"}
-    key, rules = "loss", LossRules
+    name = "loss"
+    after = ("linear", "dropout")
+    rows = Rows("loss", {"chunked": "chunked", "lean": "lean"}, noun="loss", plural="loss")
+    rules = LossRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, LossHead]]:
         return ((head.parameter, head) for head in sites.loss_heads)
@@ -51,7 +53,7 @@ class LossPatch(Patch):
         return method, f"logits are never whole where the loss is a cross-entropy{reads}"
 
     def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
-        return {"all logits in 16 bits": (f"{self.key}.method=lean",)} if plan.chosen(self.name, "chunked") else {}
+        return {"all logits in 16 bits": (f"{LossRules.key}.method=lean",)} if plan.chosen(self.name, "chunked") else {}
 
     def apply(self, live: Live) -> None:
         from memopt.patches.loss.module import head_of, patch_head
@@ -64,10 +66,15 @@ class LossPatch(Patch):
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
             live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, **options)
 
-    def prepares(self, plan: PlanView, scope: str) -> Callable[[nn.Module], None] | None:
-        from memopt.patches.loss.module import say_who_computes_it
+    def scope(self, plan: PlanView) -> InScopes:
+        first = plan.sites.blocks[:1]
 
-        return say_who_computes_it if plan.chosen(self.name) and scope in plan.sites.blocks[:1] else None
+        def prepare(scope: str) -> Callable[[nn.Module], None] | None:
+            from memopt.patches.loss.module import say_who_computes_it
+
+            return say_who_computes_it if scope in first else None
+
+        return InScopes(prepare=prepare if plan.chosen(self.name) else None)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.loss.module import replaced_forwards, whole_logits

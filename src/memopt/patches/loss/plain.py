@@ -9,7 +9,7 @@ are computed twice: one product more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu, itself
-from memopt.patches.loss.source import Source, distinct
+from memopt.patches.loss.source import Source, distinct, run
 
 #: Rows of a chunk with which a product is not bound by reading W.
 ROWS = 256
@@ -110,12 +110,6 @@ class Plain:
         """Of the head itself: (rows, columns)."""
         return F.linear(rows, matrix, None if bias is None else bias[columns].to(matrix.dtype))
 
-    def operated(self, y: Tensor, columns: slice) -> Tensor:
-        """`y` after what the model did to its logits."""
-        for operation in self.source.operations:
-            y = operation.run(y, columns)
-        return y
-
     def gradient(
         self, rows: Tensor, matrix: Tensor, bias: Tensor | None, columns: slice,
         write: Callable[..., object], sums: Sequence[Tensor | None],
@@ -134,7 +128,7 @@ class Plain:
         wanted = [t for t, total in zip(read, sums, strict=True) if total is not None]
         # Whoever watches saved tensors outside (checkpointing, offloading) has to see none of a chunk.
         with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-            z = replace(self, source=cut).operated(y.requires_grad_(), columns)
+            z = run(cut.operations, y.requires_grad_(), columns)
         write(z.detach(), out=(dz := torch.empty_like(z)))  # not over it: an operation may have saved its result
         dy, *found = torch.autograd.grad(z, (y, *wanted), dz, allow_unused=True)
         for total, gradient in zip((each for each in sums if each is not None), found, strict=True):

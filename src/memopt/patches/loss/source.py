@@ -8,7 +8,7 @@ import operator
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_as
 from memopt.partitioned import is_partitioned, version_of_partitioned
+from memopt.recompute.expression import Step, after
 from memopt.torch_compat import storage_id
 
 #: Of each tensor: how often it was changed in place, and its storage.
@@ -31,10 +32,11 @@ class Operation:
 
     name: str
     """For the user: "scale 0.25"."""
-    call: Callable[[Tensor, slice | None, tuple[Tensor, ...]], Tensor]
-    """``call(logits, columns, tensors)``, of a slice of the columns only where `by_column`."""
-    tensors: tuple[Tensor, ...] = ()
-    """Tensors that it reads, beside the logits."""
+    step: Step
+    """From the logits; beside them it reads `own`, then what `forms` makes of them."""
+    own: tuple[Tensor, ...] = ()
+    """Of one element, or of one for each column."""
+    forms: tuple[tuple[Operation, ...], ...] = ()
     by_column: bool = True
     """Whether columns do not mix either."""
     casts_up: bool = False
@@ -44,9 +46,31 @@ class Operation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", versions_of(self.tensors))
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it reads, beside the logits."""
+        return (*self.own, *(tensor for form in self.forms for each in form for tensor in each.tensors))
+
+    def reading(self, of: Callable[[Tensor], Tensor]) -> Operation:
+        """The same with ``of(tensor)`` in the place of each of `tensors`."""
+        forms = tuple(tuple(each.reading(of) for each in form) for form in self.forms)
+        return dataclasses.replace(self, own=tuple(map(of, self.own)), forms=forms)
+
     def run(self, logits: Tensor, columns: slice | None = None) -> Tensor:
-        """`logits`, of all columns or of a slice of them, after this operation."""
-        return self.call(logits, columns, self.tensors)
+        """`logits`, of all columns or (`by_column`) of a slice of them, after this operation."""
+        return self.of(logits, [run(form, logits, columns) for form in self.forms], columns)
+
+    def of(self, logits: Tensor, forms: Sequence[Tensor] = (), columns: slice | None = None) -> Tensor:
+        """Its step from `logits`, where `forms` are already computed."""
+        own = [each if columns is None or each.numel() == 1 else each[columns] for each in self.own]
+        return after(logits, (self.step,), [*own, *forms])
+
+
+def run(operations: Iterable[Operation], logits: Tensor, columns: slice | None = None) -> Tensor:
+    """`logits` after these operations. A caller that names them holds them meanwhile."""
+    for operation in operations:
+        logits = operation.run(logits, columns)
+    return logits
 
 
 def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
@@ -139,10 +163,7 @@ class Source:
             return self
         return dataclasses.replace(
             self,
-            operations=tuple(
-                dataclasses.replace(operation, tensors=tuple(map(leaf, operation.tensors)))
-                for operation in self.operations
-            ),
+            operations=tuple(operation.reading(leaf) for operation in self.operations),
         )
 
     @property
@@ -157,10 +178,10 @@ class Source:
             rows: of the product, of which `x`, (n, in), then are the first ones.
         """
         count = len(x)
-        y = self.head(x) if rows <= count else self.head(nn.functional.pad(x, (0, 0, 0, rows - count)))[:count]
-        for operation in self.operations:
-            y = operation.run(y)
-        return y
+        return run(
+            self.operations,
+            self.head(x) if rows <= count else self.head(nn.functional.pad(x, (0, 0, 0, rows - count)))[:count],
+        )
 
     def in_call(self, function: Callable[[Source], T]) -> T:
         """``function(self)`` where the head's weights are whole: inside a call of the head, if they are so there alone.

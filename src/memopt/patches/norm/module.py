@@ -122,7 +122,11 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
     ):
         return None
     autocast = None if x.dtype is torch.float64 else autocast_dtype(x)
-    dtype = _stock_dtype(rewrite, module, x, weight, bias, autocast)
+    dtype: torch.dtype | None = x.dtype
+    if autocast is not None:
+        dtype = _dtype_under_autocast(rewrite, module, x, weight, bias, autocast)
+    elif (weight is not None and weight.dtype is not dtype) or (bias is not None and bias.dtype is not dtype):
+        return None  # the dtype of its output depends on the module's code
     if dtype is None:
         return None
     if rewrite.frozen:
@@ -130,22 +134,16 @@ def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | No
     return weight, bias, rewrite.spec, dtype, autocast or dtype, rewrite.only_linears_read
 
 
-def _stock_dtype(
+def _dtype_under_autocast(
     rewrite: NormRewrite,
     module: nn.Module,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    autocast: torch.dtype | None,
+    autocast: torch.dtype,
 ) -> torch.dtype | None:
-    """The dtype in which the stock module returns the norm of `x`; None where that has to run.
-
-    For mixed dtypes, and under autocast, it depends on the module's code and on the device.
-    """
-    dtype, mine = x.dtype, (weight is not None and weight.dtype, bias is not None and bias.dtype)
-    if autocast is None:
-        return dtype if all(each is False or each is dtype for each in mine) else None
-    form = dtype, *mine, autocast, x.is_cuda
+    """The dtype in which the stock module returns the norm of `x`, by its code and device; None where it raises."""
+    form = x.dtype, weight is not None and weight.dtype, bias is not None and bias.dtype, autocast, x.is_cuda
     if form not in rewrite.dtypes:
         try:
             with torch.no_grad():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, OFF, Live, Output, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import NORMALISED
+from memopt.patches.base import EXCLUDED, LEFT, OFF, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.capabilities import Checks, Output, Saves
+from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import BATCH_STATISTICS, NormSite, Sites
 
 #: The setting that folds norms which have cautions.
@@ -15,6 +16,8 @@ CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
 
 class NormRules(Rules):
     """How norms are rewritten."""
+
+    key = "norms"
 
     method: Literal["share", "none"] = "share"
     """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
@@ -37,15 +40,20 @@ class NormRules(Rules):
         return {"fold": OFF}
 
 
-class NormPatch(Patch):
+class NormPatch(Patch, Checks):
     """Shared and folded norms; those without a formula of ours run their own forward again."""
 
-    name = kind = noun = "norm"
-    plural = "norms"
+    name = "norm"
     requires = ("replay",)
-    actions: ClassVar[Mapping[str, str]] = {"fold": "folded", "share": "shared", "recompute": "recomputed"}
-    folding, unfolded = "fold", "share"
-    key, rules = "norms", NormRules
+    rows = Rows(
+        "norm",
+        {"fold": "folded", "share": "shared", "recompute": "recomputed"},
+        noun="norm",
+        plural="norms",
+        fold="fold",
+        unfolded="share",
+    )
+    rules = NormRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, NormSite | str]]:
         """Norms, and the reasons of what looks like a norm and is none."""
@@ -55,34 +63,27 @@ class NormPatch(Patch):
     def decide(self, site: NormSite | str, plan: PlanView) -> tuple[str, str]:
         return (LEFT, site) if isinstance(site, str) else _decide(site, plan)
 
-    def changed_outputs(self, plan: PlanView) -> Iterator[str]:
-        if plan.recipe.rules(NormRules).changes_outputs:
-            for norm in plan.chosen("norm", "fold"):
-                yield from norm.changed_outputs
-
-    def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset() if recipe.rules(NormRules).is_off else frozenset({NORMALISED})
-
-    def scoped(self, plan: PlanView) -> Iterable[str]:
+    def scope(self, plan: PlanView) -> InScopes:
         norms = plan.chosen("norm")
         replayed = {norm.name for norm in norms if not norm.has_formula}
-        yield from (consumer.module for norm in norms for consumer in norm.consumers)
-        yield from (linear.module for linear in plan.sites.linears if linear.fed_by in replayed)
+        readers = [consumer.module for norm in norms for consumer in norm.consumers]
+        readers += [linear.module for linear in plan.sites.linears if linear.fed_by in replayed]
+        is_off = plan.recipe.rules(NormRules).is_off
+        return InScopes(families=frozenset() if is_off else frozenset({NORMALISED}), outside=readers)
 
-    def own_bytes(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Mapping[str, int]:
+    def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
         """x_hat, a statistic for each row in at least fp32, and a copy of weight and bias."""
-        return {
-            norm.name: sum(
+        norms = [norm.name for norm in plan.chosen("norm") if norm.has_formula]
+        own = {
+            name: sum(
                 call.rows * (call.width * call.itemsize + max(call.itemsize, 4))
                 + 2 * call.width * max(call.itemsize, 4)
-                for call in outputs[norm.name]
+                for call in outputs[name]
             )
-            for norm in plan.chosen("norm")
-            if norm.has_formula and norm.name in outputs
+            for name in norms
+            if name in outputs
         }
-
-    def recomputed(self, plan: PlanView) -> Iterator[str]:
-        yield from (norm.name for norm in plan.chosen("norm") if norm.has_formula)
+        return Saves(own=own, recomputed=norms)
 
     def apply(self, live: Live) -> None:
         from memopt.patches.norm.module import patch_norm

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import gc
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from memopt.checks import Check, Status
+from memopt.checks import Check, limited
 from memopt.generators import seed_cpu
 from memopt.kernels.sampled_linear.sampling import Method
-from memopt.patches.base import Trial
+from memopt.patches.capabilities import Checks, Trial
 from memopt.patches.record import record_of
-from memopt.patches.registry import patches
+from memopt.patches.registry import having
 from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
 from memopt.patches.sampled_linear.noise import SamplingErrors
@@ -30,6 +31,7 @@ from memopt.patches.sampled_linear.slot import observers
 from memopt.patches.swap import stock_forwards
 
 _REFERENCE = "fp32 run of the patched model that samples nothing"
+_check = functools.partial(limited, reference=_REFERENCE, level="gradient")
 Gradients = dict[str, Tensor]
 
 #: Draws whose mean is compared, and how many standard errors it may be off.
@@ -48,15 +50,17 @@ _SCATTER = 1.5
 def verify_sampling(trial: Trial) -> Iterator[Check]:
     """Checks that sampling adds noise and nothing else to the gradients of the patched model."""
     # What else is approximate acts alike on both sides, and by no other random numbers.
-    alike = [setting for patch in patches() for setting in patch.alike(trial.recipe)]
+    alike = [setting for patch in having(Checks) for setting in patch.repeatable(trial.recipe)]
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
     if not samplings:
-        record = record_of(model)
-        planned = record.plan.chosen("linear", "sample") if record is not None else ()
-        yield Check(
-            id="sampling.linears", level="gradient", subject="linears", status="fail" if planned else "pass",
-            metric="planned linears that are not sampled", value=float(len(planned)), threshold=0.0,
+        record, planned = record_of(model), set[str]()
+        if record is not None:
+            refused = {name for name, _ in record.refused}
+            planned = {site.module for site in record.plan.chosen("linear", "sample")}
+            planned |= {site.module for site in record.plan.sites.linears if site.module in refused}
+        yield _check(
+            "sampling.linears", "linears", float(len(planned)), 0.0, "planned linears that are not sampled",
             reference="the plan", n=len(planned),
             detail="no linear is sampled: each input is also held by somebody else, or can be recomputed",
         )  # fmt: skip
@@ -81,50 +85,36 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         where = "gradients of everything that is not sampled"
     else:
         where = _culprit(trial, model, list(samplings), draws, exact) or where
-    yield Check(
-        id="sampling.others", level="gradient", subject=where, status=_status(off, _ROUNDING),
-        metric="largest relative difference of a gradient that is not sampled",
-        value=off, threshold=_ROUNDING, threshold_reason="they are exact", reference=_REFERENCE,
-    )  # fmt: skip
+    metric = "largest relative difference of a gradient that is not sampled"
+    yield _check("sampling.others", where, off, _ROUNDING, metric, "they are exact")
     worst = _worst(weights)
-    yield Check(
-        id="sampling.weights", level="gradient", subject=worst or "samples",
-        status=_status(weights.get(worst, 0.0), _ROUNDING), metric="sum of weight x score, sample / all rows, less 1",
-        value=weights.get(worst, 0.0),
-        threshold=_ROUNDING, threshold_reason="each weight is the inverse of what its row is drawn by",
+    yield _check(
+        "sampling.weights", worst or "samples", weights.get(worst, 0.0), _ROUNDING,
+        "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of what its row is drawn by",
         reference="the scores of all rows", n=len(weights),
     )  # fmt: skip
     yield from _each(draws, {f"{each.module}.weight": each.first for each in captured.errors})
 
 
 def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
-    yield Check(
-        id="sampling.loss", level="gradient", subject="loss", status=_status(drift, _ROUNDING),
-        metric="relative difference", value=drift, threshold=_ROUNDING, threshold_reason="the forward is exact",
-        reference=_REFERENCE,
-    )  # fmt: skip
-    limit = STANDARD_ERRORS * max(draws.error, predicted) / DRAWS**0.5
-    yield Check(
-        id="sampling.bias", level="gradient", subject=f"{len(draws.weights)} sampled weights",
-        status=_status(draws.bias, limit), metric=f"relative error of the mean of {DRAWS} draws", value=draws.bias,
-        threshold=limit, threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of that mean", reference=_REFERENCE,
-        n=DRAWS,
+    yield _check("sampling.loss", "loss", drift, _ROUNDING, "relative difference", "the forward is exact")
+    sampled = f"{len(draws.weights)} sampled weights"
+    yield _check(
+        "sampling.bias", sampled, draws.bias, STANDARD_ERRORS * max(draws.error, predicted) / DRAWS**0.5,
+        f"relative error of the mean of {DRAWS} draws", f"{STANDARD_ERRORS:.0f} standard errors of that mean", n=DRAWS,
     )  # fmt: skip
     mean, error = draws.scale
-    yield Check(
-        id="sampling.scale", level="gradient", subject=f"{len(draws.weights)} sampled weights",
-        status=_status(abs(mean - 1), STANDARD_ERRORS * error + _ROUNDING),
-        metric="part of the exact gradient that the draws contain, less 1", value=mean - 1,
-        threshold=STANDARD_ERRORS * error + _ROUNDING,
-        threshold_reason=f"{STANDARD_ERRORS:.0f} standard errors of the mean over the draws", reference=_REFERENCE,
-        n=DRAWS,
+    # Less than the exact gradient is as wrong as more.
+    scale = _check(
+        "sampling.scale", sampled, abs(mean - 1), STANDARD_ERRORS * error + _ROUNDING,
+        "part of the exact gradient that the draws contain, less 1",
+        f"{STANDARD_ERRORS:.0f} standard errors of the mean over the draws", n=DRAWS,
     )  # fmt: skip
-    yield Check(
-        id="sampling.noise", level="gradient", subject=f"{len(draws.weights)} sampled weights",
-        status=_status(draws.error, _SCATTER * predicted + _ROUNDING), metric="relative RMSE of one draw",
-        value=draws.error, threshold=_SCATTER * predicted + _ROUNDING,
-        threshold_reason=f"{_SCATTER} times what the sampler's formula predicts for these inputs", reference=_REFERENCE,
-        n=DRAWS, detail=f"predicted {predicted:.3g}",
+    yield replace(scale, value=mean - 1)
+    yield _check(
+        "sampling.noise", sampled, draws.error, _SCATTER * predicted + _ROUNDING, "relative RMSE of one draw",
+        f"{_SCATTER} times what the sampler's formula predicts for these inputs", n=DRAWS,
+        detail=f"predicted {predicted:.3g}",
     )  # fmt: skip
 
 
@@ -186,20 +176,13 @@ def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
     ):
         if values:
             worst = _worst(values)
-            yield Check(
-                id=id, level="gradient", subject=worst, status=_status(values[worst], EACH_STANDARD_ERRORS),
-                metric=metric, value=values[worst], threshold=EACH_STANDARD_ERRORS,
-                threshold_reason="one weight of hundreds: six standard errors", reference=_REFERENCE, n=len(values),
-            )  # fmt: skip
+            reason = "one weight of hundreds: six standard errors"
+            yield _check(id, worst, values[worst], EACH_STANDARD_ERRORS, metric, reason, n=len(values))
 
 
 def _worst(values: dict[str, float]) -> str:
     """The name with the largest value, NaN above all; empty where there is none."""
     return max(values, key=lambda name: (values[name] != values[name], values[name]), default="")
-
-
-def _status(value: float, limit: float) -> Status:
-    return "pass" if value <= limit else "fail"
 
 
 @dataclass

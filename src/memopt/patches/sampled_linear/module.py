@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.sampled_linear.function import SampledLinearFunction
-from memopt.patches.linear.module import is_linear, linear_reads
-from memopt.patches.sampled_linear.rules import LinearRules
+from memopt.patches.linear.module import linear_reads
+from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling, save_sampled
 from memopt.patches.sampled_linear.visits import Visits
 from memopt.patches.swap import is_swapped, steps_aside, swap_forward, swap_state
-from memopt.recompute_specs import shared_cast
+from memopt.recompute.specs import shared_cast
+from memopt.walk.probes.linear import is_linear
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def patch_sampled_linear(
     visits.padding.add(name)
 
 
-def sampling_of(rules: LinearRules) -> Sampling:
+def sampling_of(rules: SampledLinearRules) -> Sampling:
     """How rows are drawn by rules that are not off."""
     assert rules.method != "none"
     return Sampling(rules.method, rules.budget)

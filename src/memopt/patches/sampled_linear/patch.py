@@ -1,98 +1,65 @@
-"""Linears that keep a sample of the rows of their input for the gradient of their weight, where that frees bytes."""
+"""Linears that save a sample of the rows of their input for the gradient of their weight, where that frees bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from memopt.patches.base import (
     EXCLUDED,
     LEFT,
-    OFF,
+    READS,
     Entry,
+    InScopes,
     Live,
     Patch,
     PlanView,
-    Section,
-    Trial,
+    Rows,
     any_matches,
     matches,
 )
-from memopt.patches.linear.decide import RECOMPUTE, decide_output, output_levels
-from memopt.patches.sampled_linear.rules import LinearRules
-from memopt.walk.sites import LinearSite, Sites
+from memopt.patches.capabilities import Checks, Reports, Section, Trial
+from memopt.patches.sampled_linear.rules import SampledLinearRules
+from memopt.walk.sites import LinearSite, is_inside
 
 if TYPE_CHECKING:
     from memopt.checks import Check
 
-#: An input of fewer channels than this part of the hidden state (an adapter's) is kept whole.
+#: An input of fewer channels than this part of the hidden state (an adapter's) is saved whole.
 _NARROW = 4
 
 
-class SampledLinearPatch(Patch):
-    """Sampled linears; every linear of the model has a row."""
+class SampledLinearPatch(Patch, Checks, Reports):
+    """Sampled linears: fields of the rules of linears, and other decisions in their rows."""
 
     name = "sampled_linear"
-    kind = noun = "linear"
-    plural = "linears"
-    after = ("norm", "gated_mlp", "activation")
-    requires = ("linear",)
-    actions: ClassVar[Mapping[str, str]] = {"sample": "sampled", RECOMPUTE: "output recomputed"}
-    key, rules = "linears", LinearRules
+    after = ("norm", "activation", "linear")
+    rows = Rows("linear", {"sample": "sampled"})
+    rules = SampledLinearRules
     section = "sampling"
-
-    def propose(self, sites: Sites) -> Iterator[tuple[str, LinearSite]]:
-        return ((site.parameter, site) for site in sites.linears)
-
-    def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        found: dict[str, dict[str, tuple[str, ...]]] = {}
-        for block, names in output_levels(plan).items():
-            first, second, *more = (*(name.rpartition(".")[2] for name in names), "", "")
-            for words, count in (
-                (first, 1),
-                (second and f"{first} and {second}", 2),
-                (any(more) and "all linears", None),
-            ):
-                if words:
-                    found.setdefault(f"{words} recomputed", {})[block] = tuple(names[:count])
-        return found
-
-    def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-        names = [name for its in chosen.values() for name in its]
-        return (f"{self.key}.recompute={'[' + ','.join(names) + ']' if names else OFF}",)
 
     def decisions(self, plan: PlanView) -> Iterator[Entry]:
         """Linears that read one storage are sampled together or not at all."""
-        rules = plan.recipe.rules(LinearRules)
-        outputs = {site.parameter: decide_output(site, plan) for site in plan.sites.linears}
-        recomputed = {name: row[1] for name, row in outputs.items() if row is not None and row[0] == RECOMPUTE}
-        refusals = {} if rules.is_off else _refusals(plan, recomputed)
+        rules = plan.recipe.rules(SampledLinearRules)
+        if rules.is_off:
+            return
+        outputs = {entry.site for entry in plan.rewrites if entry.kind == "linear"}  # they are recomputed
+        reading = {entry.site for entry in plan.refusals if entry.kind == "linear" and entry.action == READS}
+        refusals = _refusals(plan, outputs)
         for site in plan.sites.linears:
-            shared, output = ", ".join(site.input_shared_with), outputs[site.parameter]
-            if output is not None and (rules.is_off or output[0] == RECOMPUTE):
-                yield Entry("linear", site.parameter, *output)
-            elif rules.is_off:
-                fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
-                fed = f"; its input is one storage with {shared}" if shared else fed
-                yield Entry("linear", site.parameter, LEFT, f"exact as it is{fed}")
-            elif site.parameter in refusals:
-                yield Entry("linear", site.parameter, LEFT, refusals[site.parameter])
-            else:
-                reason = f"keeps {rules.budget:.0%} of the rows of its input, if nobody else holds it then"
-                together = f", one sample with {shared}" if shared else ""
-                yield Entry("linear", site.parameter, "sample", reason + together)
-
-    def targets(self, plan: PlanView) -> Collection[str]:
-        return {site.module for site in plan.sites.linears}
+            if site.parameter in refusals:
+                action = READS if site.parameter in reading else LEFT
+                yield Entry("linear", site.parameter, action, refusals[site.parameter])
+            elif site.parameter not in outputs:
+                together = f", one sample with {', '.join(site.input_shared_with)}" if site.input_shared_with else ""
+                reason = f"keeps {rules.budget:.0%} of the rows of its input, if nobody else holds it then{together}"
+                yield Entry("linear", site.parameter, "sample", reason)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        rules, recipe = plan.recipe.rules(LinearRules), plan.recipe.name
-        modules = self.targets(plan)
-        outputs = {*modules, *(site.output_module for site in plan.sites.linears)}
-        for field, patterns, known in (("targets", rules.targets, modules), ("recompute", rules.recompute, outputs)):
-            for pattern in () if isinstance(patterns, str) or not modules else patterns:
-                if not any(matches(name, pattern) for name in known):
-                    yield f"Recipe '{recipe}': {self.key}.{field} '{pattern}' matches no {self.noun} of this model."
+        rules, recipe, modules = plan.recipe.rules(SampledLinearRules), plan.recipe.name, _modules(plan)
+        for pattern in () if isinstance(rules.targets, str) or not modules else rules.targets:
+            if not any(matches(name, pattern) for name in modules):
+                yield f"Recipe '{recipe}': {rules.key}.targets '{pattern}' matches no linear of this model."
         if rules.is_off:
             return
         if not plan.chosen("linear", "sample"):
@@ -108,8 +75,8 @@ class SampledLinearPatch(Patch):
                 "accumulation."
             )
 
-    def settles(self, plan: PlanView) -> bool:
-        return bool(plan.chosen("linear", "sample"))
+    def scope(self, plan: PlanView) -> InScopes:
+        return InScopes(exchanges=bool(plan.chosen("linear", "sample")))
 
     def apply(self, live: Live) -> None:
         from memopt.patches.sampled_linear.module import patch_sampled_linear, sampling_of
@@ -118,7 +85,7 @@ class SampledLinearPatch(Patch):
         names = dict.fromkeys(site.module for site in live.plan.chosen("linear", "sample"))
         visits = Visits()
         for name in names:
-            sampling = sampling_of(live.plan.recipe.rules(LinearRules))
+            sampling = sampling_of(live.plan.recipe.rules(SampledLinearRules))
             live.attempt(self.name, name, patch_sampled_linear, sampling, visits, name)
 
     def finish(self, live: Live) -> None:
@@ -135,14 +102,14 @@ class SampledLinearPatch(Patch):
             live.refuse("", f"its sampled linears are told of neither padding nor samples: {reason}")
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        if trial.recipe.rules(LinearRules).is_off:
+        if trial.recipe.rules(SampledLinearRules).is_off:
             return ()
         from memopt.patches.sampled_linear.checks import verify_sampling
 
         return verify_sampling(trial)
 
     def report(self, trial: Trial, *, trains_all: bool, note: Callable[[str], None]) -> Section | None:
-        if trial.recipe.rules(LinearRules).is_off:
+        if trial.recipe.rules(SampledLinearRules).is_off:
             return None
         from memopt.patches.sampled_linear.prediction import not_measured, predicted_errors
 
@@ -152,28 +119,33 @@ class SampledLinearPatch(Patch):
         return predicted_errors(trial)
 
 
-def _refusals(plan: PlanView, recomputed: Mapping[str, str]) -> dict[str, str]:
-    """Weight -> why its linear keeps its whole input, for those that do: those whose output is `recomputed` too."""
-    rewritten = {entry.site: entry for entry in plan.rewrites}
-    linears = plan.sites.linears
-    refusals = {site.parameter: why for site in linears if (why := _not_sampled(site, plan, rewritten)) is not None}
-    refusals |= recomputed
-    for site in linears:
-        holder = next((weight for weight in site.input_shared_with if weight in refusals), None)
-        if site.parameter not in refusals and holder is not None:
+def _modules(plan: PlanView) -> set[str]:
+    return {site.module for site in plan.sites.linears}
+
+
+def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
+    """Weight -> why its linear saves its whole input, for those that do, but not for `outputs`, which do as well."""
+    rewritten = {entry.site: entry for entry in plan.rewrites if entry.kind != "linear"}
+    refusals: dict[str, str] = {}
+    for site in plan.sites.linears:
+        if site.parameter not in outputs and (why := _not_sampled(site, plan, rewritten)) is not None:
+            refusals[site.parameter] = why
+    for site in plan.sites.linears:
+        holder = next((weight for weight in site.input_shared_with if weight in refusals or weight in outputs), None)
+        if holder is not None and site.parameter not in refusals and site.parameter not in outputs:
             refusals[site.parameter] = f"0 bytes: also held by {holder}"
     return refusals
 
 
 def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry]) -> str | None:
     """Why a linear keeps its whole input, whoever else reads it; None where nothing is against a sample."""
-    rules, sites = plan.recipe.rules(LinearRules), plan.sites
+    rules, sites = plan.recipe.rules(SampledLinearRules), plan.sites
     targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
     if not (targeted and plan.recipe.selects(site.module)):
         return EXCLUDED
     if len(site.shape) != 2:
         return "its weight is not one matrix: the rows of its input are not tokens"
-    if not any(site.module == block or site.module.startswith(f"{block}.") for block in sites.blocks):
+    if not any(is_inside(site.module, block) for block in sites.blocks):
         return "outside of the repeated blocks, where nothing tells who else holds its input"
     if 0 < site.width * _NARROW < sites.hidden_size:
         return f"its input has {site.width} channels only: next to nothing to free"

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from memopt.errors import MemoptError
 from memopt.kernels.sampled_linear.sampling import expected_error, rows_kept
-from memopt.patches.base import RecipeView, Trial
+from memopt.patches.base import RecipeView
+from memopt.patches.capabilities import Trial
 from memopt.patches.sampled_linear.module import sampling_of
 from memopt.patches.sampled_linear.noise import LinearError, SamplingErrors
-from memopt.patches.sampled_linear.rules import LinearRules
+from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling
 
 #: Copies of the weights in fp32: themselves, their gradients, what is compared.
@@ -24,7 +25,7 @@ _COPIES = 4
 
 def predicted_errors(trial: Trial) -> SamplingErrors:
     """The error of each sampled weight's gradient, if the trial's source is a local folder with weights."""
-    recipe, rules = trial.recipe, trial.recipe.rules(LinearRules)
+    recipe, rules = trial.recipe, trial.recipe.rules(SampledLinearRules)
     if not _has_weights(Path(trial.source)):
         return not_measured(recipe, "the weights are not in a local folder")
     try:
@@ -44,7 +45,7 @@ def predicted_errors(trial: Trial) -> SamplingErrors:
 
 def not_measured(recipe: RecipeView, why: str) -> SamplingErrors:
     """What there is to say where nothing could be measured."""
-    rules = recipe.rules(LinearRules)
+    rules = recipe.rules(SampledLinearRules)
     return SamplingErrors(rules.method, rules.budget, probe="", why_not=why)
 
 

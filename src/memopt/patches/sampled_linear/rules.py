@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memopt.patches.base import OFF, Effect, one_or_more
-from memopt.patches.linear.rules import OutputRules
+from memopt.patches.linear.rules import LinearRules
 
 
-class LinearRules(OutputRules):
+class SampledLinearRules(LinearRules):
     """How the gradients of linears' weights are computed, and which of their outputs are recomputed."""
 
     method: Literal["none", "wta-crs", "systematic", "crs", "uniform"] = "none"
@@ -22,6 +22,10 @@ class LinearRules(OutputRules):
     """Names of linears (shell wildcards) to sample; ``auto``: all. Only where that frees something, in either case."""
 
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF}}
+
+    @property
+    def is_off(self) -> bool:
+        return self.method == OFF
 
     @property
     def effect(self) -> Effect:

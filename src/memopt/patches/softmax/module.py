@@ -1,8 +1,8 @@
 """Attention's softmax, called as a function in a module's forward: its output is recomputed in backward.
 
-While such a module runs, a function mode follows products through what is done to them (`scores`). Where a softmax
-reads what can be recomputed from what is saved anyway, its output is saved by nobody. Nothing is done where fused
-attention runs, under activation checkpointing, and where the block's saved tensors are quantised.
+While such a module runs, a function mode follows products through what is done to them (`memopt.recompute.calls`).
+Where a softmax reads what can be recomputed from what is saved anyway, its output is saved by nobody. Nothing is done
+where fused attention runs, under activation checkpointing, and where the block's saved tensors are quantised.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.softmax.function import recomputed_softmax
-from memopt.patches.softmax.scores import PRODUCTS, STEPS, Followed
 from memopt.patches.swap import steps_aside
-from memopt.recompute_rules import PROBABILITIES
+from memopt.recompute.calls import PRODUCTS, STEPS, Followed, costs_less_than
+from memopt.recompute.rules import PROBABILITIES
 from memopt.saved.scope import applies, packing_unseen
 from memopt.torch_compat import FakeTensor
 
@@ -114,9 +114,10 @@ class _Following(TorchFunctionMode):
         if dtype.itemsize < input.itemsize:
             return None
         nbytes = input.numel() * dtype.itemsize
-        scores = self._followed.scores_of(input)
-        if scores is not None and scores.costs_less_than(nbytes):
-            return recomputed_softmax(input, dim, dtype, scores.compute, scores.read)
+        scores = self._followed.expression_of(input)
+        if scores is not None and costs_less_than(nbytes, scores.reads):
+            read = [each.tensor for each in scores.reads]
+            return recomputed_softmax(input, dim, dtype, scores._replace(reads=()).value, read)
         if 2 * input.nbytes <= nbytes:
             return recomputed_softmax(input, dim, dtype, itemgetter(0), [input.detach()])
         return None

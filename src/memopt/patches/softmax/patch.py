@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rules
-from memopt.recompute_rules import PROBABILITIES
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.recompute.rules import PROBABILITIES
 from memopt.walk.sites import Sites
-
-if TYPE_CHECKING:
-    from memopt.patches.functions import Mode
 
 
 class SoftmaxRules(Rules):
     """Whether the probabilities of attention are saved."""
+
+    key = "softmaxes"
 
     method: Literal["none", "recompute"] = "none"
     """``recompute``: recomputed from queries and keys, for one product and one softmax more in backward."""
@@ -23,11 +22,10 @@ class SoftmaxRules(Rules):
 class SoftmaxPatch(Patch):
     """Modules whose forward calls a softmax. Fused attention saves no probabilities; there nothing is done."""
 
-    name = kind = noun = "softmax"
-    plural = "softmaxes"
+    name = "softmax"
     after = ("dropout",)
-    actions: ClassVar[Mapping[str, str]] = {"recompute": "recomputed"}
-    key, rules = "softmaxes", SoftmaxRules
+    rows = Rows("softmax", {"recompute": "recomputed"}, noun="softmax", plural="softmaxes")
+    rules = SoftmaxRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
         return ((name, name) for name in sites.softmaxes)
@@ -42,24 +40,20 @@ class SoftmaxPatch(Patch):
             return LEFT, "called by what surrounds the blocks"
         return "recompute", "its output is recomputed from the scores' factors, which the product saves anyway"
 
-    def families(self, recipe: RecipeView) -> frozenset[str]:
-        return frozenset() if recipe.rules(SoftmaxRules).is_off else frozenset({PROBABILITIES})
-
-    def scoped(self, plan: PlanView) -> Iterator[str]:
-        yield from plan.chosen(self.kind)
-
-    def mode(self, plan: PlanView, scope: str) -> Mode | None:
-        if scope not in plan.chosen(self.kind):
-            return None
+    def scope(self, plan: PlanView) -> InScopes:
+        if plan.recipe.rules(SoftmaxRules).is_off:
+            return InScopes()
         from memopt.patches.softmax.module import RecomputedSoftmaxes
 
-        return RecomputedSoftmaxes()
+        names = plan.chosen(self.name)
+        modes = {name: RecomputedSoftmaxes() for name in names}
+        return InScopes(families=frozenset({PROBABILITIES}), outside=names, modes=modes)
 
     def apply(self, live: Live) -> None:
         from memopt.patches.functions import patch_functions
         from memopt.patches.softmax.module import RecomputedSoftmaxes
 
-        for name in live.plan.chosen(self.kind):
+        for name in live.plan.chosen(self.name):
             if name not in live.scopes:  # a scope has them in its modes
                 live.attempt(self.name, name, patch_functions, RecomputedSoftmaxes())
 

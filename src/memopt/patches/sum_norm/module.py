@@ -20,8 +20,8 @@ from memopt.kernels.base.parts import parts_of
 from memopt.patches.norm.module import norm_of_sum
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite, run_in_scope
+from memopt.patches.sum_norm.site import SumNormSite
 from memopt.patches.swap import steps_aside, swap_forward
-from memopt.walk.sites import SumNormSite
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memopt.patches.base import Live, Patch
+from memopt.patches.sum_norm.site import SumNormSite
 
 
 class SumNormPatch(Patch):
@@ -12,11 +13,11 @@ class SumNormPatch(Patch):
     after = ("norm",)
 
     def apply(self, live: Live) -> None:
-        from memopt.patches.sum_norm.module import patch_sum_norm
-
-        for site in live.plan.sites.sum_norms:
+        for site in live.plan.sites.of(SumNormSite):
             norm = f"{site.name}.{site.norm}" if site.name else site.norm
             if norm in live.done("norm"):
+                from memopt.patches.sum_norm.module import patch_sum_norm
+
                 live.attempt(self.name, site.name, patch_sum_norm, site, live.scopes.get(site.name))
 
 

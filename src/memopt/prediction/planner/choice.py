@@ -9,7 +9,7 @@ from typing import Any
 from memopt.errors import printable
 from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.setup import Setup
-from memopt.reporting.training import Training
+from memopt.trace.training import Training
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -122,27 +122,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One plan of a frontier."""
-
-    recipe: str
-    """As YAML."""
-    words: str
-    total: int
-    """Bytes of the device."""
-    extra: float
-    """Time beyond the fastest, as a part of its time."""
-    exact: bool = True
-
-
-@dataclass(frozen=True)
 class Frontier:
     """Plans that no other beats in both memory and time, from the fastest to the smallest."""
 
     model: str
     training: str
     card: str
-    points: tuple[Point, ...]
+    points: tuple[Plan, ...]
 
     def __str__(self) -> str:
         """What `memopt report --frontier` prints."""
@@ -158,12 +144,13 @@ class Frontier:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         points = [
-            {"words": p.words, "total_bytes": p.total, "extra_time": p.extra, "exact": p.exact, "recipe": p.recipe}
+            {
+                "words": p.words,
+                "total_bytes": p.total,
+                "extra_time": p.extra,
+                "exact": p.exact,
+                "recipe": dump_recipe(p.recipe),
+            }
             for p in self.points
         ]
         return {"model": self.model, "training": self.training, "card": self.card, "points": points}
-
-
-def point_of(plan: Plan) -> Point:
-    """The plan as a point of a frontier."""
-    return Point(dump_recipe(plan.recipe), plan.words, plan.total, plan.extra, plan.exact)

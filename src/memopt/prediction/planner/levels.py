@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memopt.patches.base import Patch
-from memopt.patches.registry import patches
+from memopt.patches import capabilities
+from memopt.patches.registry import having
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.walk.sites import Sites
@@ -18,7 +18,7 @@ class Level:
     """What a block may have beyond the recipe."""
 
     words: str
-    patch: Patch
+    patch: capabilities.Levels
     names: Mapping[str, tuple[str, ...]]
     """Block that can have it -> the names that its setting takes."""
 
@@ -70,6 +70,6 @@ class Levels:
 def levels_of(sites: Sites, recipe: Recipe) -> Levels:
     """Every level that the patches offer for a model with these sites."""
     plan = make_plan(sites, recipe)
-    beyond = (Level(words, p, names) for p in patches() for words, names in p.levels(plan).items())
-    heads = {words: settings for patch in patches() for words, settings in patch.faster(plan).items()}
+    beyond = (Level(words, p, names) for p in having(capabilities.Levels) for words, names in p.levels(plan).items())
+    heads = {words: settings for patch in having(capabilities.Levels) for words, settings in patch.faster(plan).items()}
     return Levels(recipe, sites.blocks, tuple(level for level in beyond if level.names), heads)

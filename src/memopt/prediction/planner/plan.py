@@ -14,16 +14,13 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import shipped
 from memopt.prediction.cards import Card
 from memopt.prediction.peak import Prediction, combine
-from memopt.prediction.planner.blocks import cut
-from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words, point_of
-from memopt.prediction.planner.choose import between, fastest_that_fits, without
-from memopt.prediction.planner.cost import nanoseconds
+from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words
 from memopt.prediction.planner.levels import Levels
-from memopt.prediction.planner.measure import Measured, measure
-from memopt.prediction.planner.search import BlockModel, cheapest, frontier
+from memopt.prediction.planner.measure import Measured, cut, measure
+from memopt.prediction.planner.search import BlockModel, between, cheapest, fastest_that_fits, frontier, without
 from memopt.prediction.setup import Setup
-from memopt.prediction.trace import Trace
-from memopt.reporting.training import Training
+from memopt.trace.events import Trace
+from memopt.trace.training import Training
 
 TraceOf = Callable[[Recipe, int], Trace]
 """A recipe and the rows of a batch -> one step."""
@@ -166,7 +163,7 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
     route = _whole(task)
     error = route.total(_own(route.model)) - route.model.peak(_own(route.model))
     found = (route.plan(chosen, "frontier", error) for chosen in frontier(route.model, points))
-    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(map(point_of, found)))
+    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(found))
 
 
 def recipes_with(*effects: Effect) -> tuple[Recipe, ...]:
@@ -232,7 +229,7 @@ def _next(route: _Route, chosen: tuple[int, ...], budget: int, name: str) -> Ite
 def _approximate(task: Task, recipes: Sequence[Recipe], whole: _Route) -> Iterator[Plan]:
     for recipe in recipes:
         found = task.predicted(recipe, whole.rows, whole.accumulation)
-        time = whole.accumulation * nanoseconds(found.trace.operations, task.card)
+        time = whole.accumulation * task.card.nanoseconds(found.trace.operations)
         words = f"recipe '{recipe.name}'"
         extra = time / whole.fastest - 1
         yield Plan(recipe, words, whole.rows, whole.accumulation, found.total, time / 1e9, extra)

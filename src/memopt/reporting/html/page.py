@@ -8,8 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,21 +18,9 @@ from markupsafe import Markup, escape
 import memopt
 from memopt.errors import printable
 from memopt.reporting.compare import UNSEEN
-from memopt.reporting.curve import step_curve
-from memopt.reporting.html.shapes import (
-    Chart,
-    Frontier,
-    chart_data,
-    drawn_chart,
-    drawn_frontier,
-    peak_rows,
-    share,
-    ticks,
-)
-from memopt.reporting.timeline import KINDS
+from memopt.reporting.html.shapes import Chart, chart_data, drawn_chart, peak_rows, share, ticks
 
 if TYPE_CHECKING:
-    from memopt.reporting.account import Account
     from memopt.reporting.compare import Comparison
 
 #: The chart is a little higher than its peak, so that the label of the peak fits in.
@@ -42,41 +29,29 @@ _HEADROOM = 1.2
 _SMALL_OF_BLOCK = 0.001
 
 
-@dataclass(frozen=True)
-class PageTable:
-    """A table of texts; beside each text the number by which its column is sorted, if it has one."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[tuple[str, float | None]]]
-
-
 def page(
     comparison: Comparison,
     *,
-    charts: Sequence[Chart] | None = None,
-    scope: str = "Weights, their gradients and optimizer states are not in it.",
+    charts: Sequence[Chart] = (),
     lines: Sequence[str] = (),
-    tables: Sequence[PageTable] = (),
-    frontier: Frontier | None = None,
+    tables: Sequence[SimpleNamespace] = (),
+    frontier: SimpleNamespace | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """The page as text.
 
     Args:
         comparison: stock and patched, traced.
-        charts: memory over the step, of each variant; by default what `comparison` knows of it.
-        scope: a sentence that says what the charts leave out.
+        charts: memory over the step, of each variant.
         lines: sentences to put first.
-        tables: tables to put before the charts.
-        frontier: memory against time.
+        tables: to put before the charts, as `memopt.reporting.charts.ways_table` makes them.
+        frontier: memory against time, as `memopt.reporting.charts.drawn_frontier` makes it.
         notes: sentences to put before those of `comparison`.
     """
     from jinja2 import Environment
 
-    charts = list(_traced(comparison) if charts is None else charts)
-    top = max((chart.curve.peak for chart in charts), default=0) * _HEADROOM
-    kinds = {kind: name for chart in charts for kind, name in chart.curve.kinds.items() if any(chart.curve.live[kind])}
+    top = max((chart.peak for chart in charts), default=0) * _HEADROOM
+    kinds = dict.fromkeys(kind for chart in charts for kind, values in chart.live.items() if any(values))
     colours = {kind: place for place, kind in enumerate(kinds)}
     source = files(__package__)
     script = source.joinpath("page.js").read_text(encoding="utf-8")
@@ -87,13 +62,12 @@ def page(
         subtitle=f"{comparison.model_class}, recipe {comparison.recipe}: {comparison.training}",
         tiles=_tiles(comparison, charts),
         lines=lines,
-        tables=[_table(each) for each in tables],
-        scope=scope,
+        tables=tables,
         charts=[drawn_chart(chart, top, colours) for chart in charts],
-        kinds=[SimpleNamespace(name=name, colour=colours[kind]) for kind, name in kinds.items()],
+        kinds=[SimpleNamespace(name=kind, colour=colour) for kind, colour in colours.items()],
         ticks=ticks(top),
         peak_rows=peak_rows(charts),
-        frontier=frontier and drawn_frontier(frontier),
+        frontier=frontier,
         unit=comparison.before.unit,
         blocks=[_block(kind.title, kind.rows) for kind in comparison.kinds()],
         saved=_saved(comparison),
@@ -138,41 +112,11 @@ def _percent(sides: tuple[int, int]) -> str:
     return f"{change:+d} %".replace("-", "\N{MINUS SIGN}") if change else "0 %"
 
 
-def _traced(comparison: Comparison) -> Iterator[Chart]:
-    if not comparison.has_step:
-        return
-    for name, account in (("stock", comparison.before), ("patched", comparison.after)):
-        assert account.step is not None
-        found = step_curve(account.step)
-        last = account.step.last
-        phase = "forward" if account.step.top < account.step.forward_ends else "backward"
-        where = f"in {phase}" + (f" of {last.module}" if last is not None and last.module else "")
-        yield Chart(name, found, where, _at_peak(account))
-
-
-def _at_peak(account: Account) -> dict[tuple[str, str], int]:
-    found: dict[tuple[str, str], int] = {}
-    for life, kind in account.step.at_peak if account.step else ():
-        place = "blocks" if account.block_of(life.module) else life.module
-        found[KINDS[kind], place] = found.get((KINDS[kind], place), 0) + life.nbytes
-    return found
-
-
 def _tiles(comparison: Comparison, charts: Sequence[Chart]) -> list[SimpleNamespace]:
     found = [("Saved for backward", comparison.before.total, comparison.after.total)]
     if len(charts) > 1:
-        found.append(("Live at the peak of a step", charts[0].curve.peak, charts[1].curve.peak))
+        found.append(("Live at the peak of a step", charts[0].peak, charts[1].peak))
     return [SimpleNamespace(what=what, before=before, after=after) for what, before, after in found]
-
-
-def _table(table: PageTable) -> SimpleNamespace:
-    columns = list(zip(*table.rows, strict=True))
-    numbers = [all(sort is not None for _, sort in column) for column in columns] or [False] * len(table.heads)
-    heads = [SimpleNamespace(name=name, number=number) for name, number in zip(table.heads, numbers, strict=True)]
-    rows = [
-        [SimpleNamespace(text=text, sort=text if sort is None else sort) for text, sort in row] for row in table.rows
-    ]
-    return SimpleNamespace(title=table.title, heads=heads, rows=rows)
 
 
 def _block(title: str, rows: Sequence[Any]) -> SimpleNamespace:

@@ -44,11 +44,11 @@ class Shadow:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in an argument or a result of an aten op (a walk does this for every op: pytree is too slow)."""
+    """The tensors in tuples, lists and dicts (a walk looks into every argument of an aten op: pytree is too slow)."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 

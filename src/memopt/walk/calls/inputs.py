@@ -1,7 +1,7 @@
 """Inputs for a model, from the signature of its forward, its `main_input_name` and its config.
 
-`dummy_inputs` returns the likeliest call, `runnable_calls` those that were tried and ran, `training_targets` the
-labels with which a model returns a loss. Arguments are proposed by `memopt.walk.calls.arguments`, labels by
+`runnable_calls` returns the calls that were tried and ran, `step_inputs` those of a training step, `training_targets`
+the labels with which a model returns a loss. Arguments are proposed by `memopt.walk.calls.arguments`, labels by
 `memopt.walk.calls.labels`; `memopt.walk.calls.parts` calls what the model's own forward does not reach.
 """
 
@@ -14,12 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates
-from memopt.walk.calls.arguments.request import Size, forward_parameters, has_config, inner_model
+from memopt.walk.calls.arguments.request import Size, forward_parameters, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
 from memopt.walk.calls.preserve import preserved
@@ -41,6 +42,13 @@ class Call:
     """Name of the submodule that is called; the model itself by default."""
     method: str = ""
     """Name of the method that is called; the module, hooks and all, by default."""
+    detail: str = ""
+    """Which of several forms of the inputs it has, as ``patches of 1176``."""
+
+    @property
+    def name(self) -> str:
+        """The label and the detail, for errors."""
+        return f"{self.label} ({self.detail})" if self.detail else self.label
 
     @property
     def target(self) -> str:
@@ -69,28 +77,6 @@ class Calls(list[Call]):
         super().__init__(calls)
         self.errors = tuple(errors)
         """(label, error) of every call that was tried and did not run."""
-
-
-def dummy_inputs(
-    model: nn.Module,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    variant: Variant = "plain",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments for ``model.forward``, batch 2: no labels, no cache, no special tokens.
-
-    ``plain`` has no padding, ``padded`` masks the end of one row (where the forward takes a mask), ``odd`` has an odd
-    sequence length and an image side that no window divides. `dtype` is that of floating inputs. The same seed gives
-    the same values; torch's global generator is not used.
-
-    Raises:
-        ModelError: the model has no transformers config, or no arguments of its forward are recognised.
-    """
-    for _, kwargs in candidates(model, variant, seed):
-        return placed(kwargs, device, dtype)
-    raise _no_inputs(model)
 
 
 def step_inputs(
@@ -126,7 +112,10 @@ def step_inputs(
             if (runs or on_meta)(given):
                 return given
     if first is None:
-        raise _no_inputs(model)
+        raise ModelError(
+            f"No inputs can be made for {type(inner_model(model)).__name__} from its forward's signature.",
+            "Pass a batch of your own.",
+        )
     return first
 
 
@@ -140,13 +129,6 @@ def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     # A token has ids of several codebooks in one dimension more.
     masks = {mask: torch.ones_like(ids[..., 0] if ids.dim() > 2 else ids) for mask, ids in given.items()}
     return {**masks, **inputs}
-
-
-def _no_inputs(model: nn.Module) -> ModelError:
-    return ModelError(
-        f"No inputs can be made for {type(inner_model(model)).__name__} from its forward's signature.",
-        "Pass a batch of your own.",
-    )
 
 
 def runnable_calls(
@@ -164,33 +146,33 @@ def runnable_calls(
     and torch's global CPU generator.
     """
     if inputs is not None:
-        tried = [("inputs", Call("inputs", form)) for form in _forms(dict(inputs), _place(model)[0])]
-    elif has_config(model):
+        tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
+    elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
         tried = list(proposed(model, variants, seed))
     else:
         return Calls(errors=[("inputs", f"{type(model).__name__} has no transformers config: pass inputs")])
     return first_to_run(model, tried, run)
 
 
-def first_to_run(model: nn.Module, tried: Iterable[tuple[str, Call]], run: Runner | None = None) -> Calls:
+def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:
     """For each label the first of its calls that runs in both modes, or else in the mode that the model is in.
 
-    `tried` has (name for errors, call) pairs; calls of one label are alternatives.
+    Calls of one label are alternatives.
     """
-    by_label: dict[str, list[tuple[str, Call]]] = {}
-    for name, call in tried:
-        by_label.setdefault(call.label, []).append((name, call))
+    by_label: dict[str, list[Call]] = {}
+    for call in tried:
+        by_label.setdefault(call.label, []).append(call)
     calls: list[Call] = []
     errors: dict[tuple[str, str], None] = {}
-    for candidates_of_label in by_label.values():
+    for alternatives in by_label.values():
         fallback: Call | None = None
-        for name, call in candidates_of_label:
+        for call in alternatives:
             here = _error_of(model, call, run, model.training)
             there = _error_of(model, call, run, not model.training) if here is None else None
             if here is None and there is None:
                 calls.append(call)
                 break
-            errors.setdefault((name, here or f"in the other mode: {there}"))
+            errors.setdefault((call.name, here or f"in the other mode: {there}"))
             if here is None and fallback is None:
                 fallback = call
         else:
@@ -222,8 +204,8 @@ def training_targets(model: nn.Module, inputs: Mapping[str, Any], *, run: Runner
 
 def proposed(
     model: nn.Module, variants: Sequence[str], seed: int, *, part: str = "", method: str = ""
-) -> Iterator[tuple[str, Call]]:
-    """(name, call) of what to try, the likeliest first; a variant with the inputs of ``plain`` is left out.
+) -> Iterator[Call]:
+    """Calls to try, the likeliest first; a variant with the inputs of ``plain`` is left out.
 
     With `part` or `method`, the calls are of that submodule or method of `model`.
     """
@@ -234,15 +216,14 @@ def proposed(
     plain: dict[str, dict[str, Any]] = {}
     for variant in variants:
         for name, kwargs in candidates(module, variant, seed, method):
-            modality = name.partition(":")[0]
+            modality, _, detail = name.partition(":")
             if variant == "plain":
                 plain[name] = kwargs
             elif name in plain and _same_shapes(plain[name], kwargs):
                 continue
             label = prefix + (variant if modality == "main" else f"{variant} {modality}")
-            detail = name.partition(":")[2]
             for form in _forms(kwargs, device, dtype):
-                yield f"{label} ({detail})" if detail else label, Call(label, form, part, method)
+                yield Call(label, form, part, method, detail)
 
 
 def _forms(kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[dict[str, Any]]:

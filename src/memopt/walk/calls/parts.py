@@ -129,24 +129,24 @@ class _Trial:
     def reaches(self, visits: _Visits) -> bool | None:
         """Whether the first call that runs reaches something idle; None where none runs."""
         idle = visits.idle()
-        for name, call in self.calls(("plain",)):
+        for call in self.calls(("plain",)):
             visits.now = set()
             try:
                 run_once(self.model, call)
             except Exception as error:  # any failure means that these inputs do not fit
-                self._failed(name, error)
+                self._failed(call.name, error)
                 continue
             return not idle.isdisjoint(visits.now)
         return None
 
-    def calls(self, variants: Sequence[Variant]) -> Iterator[tuple[str, Call]]:
-        """(name, call) of what to try, a few of each variant."""
+    def calls(self, variants: Sequence[Variant]) -> Iterator[Call]:
+        """Calls to try, a few of each variant."""
         tries: Counter[str] = Counter()
         try:
-            for name, call in proposed(self.model, variants, 0, part=self.part, method=self.method):
+            for call in proposed(self.model, variants, 0, part=self.part, method=self.method):
                 tries[call.label] += 1
                 if tries[call.label] <= _MOST_TRIES:
-                    yield name, call
+                    yield call
         except Exception as error:  # the signature or config is not understood
             self._failed(Call("", {}, self.part, self.method).target, error)
 

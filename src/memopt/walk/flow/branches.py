@@ -107,17 +107,17 @@ class Branches:
         self.exploring = True
         if inputs is None:
 
-            def guessed(length: int) -> list[tuple[str, Call]]:
+            def guessed(length: int) -> list[Call]:
                 variants = proposed(model, ("plain", f"length {length}"), 0)
-                return [each for each in variants if not each[1].label.startswith("plain")]
+                return [call for call in variants if not call.label.startswith("plain")]
 
             return self._of_lengths(model, "plain", "odd", (LENGTH, ODD_LENGTH), guessed)
         calls: list[Call] = []
         for size in _sizes_in(inputs):
 
-            def resized(length: int, size: int = size) -> Iterator[tuple[str, Call]]:
-                label = f"inputs with {length} for {size}"
-                yield label, Call(label, tree_map(lambda value: _resized(value, size, length), dict(inputs)))
+            def resized(length: int, size: int = size) -> Iterator[Call]:
+                given = tree_map(lambda value: _resized(value, size, length), dict(inputs))
+                yield Call(f"inputs with {length} for {size}", given)
 
             for other in (size - 1, size + 1, 2 * size, size // 2):
                 if found := first_to_run(model, resized(other), self.run):
@@ -131,7 +131,7 @@ class Branches:
         first: str,
         second: str,
         lengths: tuple[int, int],
-        tries: Callable[[int], Iterable[tuple[str, Call]]],
+        tries: Callable[[int], Iterable[Call]],
     ) -> list[Call]:
         """Calls on the other side of what the calls labelled `first` and `second`, of two lengths, compared."""
         calls, tried = list[Call](), set(lengths)

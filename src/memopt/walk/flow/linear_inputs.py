@@ -25,8 +25,6 @@ from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
 from memopt.walk.calls.inputs import Call, run_once
 
-#: Operations whose output is still the weight: cast, gathered or, by one number, scaled.
-_COPIES, _SCALES = frozenset({"_to_copy", "clone", "index", "index_select"}), frozenset({"mul", "div"})
 #: Names of Python's operators -> those of torch's functions.
 _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
 
@@ -80,11 +78,14 @@ def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> 
         with torch.enable_grad(), watch.active():
             return own.run(target)
 
-    with _trained(model):
-        output = run_once(model, call, run, training=True)
-    found = watch.uses()
-    del output  # its graph owns the saved tensors
-    return found
+    try:
+        with _trained(model):
+            output = run_once(model, call, run, training=True)
+        found = watch.uses()
+        del output  # its graph owns the saved tensors
+        return found
+    finally:
+        table.forget_copies()
 
 
 @dataclass
@@ -227,34 +228,21 @@ class _Contractions(TorchDispatchMode):
     def __init__(self, watch: _Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
-        #: Storage -> the parameter whose elements it has, and a tensor that keeps the storage alive, so the key valid.
-        self._of_weights: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        for parameter in watch.table.by_name.values():
-            if (key := storage_key(parameter)) is not None:
-                self._of_weights.setdefault(key, (parameter, parameter))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = operator_name(func)
-        contraction = recognise(OpCall(func, name, args, kwargs, out))
+        table, call = self.watch.table, OpCall(func, operator_name(func), args, kwargs, out)
+        contraction = recognise(call)
         if contraction is not None:
-            a, b = self._parameter(contraction.a), self._parameter(contraction.b)
+            a, b = table.view(contraction.a), table.view(contraction.b)
             if b is not None and a is None:
-                self.watch.read(b, contraction.a, out)
+                self.watch.read(b.parameter, contraction.a, out)
             elif a is not None and b is None:
-                self.watch.read(a, contraction.b, out)
-        elif name in _COPIES or (name in _SCALES and (not isinstance(args[1], Tensor) or args[1].numel() == 1)):
-            copied, key = self._parameter(args[0]), storage_key(out)
-            if copied is not None and key is not None:
-                self._of_weights.setdefault(key, (copied, out))
+                self.watch.read(a.parameter, contraction.b, out)
+        elif (source := next((t for t in call.tensors if table.view(t) is not None), None)) is not None:
+            table.follow(call.name, args, source, call.outputs)
         return out
-
-    def _parameter(self, tensor: Tensor) -> nn.Parameter | None:
-        """The parameter of which `tensor` is a view or a copy."""
-        key = storage_key(tensor)
-        found = self._of_weights.get(key) if key is not None else None
-        return found[0] if found is not None else None
 
 
 class _FusedAttention(torch.autograd.Function):

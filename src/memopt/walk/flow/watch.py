@@ -18,7 +18,7 @@ from memopt.walk.flow.linear_inputs import InputUse, input_uses
 from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
 from memopt.walk.probes.elementwise import probe_activation
-from memopt.walk.probes.probe import NormProbe, probe_norm
+from memopt.walk.probes.probe import NO_AFFINE, NormProbe, probe_norm
 
 
 @dataclass
@@ -80,7 +80,16 @@ def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], 
             lookalikes[name] = norm
         elif (activation := probe_activation(module, cache)) is not None:
             activations[name] = activation
+        elif _has_vectors_alone(module):
+            lookalikes[name] = NO_AFFINE
     return norms, lookalikes, activations
+
+
+def _has_vectors_alone(module: nn.Module) -> bool:
+    """Whether all parameters are its own and none is a matrix, as in gamma * tanh(alpha * x) + beta."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    vectors = all(parameter.dim() < 2 for parameter in own) and any(parameter.numel() > 1 for parameter in own)
+    return vectors and len(own) == sum(1 for _ in module.parameters())
 
 
 @contextlib.contextmanager

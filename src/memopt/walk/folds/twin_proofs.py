@@ -15,7 +15,7 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.twin import build_driven_twin, build_twin
 from memopt.walk.flow.watch import observe, plain_torch
 from memopt.walk.folds.proof import folded, prove
-from memopt.walk.folds.verdict import judge, norm_sites
+from memopt.walk.folds.verdict import norm_sites
 from memopt.walk.sites import NormSite, Sites
 
 NOT_ON_TWIN = "not proved on the small twin"
@@ -100,7 +100,7 @@ def _twin_proofs(twin: nn.Module, inputs: Batch | None = None, *, known: Collect
     observed = observe(twin, inputs, with_labels=False, with_branches=True)
     if not observed.calls:
         return _TwinProofs(note=f"the small twin does not run ({observed.traces[-1][1]})")
-    norms = norm_sites(observed.mode, judge(observed.mode, None))
+    norms = norm_sites(observed.mode, None)
     if observed.unseen:
         all_folds = {_fold_template(norm): observed.unseen for norm in norms}
         return _TwinProofs(reasons=all_folds, refused=frozenset(all_folds))

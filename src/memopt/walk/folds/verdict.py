@@ -7,8 +7,8 @@ change, or the fold cannot be made. Cautions name hidden states that a correct f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from memopt.walk.aten.rules import FOREIGN, ZERO
 from memopt.walk.flow.records import NormRecord
 from memopt.walk.flow.shadow import ShadowMode
-from memopt.walk.probes.probe import NormProbe
 from memopt.walk.sites import Consumer, NormSite, Reach
 
 #: A coordinate that no contraction of the walk read.
@@ -24,35 +23,50 @@ _UNREAD = -3
 _NO_ARTICLE = ("another", "attention", "non-zero", "read of", "scatter into")
 
 
-@dataclass(frozen=True)
-class FoldVerdict:
-    consumers: tuple[Consumer, ...]
-    reaches: tuple[Reach, ...]
-    obstacles: tuple[str, ...]
-    cautions: tuple[str, ...] = ()
+def norm_sites(mode: ShadowMode, loss_head: str | None) -> tuple[NormSite, ...]:
+    """Sites of the observed norms, less those that a call showed to be none, with the verdict on those that ran.
 
-
-def judge(mode: ShadowMode, loss_head: str | None) -> dict[str, FoldVerdict]:
-    """Verdict of every norm that ran, by name. `loss_head` is the weight that computes the logits, if there is one."""
-    weights = {
-        id(parameter): _Weight(mode, parameter)
-        for parameter in mode.model.parameters()
-        if any(use.kind == "contract" for use in mode.uses.get(id(parameter), ()))
-    }
+    `loss_head` is the weight that computes the logits, if there is one.
+    """
     readers: dict[str, list[_Weight]] = {}
-    for weight in weights.values():
-        for owner in weight.owners:
-            readers.setdefault(owner.name, []).append(weight)
-    return {
-        record.name: FoldVerdict(
-            tuple(weight.consumer(record, readers[record.name]) for weight in readers.get(record.name, ())),
-            tuple(record.reaches),
-            tuple(dict.fromkeys(_obstacles(mode, record, readers.get(record.name, [])))),
-            tuple(_cautions(record, readers.get(record.name, []), loss_head)),
-        )
+    for parameter in mode.model.parameters():
+        if any(use.kind == "contract" for use in mode.uses.get(id(parameter), ())):
+            weight = _Weight(mode, parameter)
+            for owner in weight.owners:
+                readers.setdefault(owner.name, []).append(weight)
+    return tuple(
+        _judged(mode, record, readers.get(record.name, []), loss_head)
         for record in mode.norms.values()
-        if record.calls and not record.rejected
-    }
+        if not record.rejected
+    )
+
+
+def _judged(mode: ShadowMode, record: NormRecord, readers: list[_Weight], loss_head: str | None) -> NormSite:
+    probe = record.probe
+
+    def full(attribute: str | None) -> str | None:
+        return None if attribute is None else f"{record.name}.{attribute}" if record.name else attribute
+
+    site = NormSite(
+        name=record.name,
+        kind=probe.kind,
+        hidden_size=probe.hidden_size or record.width,
+        eps=probe.eps,
+        weight=full(probe.weight),
+        bias=full(probe.bias),
+        offset=probe.offset,
+        cast=probe.cast,
+        intermediates=probe.intermediates,
+    )
+    if not record.calls:
+        return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))
+    return replace(
+        site,
+        consumers=tuple(weight.consumer(record, readers) for weight in readers),
+        reaches=tuple(record.reaches),
+        fold_obstacles=tuple(dict.fromkeys(_obstacles(mode, record, readers))),
+        cautions=tuple(_cautions(record, readers, loss_head)),
+    )
 
 
 class _Weight:
@@ -219,38 +233,3 @@ def _owner(parameter: str) -> str:
 
 def _inside(module: str) -> str:
     return f" in {module}" if module else ""
-
-
-def norm_sites(mode: ShadowMode, verdicts: Mapping[str, FoldVerdict]) -> tuple[NormSite, ...]:
-    """Sites of the observed norms, less those that a call showed to be none."""
-    return tuple(
-        _norm_site(name, record.probe, record.width, verdicts.get(name))
-        for name, record in mode.norms.items()
-        if not record.rejected
-    )
-
-
-def _norm_site(name: str, probe: NormProbe, width: int, verdict: FoldVerdict | None) -> NormSite:
-    def full(attribute: str | None) -> str | None:
-        return None if attribute is None else f"{name}.{attribute}" if name else attribute
-
-    site = NormSite(
-        name=name,
-        kind=probe.kind,
-        hidden_size=probe.hidden_size or width,
-        eps=probe.eps,
-        weight=full(probe.weight),
-        bias=full(probe.bias),
-        offset=probe.offset,
-        cast=probe.cast,
-        intermediates=probe.intermediates,
-    )
-    if verdict is None:
-        return replace(site, executed=False, fold_obstacles=("no forward of the walk ran it",))
-    return replace(
-        site,
-        consumers=verdict.consumers,
-        reaches=verdict.reaches,
-        fold_obstacles=verdict.obstacles,
-        cautions=verdict.cautions,
-    )

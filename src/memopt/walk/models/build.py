@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.partitioned import shape_of
 from memopt.torch_compat import is_traceable_wrapper_subclass, storage_id
+from memopt.walk.aten.rules import tensors_in
 from memopt.walk.models.instantiate import instantiate, numbers_in
 from memopt.walk.models.limits import watched_build
 
@@ -86,7 +87,7 @@ def _is_quantised_linear(module: Any) -> bool:
         return False
     if type(module).forward is nn.Linear.forward and module.weight.is_floating_point():
         return False
-    tensors: list[Any] = [each for value in vars(module).values() for each in _tensors_in(value) if each.dim() > 0]
+    tensors: list[Any] = [each for each in tensors_in(vars(module)) if each.dim() > 0]
     wrapped: list[Any] = [tensor for tensor in tensors if is_traceable_wrapper_subclass(tensor)]
     plain = [tensor for tensor in tensors if not any(tensor is each for each in wrapped)]
     if any(tensor.is_floating_point() and tensor.numel() == prod(sizes) for tensor in plain):
@@ -98,19 +99,7 @@ def _is_quantised_linear(module: Any) -> bool:
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters, buffers, and tensors that modules hold as plain attributes (also in lists, tuples and dicts)."""
     for module in model.modules():
-        for value in vars(module).values():
-            yield from _tensors_in(value)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+        yield from tensors_in(vars(module))
 
 
 #: (storage, first byte): where a tensor begins.

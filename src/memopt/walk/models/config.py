@@ -14,24 +14,15 @@ from typing import Any, TypeGuard
 
 import huggingface_hub
 import transformers
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from memopt.errors import ModelError
 from memopt.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
-from memopt.hub import hub_answers, in_thread
+from memopt.hub import hub_answers
 from memopt.walk.models.adapter import refuse_adapter
+from memopt.walk.models.hub import from_hub
 from memopt.walk.models.limits import check_counts, watched_build
 
 CONFIG_FILE = "config.json"
@@ -174,43 +165,10 @@ def _config_in_folder(folder: Path) -> Path:
 
 
 def _config_on_hub(source: str, revision: str | None) -> Path:
-    at = f" at revision '{revision}'" if revision else ""
-    try:
-        cached_only = not hub_answers(source, revision)
-        download = huggingface_hub.hf_hub_download
-        return Path(in_thread(lambda: download(source, CONFIG_FILE, revision=revision, local_files_only=cached_only)))
-    except HFValidationError:
-        message = f"'{source}' is neither an existing folder nor a hub id."
-        raise ModelError(message, "A hub id is 'name' or 'organisation/name'.") from None
-    except GatedRepoError:
-        message = f"The model '{source}' on the hub is gated and this machine has no access to it."
-        hint = f"Accept its terms at {_endpoint()}/{source}, then log in with 'hf auth login' or set HF_TOKEN."
-        raise ModelError(message, hint) from None
-    except RevisionNotFoundError:
-        message = f"The model '{source}' on the hub has no revision '{revision}'."
-        raise ModelError(message, f"See {_endpoint()}/{source}/tree/main for its branches and tags.") from None
-    except RepositoryNotFoundError:
-        message = f"'{source}' is neither an existing folder nor a model on the hub."
-        raise ModelError(message, "Check the spelling; if it is private, log in with 'hf auth login'.") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise _not_in_cache(source, at) from None
-    except EntryNotFoundError:
-        message = f"'{source}' on the hub{at} is not a transformers model: it has no {CONFIG_FILE}."
-        raise ModelError(message) from None
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"The hub could not deliver the config of '{source}'{at}: {one_line(error)}.") from error
+    def download(cached_only: bool) -> str:
+        return huggingface_hub.hf_hub_download(source, CONFIG_FILE, revision=revision, local_files_only=cached_only)
 
-
-def _not_in_cache(source: str, at: str) -> ModelError:
-    missing = f"'{source}'{at} is no local folder and its {CONFIG_FILE} is not in the hub cache"
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return ModelError(
-            f"{missing}, and HF_HUB_OFFLINE is set, so it cannot be downloaded.",
-            "Unset HF_HUB_OFFLINE, or give a local folder.",
-        )
-    return ModelError(
-        f"{missing}, and the hub at {_endpoint()} does not answer.", "Check the network, or give a local folder."
-    )
+    return from_hub(source, revision, CONFIG_FILE, download)
 
 
 def _read(path: Path, source: str | Path) -> dict[str, Any]:
@@ -323,7 +281,3 @@ def _runs(candidate: Any, config: PreTrainedConfig) -> TypeGuard[type[PreTrained
         return False
     expected = getattr(candidate, "config_class", None)
     return not inspect.isclass(expected) or isinstance(config, expected)
-
-
-def _endpoint() -> str:
-    return str(huggingface_hub.constants.ENDPOINT)

@@ -1,4 +1,4 @@
-"""The plain functions that transformers keeps beside kernels of other packages (flash-linear-attention, mamba-ssm, ...).
+"""Plain functions that transformers keeps beside kernels of other packages (flash-linear-attention, mamba-ssm, ...).
 
 A kernel runs on a GPU alone: neither on meta tensors, by which a model is walked and predicted, nor on the CPU.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,24 +18,28 @@ _DECORATORS = "transformers.integrations.hub_kernels"
 
 
 @contextlib.contextmanager
-def plain_functions(model: nn.Module) -> Iterator[None]:
+def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
     """Inside, the classes of `model` and of its twins call plain functions in the place of kernels.
 
     The names in the modules of their code are exchanged, for the whole process.
+
+    Args:
+        instead: kernel -> what is called in the place of its plain function, where its package is installed.
     """
-    exchanged = [(vars(home), name, value) for home in _homes(model) for name, value, _ in _kernels(home)]
-    for names, name, value in exchanged:
-        names[name] = _wrapper(value).__wrapped__
+    exchanged = [(vars(home), *found) for home in _homes(model) for found in _kernels(home)]
+    for names, name, value, kernel, package in exchanged:
+        other = (instead or {}).get(kernel) if package else None
+        names[name] = _wrapper(value).__wrapped__ if other is None else other
     try:
         yield
     finally:
-        for names, name, value in exchanged:
+        for names, name, value, *_ in exchanged:
             names[name] = value
 
 
-def kernel_packages(model: nn.Module) -> dict[str, str]:
-    """Function -> the package whose kernel the code of `model` calls in its place."""
-    return {name: package for home in _homes(model) for name, _, package in _kernels(home) if package}
+def kernels_of(model: nn.Module) -> dict[str, str]:
+    """Kernel -> the package that it is taken from, of those that the code of `model` calls where they can run."""
+    return {kernel: package for home in _homes(model) for _, _, kernel, package in _kernels(home) if package}
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:
@@ -44,13 +48,14 @@ def _homes(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 
 
-def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str]]:
-    """Of each function that may be a kernel: its name, what stands for it, the package ('': it is the plain one)."""
+def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
+    """Of each function that may be a kernel: its name, what stands for it, the kernel, its package ('': not there)."""
     for name, value in list(vars(home).items()):
         wrapper = _wrapper(value)
         if wrapper is not None:
-            chosen = inspect.getclosurevars(wrapper).nonlocals
-            yield name, value, chosen["package"] if chosen.get("is_new_implementation") else ""
+            known = inspect.getclosurevars(wrapper).nonlocals
+            kernel = str(known.get("func_name", name))
+            yield name, value, kernel, str(known.get("package", "")) if known.get("is_new_implementation") else ""
 
 
 def _wrapper(value: Any) -> Any:

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from memopt.activations import ACTIVATIONS
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.precision import Float64Mode
-from memopt.walk.probes import stand_ins
-from memopt.walk.probes.isolate import Isolated, isolate, signature, with_stand_ins
+from memopt.walk.probes.isolate import (
+    Isolated,
+    isolate,
+    random_linear,
+    run_on,
+    signature,
+    with_stand_ins,
+)
 
 _AGREES = 1e-7
 _MAX_CHANNELS = 1 << 14
@@ -84,12 +90,12 @@ def _probe_behind(module: nn.Module, linear: str) -> ActivationProbe | None:
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
-    stand_in = stand_ins.linear(6, 5, generator)
+    stand_in = random_linear(6, 5, generator)
     with torch.no_grad():
         z = stand_in(x)
     for training in (False, True):
-        expected = stand_ins.run(module, {linear: nn.Identity()}, lambda alone: alone(z), training=training)
-        actual = stand_ins.run(module, {linear: stand_in}, lambda alone: alone(x), training=training)
+        expected = run_on(module, {linear: nn.Identity()}, lambda alone: alone(z), training=training)
+        actual = run_on(module, {linear: stand_in}, lambda alone: alone(x), training=training)
         if expected is None or actual is None or not torch.equal(expected, actual):
             return None
     return replace(probe, linear=linear)

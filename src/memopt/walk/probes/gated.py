@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt.activations import ACTIVATIONS
 from memopt.walk.probes.elementwise import probe_activation
-from memopt.walk.probes.stand_ins import Marker, linear, run
+from memopt.walk.probes.isolate import Marker, random_linear, run_on
 from memopt.walk.sites import GatedForm, GatedMLPSite
 
 _HIDDEN, _INTERMEDIATE = 6, 10
@@ -54,8 +54,10 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
     generator = torch.Generator().manual_seed(0)
     gate, up, down = names
     width = _INTERMEDIATE if form == "separate" else 2 * _INTERMEDIATE
-    stand_ins: dict[str, nn.Module] = {name: linear(_HIDDEN, width, generator) for name in dict.fromkeys((gate, up))}
-    stand_ins[down] = linear(_INTERMEDIATE, _HIDDEN, generator)
+    stand_ins: dict[str, nn.Module] = {
+        name: random_linear(_HIDDEN, width, generator) for name in dict.fromkeys((gate, up))
+    }
+    stand_ins[down] = random_linear(_INTERMEDIATE, _HIDDEN, generator)
     if site.between is not None:
         stand_ins[site.between] = Marker()
     x = torch.randn(2, 5, _HIDDEN, generator=generator, dtype=torch.float64) * (_RANGE / _HIDDEN**0.5)
@@ -71,7 +73,9 @@ def _does(module: nn.Module, site: GatedMLPSite, names: tuple[str, str, str], fo
         return y
 
     def agrees(x: Tensor, tolerance: float, *, training: bool) -> bool:
-        y = run(module, stand_ins, lambda m: m.forward(x.clone()), training=training, native=x.dtype != torch.float64)
+        y = run_on(
+            module, stand_ins, lambda m: m.forward(x.clone()), training=training, native=x.dtype != torch.float64
+        )
         expected = formula(x)
         if y is None or y.shape != x.shape or y.dtype != expected.dtype:
             return False

@@ -1,4 +1,4 @@
-"""A copy of one module, alone on the CPU in fp64, that can be run with any parameter values.
+"""Copies of one module that can be run: alone in fp64 with any parameters, or on other children in its own's place.
 
 The live module is never run, moved or changed; the copy of a module on meta is allocated.
 """
@@ -6,7 +6,8 @@ The live module is never run, moved or changed; the copy of a module on meta is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -121,3 +122,54 @@ def _describe(value: Any) -> Any:
     if isinstance(value, (dict, set, frozenset)) and not value:
         return type(value)
     return id(value)
+
+
+class Marker(nn.Module):
+    """Shows in its output how often it was applied. Replaces a dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x + 1
+
+
+class Scrambler(nn.Module):
+    """Its output shows any change of its input, also of the scale, which a norm would hide. Replaces a norm."""
+
+    def __init__(self, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.mix = random_linear(width, width, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.mix(x))
+
+
+@torch.no_grad()
+def random_linear(width_in: int, width_out: int, generator: torch.Generator) -> nn.Linear:
+    """A random linear in fp64."""
+    random = nn.Linear(width_in, width_out, dtype=torch.float64, device="cpu")
+    for parameter in random.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return random
+
+
+def run_on(
+    module: nn.Module,
+    stand_ins: Mapping[str, nn.Module],
+    call: Callable[[nn.Module], Any],
+    *,
+    training: bool,
+    native: bool = False,
+) -> Tensor | None:
+    """Result of `call` on a copy of `module` with stand-ins for children; in fp64 throughout unless `native`.
+
+    None where it raises, returns anything but one tensor, or changes an attribute of the module.
+    """
+    alone = with_stand_ins(module, stand_ins, training=training)
+    before = dict(vars(alone))
+    try:
+        with torch.random.fork_rng(devices=[]), nullcontext() if native else Float64Mode():
+            y = call(alone)
+    except Exception:  # a forward may raise anything
+        return None
+    after = vars(alone)
+    untouched = after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
+    return y if untouched and isinstance(y, Tensor) else None

@@ -30,6 +30,8 @@ _SMALL = 1e-4
 _ANY_WIDTH = 24
 _MAX_PER_HEAD = 1 << 16
 _SCALES_ONLY = "it scales and shifts its input and normalises nothing"
+#: Why a module with parameters of its own is no norm.
+NO_AFFINE = "it has its own parameters, which are not a scale and shift of a normalised input"
 
 
 #: (weight, bias, offset)
@@ -151,7 +153,7 @@ def _probe_affine(copy: Isolated, slots: tuple[str, ...]) -> NormProbe | str | N
         return _other_kind(copy, slots, width)
     found = _affine_structure(copy, slots, x, last=True)
     if found is None:
-        return "it has its own parameters, which are not a scale and shift of a normalised input"
+        return NO_AFFINE
     weight, bias, offset = found
     if torch.allclose(_without_affine(copy, found, x), x, rtol=_AGREES):
         return _SCALES_ONLY

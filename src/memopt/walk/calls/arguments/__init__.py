@@ -1,8 +1,9 @@
 """Proposals for the arguments of a model's forward: token ids, masks, images, sounds, time series, features.
 
 They are derived from the signature and the docstring of the forward, `main_input_name` and the config. For one more
-kind of input, add a builder to `singles.py` (one argument), or a family (arguments that come together, or have several
-possible shapes) in a file of its own and to `_FAMILIES` here. `memopt.walk.calls.inputs` tries the proposals.
+kind of input, add a rule to `RULES`; for one more argument beside it, a line to `ARGUMENTS` in `singles.py`.
+`python -m benchmarks.walk --inputs` prints how many model types each rule serves. `memopt.walk.calls.inputs` tries the
+proposals.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from memopt.walk.calls.arguments.codes import codes
-from memopt.walk.calls.arguments.features import anything, as_documented, as_named, embedded
-from memopt.walk.calls.arguments.images import image_alone, image_in_text
-from memopt.walk.calls.arguments.request import Kwargs, Request, Size
-from memopt.walk.calls.arguments.series import series
-from memopt.walk.calls.arguments.sounds import sound, sound_beside_text, sound_in_text, wave_and_spectrogram
-from memopt.walk.calls.arguments.text import text
+from memopt.walk.calls.arguments.images import image_alone
+from memopt.walk.calls.arguments.in_text import image_in_text, sound_in_text, video_in_text
+from memopt.walk.calls.arguments.request import Forms, Kwargs, Request, Size
+from memopt.walk.calls.arguments.sequences import anything, as_documented, as_named, codes, embedded, series, text
+from memopt.walk.calls.arguments.singles import complete
+from memopt.walk.calls.arguments.sounds import sound, sound_beside_text
 
-_FAMILIES: tuple[Callable[[Request], Iterator[tuple[str, Kwargs]]], ...] = (
-    text,
-    image_alone,
-    image_in_text,
-    sound,
-    sound_beside_text,
-    sound_in_text,
-    wave_and_spectrogram,
-    series,
-    codes,
-    anything,
-    embedded,
-    as_documented,
-    as_named,
+#: (modality, the forms in which it may be given). The modality is ``main`` for the argument `main_input_name`.
+RULES: tuple[tuple[str, Callable[[Request], Forms]], ...] = (
+    ("main", text),
+    ("main", image_alone),
+    ("image", image_in_text),
+    ("video", video_in_text),
+    ("main", sound),
+    ("main", sound_beside_text),
+    ("audio", sound_in_text),
+    ("main", series),
+    ("main", codes),
+    ("main", anything),
+    ("main", embedded),
+    ("main", as_documented),
+    ("main", as_named),
 )
 
 
@@ -41,8 +42,8 @@ def candidates(
 ) -> Iterator[tuple[str, Kwargs]]:
     """(``modality:detail``, kwargs) of every call of the model to try, the likeliest first.
 
-    The modality is ``main`` for the argument `main_input_name`; tensors are on CPU, floating ones in fp32. With
-    `method`, of every way to call that method: first with the arguments that it shares with the forward.
+    Tensors are on CPU, floating ones in fp32. With `method`, of every way to call that method: first with the arguments
+    that it shares with the forward.
     """
     if method:
         request = Request.of(model, variant, seed, method, size)
@@ -52,10 +53,11 @@ def candidates(
                 yield f"main:{name.partition(':')[2]}", shared
     else:
         request = Request.of(model, variant, seed, size=size)
-    for family in _FAMILIES:
-        # A config may have any value (a window of 0); a family that raises has no more proposals.
+    for modality, rule in RULES:
+        # A config may have any value (a window of 0); a rule that raises has no more proposals.
         try:
-            yield from family(request)
+            for detail, given in rule(request):
+                yield f"{modality}:{detail}", complete(request, given)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if size and "can't allocate memory" in str(error):  # the size is too large, not the config odd
                 raise

@@ -7,6 +7,7 @@ Which values are legal is not documented, so ids are 0 or 1.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Description:
 def described(request: Request) -> dict[str, Description]:
     """Description of every argument whose documented shape is in terms of the config."""
     found: dict[str, Description] = {}
-    for name, kind, shape, rest in _SHAPE.findall(request.documentation):
+    documentation = inspect.getdoc(getattr(request.model, request.method)) or ""
+    for name, kind, shape, rest in _SHAPE.findall(documentation):
         if name in request.names and name not in found:
             sizes = tuple(_sizes(request, shape))
             if sizes and all(size > 0 for size in sizes):

@@ -1,162 +1,275 @@
-"""Images and videos: alone, and inside text that has placeholder tokens for them."""
+"""The shapes of images and videos: whole, in several frames or tiles, or as patches in one long sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
-from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedConfig
 
-from memopt.walk.aten.meta_reads import MetaReads
-from memopt.walk.calls.arguments.forms import image_forms, video_forms
-from memopt.walk.calls.arguments.patches import merge_of
-from memopt.walk.calls.arguments.pixels import side_of
-from memopt.walk.calls.arguments.request import Kwargs, Request, parameters_of
-from memopt.walk.calls.arguments.singles import complete
-from memopt.walk.calls.arguments.text import IMAGE_TOKENS, VIDEO_TOKENS
-from memopt.walk.calls.preserve import preserved
+from memopt.walk.calls.arguments.request import Forms, Kwargs, Request
 
-#: Forms of images that are tried with guessed numbers of features, where the model has no method that computes them.
-_GUESSED_FORMS = 2
-#: Forms that are tried with the number of features of an inner model.
-_FORMS_OF_A_WRAPPER = 4
+_IMAGES = ("pixel_values", "image_pixel_values", "pixel_values_images", "flattened_patches", "image")
+_VIDEOS = "pixel_values_videos"
+_FRAMES = ("num_frames", "frames_per_clip")
+#: Share of the width that a padded image is masked in.
+_MASKED = 4
 
-_Forms = Callable[[Request], Iterator[tuple[str, Kwargs]]]
+_SIDES = ("image_size", "img_size", "max_img_size", "input_size")
+_FACTORS = ("scale_factor", "downsample_factor", "pixel_shuffle_factor")
+_MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
+#: Patches a side of an image whose size is passed as an argument.
+_FEW_PATCHES = 8
+
+#: Columns of a grid that the argument's name ends with: time, height and width, or height and width.
+_GRIDS = ("grid_thw", "grid_hws", "grid_hw")
 
 
-def image_alone(request: Request) -> Iterator[tuple[str, Kwargs]]:
+def image_alone(request: Request) -> Forms:
+    """Images, or videos, without text."""
     if "input_ids" in request.names and not request.main.startswith("pixel_values"):
         return
-    alone = ["alone"] if "input_ids" in request.names else []
+    alone = "alone " if "input_ids" in request.names else ""
     for detail, pixels in image_forms(request, odd_size=True):
-        yield f"main:{_words(*alone, detail)}", complete(request, pixels)
+        yield f"{alone}{detail}".rstrip(), pixels
     for detail, pixels in video_forms(request):
-        yield f"main:{_words(*alone, 'video', detail)}", complete(request, pixels)
+        yield f"{alone}video {detail}", pixels
 
 
-def _words(*words: str) -> str:
-    return " ".join(filter(None, words))
+def image_forms(request: Request, *, odd_size: bool = False) -> Forms:
+    """(detail, kwargs) of the ways to give a forward images; nothing where it takes none.
 
-
-def image_in_text(request: Request) -> Iterator[tuple[str, Kwargs]]:
-    """An image, or a video, with text that has a placeholder token for each of its features."""
-    if "input_ids" not in request.names:
+    With `odd_size`, whole images of the odd variant have sides that no window divides.
+    """
+    values = request.first(*_IMAGES)
+    if not values and {"hidden_states", "grid_thw"} <= set(request.names):
+        values = "hidden_states"
+    if not values:
         return
-    yield from in_text(request, "image", image_forms, "get_image_features", IMAGE_TOKENS)
-    # A video mostly runs the same modules as an image; once is enough.
-    if request.variant == "plain":
-        only_videos = request.setting(*IMAGE_TOKENS) is None
-        yield from in_text(
-            request, "video", image_forms if only_videos else video_forms, "get_video_features", VIDEO_TOKENS
-        )
-
-
-def in_text(
-    request: Request, modality: str, forms: _Forms, method: str, tokens: tuple[str, ...]
-) -> Iterator[tuple[str, Kwargs]]:
-    """Text with a placeholder, one of `tokens`, for each feature that `method` of the model computes of a form."""
-    token = request.setting(*tokens)
-    if not isinstance(token, int):
+    yield from _packed(request, values, video=False)
+    if values in ("hidden_states", "flattened_patches"):
         return
-    tower = _with_method(request, method)
-    for detail, pixels, features in _measured(request, tower, forms, method):
-        # A wrapper's forward may take images in another form than the method of the inner model.
-        others = [] if tower is request.model else list(islice(forms(request), _FORMS_OF_A_WRAPPER))
-        for form, given in {detail: pixels, **{form: given for form, given in others if form != detail}}.items():
-            given = {name: value for name, value in given.items() if name in request.names}
-            if given:
-                yield f"{modality}:{form}", _with_placeholders(request, given, token, modality, features)
+    is_odd = odd_size and request.variant == "odd"
+    side = _odd_side(request) if is_odd else side_of(request)
+    if "aspect_ratio_ids" in request.names:
+        yield "tiles by aspect ratio", _tiles(request, values, side)
         return
-    if modality != "image":
-        return
-    # Where the method of a tower fails, only the first guess is tried, for its error.
-    few = 1 if tower is not None else None
-    for detail, pixels in islice(forms(request), few or _GUESSED_FORMS):
-        for count in _guesses(request, pixels)[:few]:
-            name = f"{modality}:{_words(detail, f'{count} features')}"
-            yield name, _with_placeholders(request, pixels, token, modality, count)
+    extra: Kwargs = _other_towers(request, values)
+    if is_odd and "interpolate_pos_encoding" in request.names:
+        extra["interpolate_pos_encoding"] = True
+    if request.variant == "padded" and "pixel_mask" in request.names:
+        extra["pixel_mask"] = torch.ones(request.batch, *side, dtype=torch.long)
+        extra["pixel_mask"][-1, :, -side[1] // _MASKED :] = 0
+    if "image_sizes" in request.names:
+        if resolutions := request.setting("image_grid_pinpoints"):
+            yield "tiles by size", _tiles_by_size(request, values, side, resolutions)
+        height, width = (min(pixels, _FEW_PATCHES * request.patch_side) for pixels in side_of(request))
+        sizes = torch.tensor([[height, width]] * request.batch)
+        yield "of a size", {values: image(request, (height, width)), **extra, "image_sizes": sizes}
+    yield "", {values: image(request, side), **extra}
+    several = _several(request, side, request.whole(*_FRAMES, default=2))
+    yield "several", {values: several, **extra}
+    if "pixel_attention_mask" in request.names:
+        # Tiles, or a robot's cameras, come with a mask of those that are present.
+        there = request.ones("pixel_attention_mask", *several.shape[:2])
+        yield "several, all of them there", {values: several, "pixel_attention_mask": there}
+    yield "patches", {values: _patches(request, (side[0] // request.patch_side) * (side[1] // request.patch_side))}
 
 
-def _with_placeholders(request: Request, pixels: Kwargs, token: int, modality: str, features: int) -> Kwargs:
-    """Text with `features` placeholders a row, between the start and end tokens of an image, if there are any."""
-    ids = request.ids()
-    opening, closing = (
-        [value for value in [request.setting(*names)] if isinstance(value, int)]
-        for names in (
-            (f"{modality}_start_token_id", "vision_start_token_id"),
-            (f"{modality}_end_token_id", "vision_end_token_id"),
-        )
-    )
-    middle = torch.tensor([*opening, *[token] * features, *closing]).expand(request.batch, -1)
-    ids = torch.cat([ids[:, :4], middle, ids[:, 4:]], 1)
-    # Token types distinguish text, images and videos.
-    types = (ids == token).long() * (2 if modality == "video" and "mm_token_type_ids" in request.names else 1)
-    typed = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in request.names}
-    return complete(request, {"input_ids": ids, **pixels, **typed})
+def video_forms(request: Request) -> Forms:
+    """(detail, kwargs) of the ways to give a forward videos."""
+    if _VIDEOS in request.names:
+        yield from _packed(request, _VIDEOS, video=True)
+        yield "frames", {_VIDEOS: _several(request, side_of(request), request.whole(*_FRAMES, default=4))}
 
 
-def _measured(
-    request: Request, tower: nn.Module | None, forms: _Forms, method: str
-) -> Iterator[tuple[str, Kwargs, int]]:
-    """(detail, arguments, features a row) of the first form with which `method` of `tower` runs."""
-    if tower is None:
-        return
-    accepted = parameters_of(tower, method)
-    for detail, pixels in forms(replace(request, names={**accepted, **request.names})):
-        # The method's first argument is the images, under any name.
-        (name, values), *others = pixels.items()
-        wanted = dict(list(accepted.items())[1:])
-        given = complete(replace(request, names=wanted), {n: v for n, v in others if n in wanted or not accepted})
-        try:
-            features = _rows(_run(tower, method, values, given))
-        except Exception:  # any failure means that this form does not fit
-            continue
-        if features and features % request.batch == 0:
-            yield detail, {name: values, **given}, features // request.batch
-            return
+# --- whole images ---------------------------------------------------------------------------------------------------
 
 
-def _with_method(request: Request, method: str) -> nn.Module | None:
-    """The first of the model and its modules that has this method."""
-    return next((module for module in request.model.modules() if callable(getattr(module, method, None))), None)
+def image(request: Request, side: tuple[int, int]) -> torch.Tensor:
+    """An image of `side` (height, width) a row."""
+    return request.normal(request.batch, request.channels, *side)
 
 
-def _run(tower: nn.Module, method: str, values: torch.Tensor, kwargs: Kwargs) -> Any:
-    weight = next((p for p in tower.parameters() if p.is_floating_point()), torch.empty(0))
-
-    def placed(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.is_floating_point():
-            return value.to(weight)
-        # The values of a grid are read, so it must not be on meta.
-        return value if weight.is_meta else value.to(weight.device)
-
-    with preserved(tower), torch.no_grad(), MetaReads():
-        return getattr(tower, method)(placed(values), **{name: placed(value) for name, value in kwargs.items()})
-
-
-def _rows(output: Any) -> int:
-    """Number of feature vectors in the output of a feature method: one tensor, or one for each image."""
-    for name in ("pooler_output", "last_hidden_state"):
-        if (value := getattr(output, name, None)) is not None:
-            output = value
-            break
-    tensors = output if isinstance(output, list | tuple) else [output]
-    return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors if isinstance(tensor, torch.Tensor))
+def side_of(request: Request) -> tuple[int, int]:
+    """(height, width) in pixels."""
+    size = request.setting(*_SIDES, default=224)
+    if isinstance(size, dict):
+        size = (size.get("height", 224), size.get("width", 224))
+    height, width = (224, 224)
+    if isinstance(size, list | tuple) and len(size) >= 2:
+        height, width = int(size[-2]), int(size[-1])
+    elif isinstance(size, int):
+        height, width = size, size
+    if "prompt_pixel_values" in request.names:
+        # The prompt is put above the image.
+        height //= 2
+    # Windows of a fixed number a side, and features that are merged before the text model, need whole patches.
+    merged = request.whole(*_FACTORS, default=1) if "input_ids" in request.names else 1
+    group = request.whole("num_windows_side", "num_windows", default=merged)
+    if group > 1:
+        step = group * request.patch_side
+        height, width = height // step * step or height, width // step * step or width
+    return height, width
 
 
-def _guesses(request: Request, pixels: Kwargs) -> list[int]:
-    """Likely numbers of features an image."""
-    grids = [value for name, value in pixels.items() if name.endswith("grid_thw")]
-    if grids:
-        return [int(grids[0][0].prod()) // merge_of(request) ** 2]
+def _odd_side(request: Request) -> tuple[int, int]:
+    """A slightly smaller image, whose sides in patches no window divides."""
     patch = request.patch_side
+    window = request.whole("window_size", default=2) or 2
+    # A pyramid halves the side at each stage; its last stage keeps its size, so that a window still fits.
+    depths = request.setting("depths", default=())
+    shrinks = 2 ** max(1, len(depths) - 1) if isinstance(depths, list | tuple) else 2
+
+    def smaller(pixels: int) -> int:
+        patches = pixels // patch
+        sides = range(max(1, patches - shrinks + 1), patches)
+        return patch * next((side for side in sides if side % window), patches)
+
     height, width = side_of(request)
-    patches = (height // patch) * (width // patch)
-    stated = request.setting("mm_tokens_per_image", "image_seq_length", "image_token_num", "num_image_tokens")
-    counts = [stated, patches, patches + 1, patches // 4, 1]
-    return list(dict.fromkeys(count for count in counts if isinstance(count, int) and count > 0))
+    return smaller(height), smaller(width)
+
+
+def _other_towers(request: Request, values: str) -> Kwargs:
+    """The images again for towers with a config of their own: ``x_pixel_values`` for the ``x_vision_config``."""
+    found: Kwargs = {}
+    for name in request.names:
+        config = getattr(request.config, name.replace("pixel_values", "vision_config"), None)
+        if name != values and name.endswith("pixel_values") and isinstance(config, PreTrainedConfig):
+            found[name] = image(request, side_of(replace(request, config=config)))
+    return found
+
+
+def _several(request: Request, side: tuple[int, int], count: int) -> torch.Tensor:
+    """Frames, a pair, or tiles of each image; in a walk one row if they are many."""
+    if request.setting(*_SIDES) is None:
+        side = side[0] // 2, side[1] // 2
+    rows = request.batch if count <= 4 or request.size else 1
+    return request.normal(rows, count, request.channels, *side)
+
+
+def _tiles(request: Request, values: str, side: tuple[int, int]) -> Kwargs:
+    """One image of the largest number of tiles."""
+    tiles = request.whole("max_num_tiles", default=4)
+    return {
+        values: request.normal(request.batch, 1, tiles, request.channels, *side),
+        "aspect_ratio_ids": torch.ones(request.batch, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(request.batch, 1, tiles, dtype=torch.long),
+    }
+
+
+def _tiles_by_size(request: Request, values: str, side: tuple[int, int], resolutions: list[tuple[int, int]]) -> Kwargs:
+    """Images of the smallest resolution that is cut into tiles, and the whole image as one tile more."""
+    height, width = min(resolutions, key=lambda size: size[0] * size[1])
+    count = 1 + (height // side[0]) * (width // side[1])
+    return {
+        values: request.normal(request.batch, count, request.channels, *side),
+        "image_sizes": torch.tensor([[height, width]] * request.batch),
+    }
+
+
+# --- patches in one sequence, with an argument for their positions --------------------------------------------------
+
+
+def merge_of(request: Request) -> int:
+    """Patches a side that are merged into one feature."""
+    return request.whole(*_MERGES, default=2)
+
+
+def _packed(request: Request, values: str, video: bool) -> Forms:
+    """(detail, kwargs) for images, or videos, in argument `values`; nothing for a forward without such positions.
+
+    An image has the patches of 2 x 2 merged tokens, in the odd variant of 2 x 3; in a step of 16 x 16, if that runs.
+    """
+    merged = request.whole(*_MERGES, "pooling_kernel_size", default=2)
+    small = (2 * merged, (3 if request.variant == "odd" else 2) * merged)
+    for rows, columns in [(16 * merged, 16 * merged), small] if request.size else [small]:
+        yield from _by_grid(request, values, video, rows, columns)
+        yield from _by_shape(request, values, rows, columns)
+        yield from _by_position(request, values, video, rows, columns)
+        yield from _by_size(request, values, video, rows, columns)
+        if values == "flattened_patches":
+            yield "row and column first", _flattened(request, rows, columns)
+
+
+def _by_grid(request: Request, values: str, video: bool, rows: int, columns: int) -> Forms:
+    """All patches of a batch in one list, and a row of counts (time, height, width) for each image."""
+
+    def companion(*ends: str) -> str:
+        return next((name for name in request.names if name.endswith(ends) and ("video" in name) is video), "")
+
+    grid, merges = companion(*_GRIDS, *(f"{end}_videos" for end in _GRIDS)), companion("merge_sizes")
+    if not grid:
+        return
+    frames = [1] if grid.endswith("thw") else []
+    places: Kwargs = {grid: torch.tensor([[*frames, rows, columns]] * request.batch)}
+    merge, channels, side = merge_of(request), request.channels, request.patch_side
+    if merges:
+        places[merges] = torch.full((request.batch,), merge)
+    count, flat = request.batch * rows * columns, channels * side * side
+    long = request.whole("temporal_patch_size", "patch_temporal", default=1) * flat
+    shapes: dict[str, tuple[int, ...]] = {
+        f"patches of {long}": (count, long),
+        f"patches of {flat}": (count, flat),
+        "patches of each image": (request.batch, rows * columns, long),
+        "square patches": (count, channels, side, side),
+        "square patches of one batch": (1, count, channels, side, side),
+        "blocks of patches, channels last": (count, merge * side, merge * side, channels),
+    }
+    for detail, shape in shapes.items():
+        yield detail, {values: request.normal(*shape), **places}
+
+
+def _by_shape(request: Request, values: str, rows: int, columns: int) -> Forms:
+    """Patches of each image, padded to the longest, its height and width in patches, and a mask of the padding."""
+    if not {"spatial_shapes", "pixel_attention_mask"} <= set(request.names):
+        return
+    shapes = torch.tensor([[rows, columns]] * request.batch)
+    mask = torch.ones(request.batch, rows * columns, dtype=torch.long)
+    if request.variant == "padded":
+        shapes[-1, 0] -= request.whole("downsample_factor", default=1)
+        mask[-1, int(shapes[-1].prod()) :] = 0
+    pixels = _patches(request, rows * columns)
+    yield "padded patches", {values: pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _by_position(request: Request, values: str, video: bool, rows: int, columns: int) -> Forms:
+    """Patches of each image, and the (column, row) of each."""
+    if name := request.first("video_position_ids" if video else "image_position_ids", "pixel_position_ids"):
+        pixels, positions = _patches(request, rows * columns), _places(request, rows, columns).flip(-1)
+        if video:
+            pixels, positions = pixels[:, None], positions[:, None]
+        yield "placed patches", {values: pixels, name: positions}
+
+
+def _by_size(request: Request, values: str, video: bool, rows: int, columns: int) -> Forms:
+    """All patches of a batch side by side in one flat picture, and each image's height and width in patches."""
+    name = "target_sizes_videos" if video else "target_sizes"
+    if name in request.names:
+        # Windows and mergers halve the sides twice.
+        sizes = torch.tensor([[2 * rows, 2 * columns]] * request.batch)
+        width = int(sizes.prod(-1).sum()) * request.patch_side
+        yield (
+            "patches in a strip",
+            {values: request.normal(1, request.channels, request.patch_side, width), name: sizes},
+        )
+
+
+def _flattened(request: Request, rows: int, columns: int) -> Kwargs:
+    """Patches that begin with their row and column, counted from 1, as numbers."""
+    pixels = _patches(request, rows * columns, "patch_embed_hidden_size")
+    kwargs = {"flattened_patches": torch.cat([(_places(request, rows, columns) + 1).to(pixels), pixels], -1)}
+    if request.variant == "padded" and "input_ids" not in request.names:
+        kwargs["attention_mask"] = torch.ones(request.batch, rows * columns, dtype=torch.long)
+        kwargs["attention_mask"][-1, -columns:] = 0
+    return kwargs
+
+
+def _patches(request: Request, count: int, *width: str) -> torch.Tensor:
+    """`count` patches of each image, as wide as one of the settings `width` says, or as their pixels are many."""
+    return request.normal(request.batch, count, request.whole(*width, default=request.channels * request.patch_side**2))
+
+
+def _places(request: Request, rows: int, columns: int) -> torch.Tensor:
+    """(row, column) of every patch of each image."""
+    return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).expand(request.batch, -1, -1).clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,16 @@ BATCH = 2
 LENGTH, ODD_LENGTH = 16, 13
 PADDING = 5
 MAX_VOCABULARY = 3000
+#: Settings for the placeholder token of a feature in text.
+PLACEHOLDERS = {
+    "image": ("image_token_id", "image_token_index", "image_pad_token_id", "media_placeholder_token_id"),
+    "video": ("video_token_id", "video_token_index", "video_pad_token_id"),
+    "audio": ("audio_token_id", "audio_token_index"),
+}
 
 Kwargs = dict[str, Any]
+Forms = Iterator[tuple[str, Kwargs]]
+"""(detail, arguments) of the ways to give a forward one kind of input, the likeliest first."""
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -40,10 +48,6 @@ def inner_model(model: nn.Module) -> nn.Module:
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Named parameters of the forward of the model inside wrappers."""
     return parameters_of(inner_model(model))
-
-
-def has_config(model: nn.Module) -> bool:
-    return isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig)
 
 
 def parameters_of(model: nn.Module, method: str = "forward") -> dict[str, inspect.Parameter]:
@@ -96,6 +100,10 @@ class Request:
     def required(self) -> list[str]:
         return [name for name, parameter in self.names.items() if parameter.default is inspect.Parameter.empty]
 
+    def first(self, *names: str) -> str:
+        """The first of `names` that is an argument; empty where none is."""
+        return next((name for name in names if name in self.names), "")
+
     @property
     def batch(self) -> int:
         return self.size.rows if self.size else BATCH
@@ -115,19 +123,8 @@ class Request:
         return min(self.length, limit) if limit > 0 else self.length
 
     @property
-    def documentation(self) -> str:
-        """Docstring of the forward or method."""
-        return inspect.getdoc(getattr(self.model, self.method)) or ""
-
-    @property
     def hidden(self) -> int:
         return self.whole("hidden_size", "d_model", default=64)
-
-    @property
-    def context_width(self) -> int:
-        """Width of the vectors that a decoder attends to."""
-        names = ("encoder_hidden_size", "cross_hidden_size", "cross_attention_hidden_size", "cross_attention_dim")
-        return self.whole(*names, default=self.hidden)
 
     @property
     def first_width(self) -> int:
@@ -170,8 +167,12 @@ class Request:
         return torch.randn(*shape, generator=self.generator)
 
     def ids(self, length: int | None = None) -> torch.Tensor:
+        """A row of ordinary token ids for each of the batch."""
+        return self.tokens(self.batch, length or self.length)
+
+    def tokens(self, *shape: int) -> torch.Tensor:
         pool = torch.tensor(ordinary_ids(self.config))
-        return pool[torch.randint(0, len(pool), (self.batch, length or self.length), generator=self.generator)]
+        return pool[torch.randint(0, len(pool), shape, generator=self.generator)]
 
     def ones(self, name: str, *shape: int) -> torch.Tensor:
         """A mask that masks nothing, of the dtype in the annotation of argument `name`."""

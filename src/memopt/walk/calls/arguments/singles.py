@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memopt.walk.calls.arguments.documented import described
-from memopt.walk.calls.arguments.pixels import image, side_of
+from memopt.walk.calls.arguments.images import image, side_of
 from memopt.walk.calls.arguments.request import Kwargs, Request
 
 
@@ -20,7 +20,14 @@ def features(request: Request) -> torch.Tensor:
     return request.normal(request.batch, request.length, request.hidden)
 
 
-_ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
+def context(request: Request) -> torch.Tensor:
+    """Hidden vectors of another model, to attend to, in the width that a decoder takes."""
+    names = ("encoder_hidden_size", "cross_hidden_size", "cross_attention_hidden_size", "cross_attention_dim")
+    return request.normal(request.batch, request.length, request.whole(*names, default=request.hidden))
+
+
+#: What a forward is given besides its main input, where it requires that.
+ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "input_ids": lambda request: request.ids(),
     "decoder_input_ids": lambda request: request.ids(request.decoder_length),
     "attention_mask": lambda request: request.mask(),
@@ -30,7 +37,7 @@ _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
     "pixel_values": lambda request: image(request, side_of(request)),
     "inputs_embeds": features,
     "hidden_states": features,
-    "encoder_hidden_states": lambda request: request.normal(request.batch, request.length, request.context_width),
+    "encoder_hidden_states": context,
     "image": lambda request: image(request, side_of(request)),
     "prompt_pixel_values": lambda request: image(request, side_of(request)),
     "prompt_masks": lambda request: image(request, side_of(request)),
@@ -41,8 +48,8 @@ _ARGUMENTS: dict[str, Callable[[Request], torch.Tensor]] = {
 
 def value_of(request: Request, name: str) -> Any:
     """A value for argument `name`: its builder's, else as the docstring describes it, else by what such names mean."""
-    if name in _ARGUMENTS:
-        return _ARGUMENTS[name](request)
+    if name in ARGUMENTS:
+        return ARGUMENTS[name](request)
     if (description := described(request).get(name)) is not None:
         return description.value(request, name)
     return _by_convention(request, name)

@@ -28,8 +28,7 @@ from memopt.walk.models.config import (
 from memopt.walk.models.instantiate import instantiate
 from memopt.walk.models.shrink.depth import MAX_DEPTH, cut_depth, with_depth
 from memopt.walk.models.shrink.rest import cut_rest
-from memopt.walk.models.shrink.rotary import fit_rotary
-from memopt.walk.models.shrink.width import decide_widths, scale_widths
+from memopt.walk.models.shrink.width import decide_widths, fit_rotary, scale_widths
 
 MAX_PARAMETERS = 30_000_000
 LIGHT_PARAMETERS = 10_000_000

@@ -1,4 +1,4 @@
-"""Making the widths of a config smaller: hidden sizes, head counts and sizes, intermediate sizes.
+"""Making the widths of a config smaller: hidden sizes, head counts and sizes, intermediate sizes, rotary sections.
 
 Widths that are equal or proportional remain so, also across nested configs (a projection from one tower into another).
 Fields are recognised by their names and values, never by the config's class.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
-from memopt.walk.models.config import integer_field, integer_fields, is_integer, standard_name
-from memopt.walk.models.shrink.rotary import fit_sections
+from memopt.walk.models.config import config_nodes, integer_field, integer_fields, is_integer, standard_name
 
 MAX_HEADS = 4
 MAX_HEAD_DIM = 32
@@ -206,3 +208,25 @@ def halved(value: int, target: int, *, multiple: int = 2) -> int:
 
 def _even(value: Fraction, multiple: int = 2) -> int:
     return max(multiple, round(value / multiple) * multiple)
+
+
+def fit_sections(sections: Sequence[int], total: int) -> list[int]:
+    """Integers in the proportions of `sections` that sum to `total`."""
+    ends = [round(Fraction(sum(sections[: end + 1]) * total, sum(sections))) for end in range(len(sections))]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def fit_rotary(config: PreTrainedConfig, model: nn.Module) -> None:
+    """Write into `config` the sections that fit the tables of `model`, which was built from it.
+
+    Where a config gives none, its class has default sections, which fit one head size only.
+    """
+    built: Any = model.config
+    nodes = {id(own): node for own, node in zip(config_nodes(built), config_nodes(config), strict=False)}
+    for module in model.modules():
+        sections, frequencies = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
+        if not isinstance(sections, list | tuple) or not sections or not all(map(is_integer, sections)):
+            continue
+        parameters = getattr(nodes.get(id(getattr(module, "config", None))), "rope_parameters", None)
+        if frequencies is not None and sum(sections) != len(frequencies) and isinstance(parameters, dict):
+            parameters["mrope_section"] = fit_sections(sections, len(frequencies))

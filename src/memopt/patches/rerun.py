@@ -1,0 +1,227 @@
+"""What a module needs to run again in backward as it ran in its forward.
+
+These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, and the function modes around
+it. Autocast is `memopt.kernels.base.autograd.autocast_as`; inputs and hooks are the caller's affair.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memopt.patches.swap import original_class
+from memopt.recompute.versions import changed_in_place, versions_of
+from memopt.torch_compat import no_dispatch
+
+#: What a module's forward goes by beside its tensors: whether it trains, and which of its adapters (PEFT) are on.
+MODES = ("training", "_active_adapter", "_disable_adapters")
+#: A table that holds a value (parameters, buffers or attributes of a module), and the value's name there.
+Slot = tuple[dict[Any, Any], Any]
+ABSENT = object()
+#: What may be changed in place, and what is compared by value.
+CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[type[RepeatedMode]] = []
+
+
+_active = _Active()
+
+
+class RepeatedMode(TorchFunctionMode):
+    """A mode without arguments, which :func:`active_modes` names while it is active in this thread."""
+
+    def __enter__(self) -> Any:
+        _active.modes.append(type(self))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _active.modes.pop()
+
+
+def active_modes() -> tuple[type[RepeatedMode], ...]:
+    """The modes that a forward runs in, outermost first."""
+    return tuple(dict.fromkeys(_active.modes))
+
+
+@contextmanager
+def inside(modes: tuple[type[RepeatedMode], ...]) -> Iterator[None]:
+    """Inside, what runs again finds the modes that :func:`active_modes` gave in its forward."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode())
+        yield
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """Parameters, buffers and modes of `module` and of those inside it."""
+    slots: list[Slot] = []
+    for each in module.modules() if module._modules else (module,):
+        own = vars(each)
+        slots += [(own, name) for name in MODES if name in own]
+        for table in (each._parameters, each._buffers):
+            slots += [(table, name) for name, tensor in table.items() if tensor is not None]
+    return slots
+
+
+class Held:
+    """The values in some slots when a forward runs, and the versions of the tensors among them."""
+
+    __slots__ = ("_tensors", "slots", "values", "versions")
+
+    def __init__(self, slots: Sequence[Slot], *, copies: bool = False) -> None:
+        """With `copies` of containers, which the forward may change in place."""
+        self.slots, self.values = slots, _standing_in(slots)
+        if copies:
+            self.values = list(map(copied, self.values))
+        self._tensors = [value for value in self.values if isinstance(value, Tensor)]
+        self.versions = versions_of(self._tensors)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any of the tensors was changed in place."""
+        return versions_of(self._tensors) != self.versions
+
+    def moved(self) -> list[int]:
+        """Indices of slots whose tensor was changed in place, or that hold something else now."""
+        after = versions_of(self._tensors)
+        moved = {id(t) for t, a, b in zip(self._tensors, after, self.versions, strict=True) if a != b}
+        pairs = zip(_standing_in(self.slots), self.values, strict=True)
+        return [i for i, (now, value) in enumerate(pairs) if id(value) in moved or not _is_same(now, value)]
+
+    def lent(
+        self,
+        module: nn.Module,
+        why: str,
+        instead: Mapping[int, Tensor] | None = None,
+        is_read: Callable[[int, dict[Any, Any], Any], bool] | None = None,
+    ) -> list[tuple[Slot, Any]]:
+        """Which values have to be put into which slots before `module` runs again.
+
+        Args:
+            why: the end of an error: why the module runs again, and what to do.
+            instead: index of a slot -> a copy of its tensor, which the forward changed in place.
+            is_read: whether a slot (its index, table and name) counts; other tensors may change. By default all do.
+
+        Raises:
+            RuntimeError: a tensor was changed in place since, and there is no copy of it.
+        """
+        now = _standing_in(self.slots)
+        if not instead and all(map(is_, now, self.values)) and not self.has_moved:
+            return []
+        lent: list[tuple[Slot, Any]] = []
+        versions = iter(zip(versions_of(self._tensors), self.versions, strict=True))
+        for i, (slot, value) in enumerate(zip(self.slots, self.values, strict=True)):
+            version, expected = next(versions) if isinstance(value, Tensor) else (0, 0)
+            if instead and i in instead:
+                lent.append((slot, instead[i].clone()))  # a graph that is retained runs the module once more
+            elif isinstance(value, Tensor) and now[i] is not value and not _has_memory(value):
+                continue  # sharding frees the weights of a forward, and gathers the same values again
+            elif version != expected and (is_read is None or is_read(i, *slot)):
+                owner = _name_of(slot, module)
+                raise changed_in_place(f"'{slot[1]}' {list(value.shape)} of {owner}", version, expected, why)
+            elif not _is_same(now[i], value):
+                lent.append((slot, copied(value)))
+        return lent
+
+
+def _name_of(slot: Slot, module: nn.Module) -> str:
+    """The class of `module`, and the name of the module inside it that `slot` belongs to."""
+    named = module.named_modules()
+    owner = next((n for n, m in named if any(slot[0] is t for t in (m._parameters, m._buffers, vars(m)))), "")
+    return ".".join(filter(None, (original_class(module).__name__, owner)))
+
+
+def copied(value: Any) -> Any:
+    """`value`, or a copy of it where it is a container, which may be changed in place."""
+    if type(value) is list:
+        return list(map(copied, value))
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, CONTAINERS):
+        values = [[*each, *each.values()] if isinstance(each, dict) else each for each in (a, b)]
+        return len(a) == len(b) and all(map(_is_same if type(a) is list else is_, *values))
+    return type(a) in NUMBERS and bool(a == b)
+
+
+def _standing_in(slots: Sequence[Slot]) -> list[Any]:
+    return [table.get(name, ABSENT) for table, name in slots]
+
+
+@contextmanager
+def standing(values: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
+    """Inside, these stand in their slots; afterwards what stood there before."""
+    slots = [slot for slot, _ in values]
+    now = list(zip(slots, _standing_in(slots), strict=True))
+    try:
+        _put(values)
+        yield
+    finally:
+        _put(now)
+
+
+def _put(values: Sequence[tuple[Slot, Any]]) -> None:
+    for (table, name), value in values:
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor holds data: sharding frees the weights of a forward."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and bool(tensor.untyped_storage().nbytes())
+
+
+def random_states(x: Tensor) -> tuple[Tensor, ...]:
+    """Of the generators that a module which reads `x` may draw from: seeds come from the CPU's."""
+    with no_dispatch():  # real ones under fake tensors too
+        cpu = torch.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state(x.device)) if is_on_gpu(x) else (cpu,)
+
+
+def have_moved(states: tuple[Tensor, ...], x: Tensor) -> bool:
+    """Whether a number was drawn since the generators were in `states`."""
+    with no_dispatch():
+        return not all(map(torch.equal, states, random_states(x)))
+
+
+@contextmanager
+def drawing_from(states: tuple[Tensor, ...], x: Tensor) -> Iterator[None]:
+    """Inside, generators give the numbers that they gave in forward; afterwards they are as they were."""
+    if not states:
+        yield
+        return
+    before = random_states(x)
+    try:
+        _set_random_states(states, x)
+        yield
+    finally:
+        _set_random_states(before, x)
+
+
+def _set_random_states(states: tuple[Tensor, ...], x: Tensor) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], x.device)
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether `x` lies on a GPU that is there."""
+    return x.is_cuda and torch.cuda.is_available()  # a fake tensor needs no device

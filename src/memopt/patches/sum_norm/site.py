@@ -1,0 +1,22 @@
+"""The kind of site that this patch brings; `probe.py` finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SumNormSite:
+    """norm(between(dense(hidden)) + residual), the whole forward of its module."""
+
+    name: str
+    dense: str
+    between: str | None
+    """Child module (a dropout) after dense."""
+    norm: str
+    """Name of a child, as `dense` is. The norm also has a `memopt.walk.sites.NormSite`."""
+    arguments: tuple[str, str]
+    """Names of the forward's two arguments, in order."""
+    residual: Literal[0, 1]
+    """Position of the argument that is added; the other one is the input of dense."""

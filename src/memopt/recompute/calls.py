@@ -1,0 +1,162 @@
+"""Records expressions from the functions that a module's forward calls: products, through elementwise operations and
+views.
+
+The graph does not hold all that has to be known: a mask that is added leaves nothing in it. The node of the product has
+saved both factors, so nothing but what the operations read beside the scores (a mask, a bias) has to be kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast_to, step
+from memopt.recompute.rules import PROBABILITIES, Node, Rule
+from memopt.torch_compat import (
+    FakeTensor,
+    saved,
+    shows_saved,
+    storage_id,
+)
+
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
+_BMM = "BmmBackward0" if shows_saved("BmmBackward0") else None
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Permute", "Transpose")
+)  # einsum permutes dimensions of size 1
+_PRODUCT = Rule(lambda node: torch.bmm(saved(node, "self"), saved(node, "mat2")), lambda node: True, PROBABILITIES)
+
+PRODUCTS = frozenset({torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
+_ELEMENTWISE = ("add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum", "minimum", "tanh")
+_LAID_OUT = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "contiguous", "cat")
+_OPERATORS = {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul"}
+_WRITTEN = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
+_IN_PLACE = {f"{name}_": name for name in ("add", "sub", "mul", "div", "masked_fill", "clamp")}
+_CASTS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
+
+
+def _steps(meant: Mapping[str, str]) -> dict[Any, Callable[..., Tensor]]:
+    # `torch.where` and `Tensor.where` have their arguments in different orders.
+    owners = [(owner, name) for owner in (Tensor, torch) for name in meant if hasattr(owner, name)]
+    return {getattr(owner, name): getattr(owner, meant[name]) for owner, name in owners}
+
+
+#: Operations that are followed -> what computes the same into a new tensor.
+STEPS: dict[Any, Callable[..., Tensor]] = {
+    **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT)}),
+    **_steps({"__truediv__": "div", **_OPERATORS, **_WRITTEN, **_IN_PLACE}),
+    **{getattr(Tensor, name): Tensor.to for name in _CASTS},
+}
+
+
+class _Scores(NamedTuple):
+    """A tensor that is followed."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    expression: Expression
+
+
+class Followed:
+    """The tensors of one forward of which it is known how they are recomputed."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        """`given` are the arguments of the forward."""
+        self._given = {storage_id(each.untyped_storage()) for each in given if type(each) in _PLAIN_TYPES}
+        self._known: dict[int, _Scores] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._known
+
+    def expression_of(self, x: Any) -> Expression | None:
+        """How `x` is recomputed; None where that is not known, or where it was changed in place since."""
+        known = self._known.get(id(x))
+        if known is None or known.tensor() is not x:
+            return None
+        return known.expression if known.version == x._version else None  # type: ignore[union-attr]
+
+    def among(self, args: Sequence[Any]) -> tuple[Expression, Tensor] | None:
+        """The first of these arguments that can be recomputed."""
+        for each in args:
+            if type(each) in (list, tuple):
+                found = self.among(each)
+                if found is not None:
+                    return found
+            elif (expression := self.expression_of(each)) is not None:
+                return expression, each
+        return None
+
+    def product(self, output: Any) -> None:
+        """`output` is what one of `PRODUCTS` returned."""
+        # Then views of the product's own result have left its elements in their order.
+        if type(output) not in _PLAIN_TYPES or not output.is_contiguous() or output.storage_offset():
+            return
+        node: Node = output.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        # It has saved both factors where both have a gradient.
+        if node is not None and node.name() == _BMM and all(edge is not None for edge, _ in node.next_functions):
+            self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
+
+    def step(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], before: Expression, x: Tensor, output: Any
+    ) -> None:
+        """`output` is what one of `STEPS` made of `x`, which is computed as `before` says, and of other arguments."""
+        if type(output) is not type(x) or output.device != x.device:
+            return
+        reads = list(before.reads)
+        steps = [*before.steps, cast_to(output.dtype)]
+        if STEPS[function] is not Tensor.to:
+            places = {id(x): VALUE}
+            named = tuple((name, self._placed(each, places, reads)) for name, each in kwargs.items())
+            steps[-1:] = [(STEPS[function], self._placed(args, places, reads), named)]
+            if output is x:  # written in place, in the dtype that it had
+                steps.append(cast_to(output.dtype))
+        elif output is x:
+            return
+        # What is made here and as large would live longer, to be kept in the scores' place.
+        here = 2 * _bytes(each.tensor for each in reads if each.made_here)
+        if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
+            self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
+
+    def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read]) -> Any:
+        """What stands in a step for this argument; `reads` gets the tensors in it that have no place yet."""
+        if type(each) in (list, tuple):
+            return tuple([self._placed(part, places, reads) for part in each])
+        if isinstance(each, Tensor) and id(each) not in places:
+            places[id(each)] = Beside(len(reads))
+            reads.append(self._read(each))
+        return places.get(id(each), each)
+
+    def _read(self, other: Tensor) -> Read:
+        base = other if other._base is None else other._base
+        # Sharding may have freed a parameter by the time of backward.
+        is_parameter = base.grad_fn is None and base.requires_grad
+        tensor = other.detach().clone() if is_parameter else other.detach()
+        return Read(tensor, tensor._version, storage_id(tensor.untyped_storage()) not in self._given)
+
+    def _note(self, output: Tensor, expression: Expression) -> None:
+        if output.requires_grad:
+            key = id(output)
+            # What a step has read lives no longer than what it made.
+            reference = weakref.ref(output, lambda _: self._known.pop(key, None))
+            self._known[key] = _Scores(reference, output._version, expression)
+
+
+def costs_less_than(nbytes: int, reads: Sequence[Read]) -> bool:
+    """Whether keeping what the steps have read is worth leaving out so many bytes, and nothing of it has changed.
+
+    What other layers read as well is kept once for all; if none does, no more is kept than before.
+    """
+    unchanged = all(each.tensor._version == each.version for each in reads)
+    return unchanged and _bytes(each.tensor for each in reads) <= nbytes
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,92 @@
+"""The registry of tensors that can be recomputed in backward: one rule per kind of autograd node.
+
+A rule belongs to the node (``tensor.grad_fn``) of a tensor's producer. It tells whether the node saved enough to
+recompute its output, and does so from the node's saved tensors. The rules of PyTorch's operations are in
+`memopt.recompute.operations`; memopt's operators register theirs with :func:`register_operator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: What an output is: a norm's, an elementwise function's of one tensor, a product's of two, a linear's, or a weight
+#: that was computed from others.
+NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT = "normalised", "elementwise", "product", "linear output", "weight"
+#: Of attention: saved by nobody where queries and keys are.
+PROBABILITIES = "probabilities"
+FAMILIES = frozenset({NORMALISED, ELEMENTWISE, PRODUCT, LINEAR, WEIGHT, PROBABILITIES})
+#: A node of the autograd graph (``torch.autograd.graph.Node``; its saved tensors are dynamic attributes).
+Node = Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the output of one kind of node is recomputed."""
+
+    recompute: Callable[[Node], Tensor]
+    """The node's output from the tensors that the node saved."""
+    keeps_enough: Callable[[Node], bool]
+    """Whether this node saved all that `recompute` reads."""
+    family: str
+    """The group that patches switch: one of `FAMILIES`."""
+    of_copies_only: bool = False
+    """The node saves its output itself, so only casts of it and copies in another layout are recomputed."""
+
+
+RULES: dict[str, Rule] = {}
+#: Nodes of dropouts that can be repeated: where a node's `read_unchanged` holds, its `mask.on(x)` is its output for x.
+MASKED: set[str] = set()
+
+
+def recomputable(
+    node_name: str, family: str, keeps_enough: Callable[[Node], bool] = lambda node: True
+) -> Callable[[Callable[[Node], Tensor]], Callable[[Node], Tensor]]:
+    """Register the decorated function as the rule of the nodes called `node_name` (``grad_fn.name()``)."""
+
+    def register(recompute: Callable[[Node], Tensor]) -> Callable[[Node], Tensor]:
+        RULES[node_name] = Rule(recompute, keeps_enough, family)
+        _rule_of_type.clear()
+        return recompute
+
+    return register
+
+
+def register_operator(node_name: str, family: str) -> None:
+    """Register the nodes of an operator of memopt's, called `node_name`.
+
+    A node has `recomputes_output`, and where that is true, `recomputed` (`memopt.recompute.specs.Recomputed`), whose
+    `function` computes the output from all tensors that the node saved.
+    """
+    recomputable(node_name, family, _recomputes_output)(_output)
+
+
+def _recomputes_output(node: Node) -> bool:
+    # A user's function may have the name of one of ours.
+    return getattr(node, "recomputes_output", False)
+
+
+def _output(node: Node) -> Tensor:
+    output: Tensor = node.recomputed.function(*node.saved_tensors)
+    return output
+
+
+_rule_of_type: dict[type, Rule | None] = {}
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule of `node`, if there is one; cached by the type of the node."""
+    kind = type(node)
+    try:
+        return _rule_of_type[kind]
+    except KeyError:
+        name = node.name()
+        rule = RULES.get(name)
+        # Nodes of operations without a type of their own share one, whose name is another.
+        if kind.__name__ == name:
+            _rule_of_type[kind] = rule
+        return rule

@@ -1,0 +1,139 @@
+"""The predicted steps of a report, and what its HTML page draws of predictions and plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+from memopt.prediction.headline import Headline, Way
+from memopt.prediction.peak import Prediction, combine
+from memopt.prediction.planner.choice import Frontier
+from memopt.prediction.setup import Setup
+from memopt.reporting.compare import Comparison
+from memopt.reporting.html.page import size
+from memopt.reporting.html.shapes import Chart, share, ticks
+from memopt.trace.events import PARTS, Part
+from memopt.trace.trace import trace
+
+#: Moments of a chart: two in each column of one that is a few hundred columns wide.
+_SHOWN = 600
+_MOMENTS = {"loss": "the loss", "optimizer step": "the optimizer step"}
+
+
+def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
+    """The step of the stock and of the patched model.
+
+    Raises:
+        ModelError: one of them cannot be traced.
+    """
+    of = comparison.step
+    assert of is not None, "a comparison by compare_training has one"
+    ways = ((of.stock, comparison.before.trace), (of, comparison.after.trace))
+    return [combine(trace(way) if known is None else known, setup) for way, known in ways]
+
+
+def chart(name: str, prediction: Prediction) -> Chart:
+    """Memory over the second step: all that the process allocates on the device, what lives throughout included."""
+    events, now = prediction.events, dict.fromkeys(PARTS, 0)
+    for storage in prediction.resident:
+        now[storage.part] += storage.nbytes
+    shown, top = thinned([event.change for event in events])
+    live: dict[Part, list[int]] = {part: [] for part in PARTS}
+    for number, event in enumerate(events):
+        now[event.storage.part] += event.change
+        if number in shown:
+            for part, values in live.items():
+                values.append(now[part])
+    phases = [("forward", 0)]
+    for phase, moment in (("backward", "backward"), ("optimizer", "optimizer step")):
+        begin = next((place for place, event in enumerate(events) if event.moment == moment), None)
+        phases += [] if begin is None else [(phase, begin)]
+    blocks = tuple(f"{block}." for block in prediction.trace.blocks)
+    at_peak = Counter[tuple[str, str]]()
+    for storage in (*prediction.resident, *prediction.peak.alive):
+        place = "blocks" if f"{storage.module}.".startswith(blocks) else storage.module
+        at_peak[storage.part, place] += storage.nbytes
+    where = f" of {prediction.where}" if prediction.where else ""
+    return Chart(
+        name,
+        f"in {_MOMENTS.get(prediction.moment, prediction.moment)}{where}",
+        len(events),
+        tuple(phases),
+        tuple(shown),
+        {part: tuple(values) for part, values in live.items()},
+        tuple(events[number].storage.module for number in shown),
+        top,
+        at_peak,
+    )
+
+
+def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[dict[int, None], int]:
+    """(the numbers of the `changes` of bytes that a chart shows, the place of the peak among them).
+
+    Of each of limit/2 spans of changes, those with the most and with the fewest live bytes are shown, so neither the
+    peak nor a spike is lost.
+    """
+    totals = list(accumulate(changes))
+    span = -(-2 * len(changes) // limit) or 1
+    shown = set(range(len(changes))[:1])
+    for start in range(0, len(changes), span):
+        places = range(start, min(start + span, len(changes)))
+        shown |= {max(places, key=totals.__getitem__), min(places, key=totals.__getitem__)}
+    chosen, top = sorted(shown), max(range(len(totals)), key=totals.__getitem__, default=0)
+    return dict.fromkeys(chosen), chosen.index(top) if chosen else 0
+
+
+def drawn_frontier(found: Frontier) -> SimpleNamespace:
+    """The planner's frontier as the page draws it."""
+    plans = sorted(found.points, key=lambda plan: plan.total)
+    costs, sizes = [plan.extra for plan in plans], [plan.total for plan in plans]
+    low, high = min(costs), max(costs)
+    least, most = 0.9 * min(sizes), 1.05 * max(sizes)
+    points = [
+        SimpleNamespace(
+            name=plan.words,
+            nbytes=plan.total,
+            cost=f"{plan.extra:+.1%}",
+            sort=plan.extra,
+            x=share(plan.extra - low, (high - low) * 1.1 or 1.0) + 3,
+            y=share(plan.total - least, most - least),
+        )
+        for plan in plans
+    ]
+    ends = {points[0].cost: points[0], points[-1].cost: points[-1]}.values()
+    places = [f"{10 * point.x:g} {1000 - 10 * point.y:g}" for point in points]
+    return SimpleNamespace(
+        caption=f"Plans that no other beats in both memory and time, by the rates of {found.card}; "
+        "all of them are exact.",
+        points=points,
+        path="M" + "L".join(places),
+        y_ticks=ticks(most, least),
+        x_ticks=[SimpleNamespace(at=x, label=text) for x, text in sorted((each.x, each.cost) for each in ends)],
+    )
+
+
+def ways_table(headline: Headline) -> SimpleNamespace:
+    """The ways to train, beside each other: heads, and rows of (text, what its column is sorted by)."""
+    memory, has_batch = headline.memory, any(way.batch is not None for way in headline.ways())
+    columns: dict[str, tuple[bool, Callable[[Way], tuple[str, Any]]]] = {
+        "Way": (False, lambda way: (way.name, way.name)),
+        "Peak": (True, lambda way: (size(way.total), way.total)),
+    }
+    if memory is not None:
+        columns[f"Fits {headline.card}"] = False, lambda way: ("yes" if way.fits(memory) else "no",) * 2
+    columns["FLOPs"] = True, lambda way: (f"{way.flops - 1:+.0%}", way.flops)
+    columns["Bytes moved"] = True, lambda way: (f"{way.moved - 1:+.0%}", way.moved)
+    if has_batch:
+        columns["Largest batch"] = True, lambda way: (str(way.batch or ""), way.batch.value if way.batch else 0)
+    columns["Gradients"] = False, lambda way: (way.accuracy,) * 2
+    return SimpleNamespace(
+        title="Ways to train",
+        heads=[SimpleNamespace(name=name, number=number) for name, (number, _) in columns.items()],
+        rows=[
+            [SimpleNamespace(text=text, sort=sort) for text, sort in (cell(way) for _, cell in columns.values())]
+            for way in headline.ways()
+        ],
+    )

@@ -1,0 +1,277 @@
+"""Which operation saves which bytes for backward: an account of one forward, real or traced.
+
+Saved-tensor hooks see every saved tensor; each storage is counted once, with all its bytes, where it is saved first.
+memopt's own hooks run inside these and pass on what they really save, so the same account measures stock and patched
+models. `live_bytes` is the independent check: it counts live storages, and so finds what hooks do not see, e.g. a
+tensor in an attribute of an autograd context.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from memopt.saved_tensors import CHECKPOINT, Save, SavedTensorObserver
+from memopt.torch_compat import storage_id, tree_leaves
+from memopt.trace.causes import EXPERTS, EXPERTS_NOTE, Causes
+from memopt.trace.events import Trace
+from memopt.trace.storages import StorageTracker, storages
+from memopt.trace.timeline import Activations
+from memopt.walk.sites import Sites
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage that autograd holds, with its saves in order."""
+
+    storage: torch.UntypedStorage
+    saves: tuple[Save, ...]
+
+
+class Blocks:
+    """Follows the repeated blocks of a model while it runs under `observer`."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.observer = SavedTensorObserver(model, entered=self._enter)
+        self.unit = 0
+        """Bytes of the first block's input in the compute dtype."""
+        self._names = frozenset(names)
+        self._calls: list[int] = []
+        self._called: dict[int, str] = {}
+
+    @property
+    def entered(self) -> int:
+        """How many calls of blocks have begun."""
+        return len(self._calls)
+
+    def entered_before(self, save: Save) -> int:
+        """How many calls of blocks had begun when it was saved."""
+        return bisect_right(self._calls, save.modules_entered)
+
+    def of(self, save: Save) -> str:
+        """The innermost block that was running, or whose checkpoint was; empty outside the blocks.
+
+        Older transformers checkpoints a block from outside: then it is the module that is entered next.
+        """
+        running = next((name for name in reversed(save.modules) if name in self._names), "")
+        if running or save.operation != CHECKPOINT:
+            return running
+        return self._called.get(save.modules_entered + 1, "")
+
+    def saved(self) -> list[Saved]:
+        """The storages that autograd still holds, in order of their first save."""
+        held: dict[int, tuple[torch.UntypedStorage, list[Save]]] = {}
+        for tensor, save in self.observer.saves():
+            for storage in storages([tensor]):
+                held.setdefault(storage_id(storage), (storage, []))[1].append(save)
+        return [Saved(storage, tuple(saves)) for storage, saves in held.values()]
+
+    def _enter(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in self._names:
+            self._calls.append(self.observer.modules.entered)
+            self._called[self.observer.modules.entered] = name
+            self.unit = self.unit or _hidden_bytes(args)
+
+
+def _hidden_bytes(args: tuple[Any, ...]) -> int:
+    hidden = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+    if hidden is None:
+        return 0
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return hidden.numel() * dtype.itemsize
+
+
+#: Where a storage is saved first: before, inside, between or after the repeated blocks; ``shared`` by several of them.
+Part = Literal["embeddings", "block", "shared", "between", "head"]
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """One storage that autograd holds until backward."""
+
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of the tensor that the storage was allocated for (views of it may be saved)."""
+    part: Part
+    block: str
+    """The block that saved it first; empty outside the blocks."""
+    savers: tuple[tuple[str, str], ...]
+    """(module, operation) of each save, in order."""
+    cause: str
+    """What it is: one of `memopt.trace.causes.CAUSES`."""
+    module: str = ""
+    """The innermost module that was running when it was allocated; of codes, the one of their tensor."""
+
+    @property
+    def savers_modules(self) -> frozenset[str]:
+        """The modules that save it."""
+        return frozenset(module for module, _ in self.savers)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything that one forward saves for backward, without parameters, buffers and inputs."""
+
+    storages: tuple[SavedStorage, ...]
+    blocks: tuple[str, ...]
+    unseen: int = 0
+    """Bytes that the graph keeps alive outside of saved tensors, e.g. keyword arguments of a checkpointed block."""
+    unit: int = 0
+    """Bytes of one unit: the hidden state (tokens x hidden size) that enters the first block, in the compute dtype.
+    0 if no block was seen."""
+    notes: tuple[str, ...] = ()
+    hidden_in: str = ""
+    """The module in which most of the `unseen` bytes were allocated."""
+    trace: Trace | None = None
+    """The whole step; None where no backward was run."""
+
+    @property
+    def total(self) -> int:
+        """All bytes that live until backward, those that hooks do not see included."""
+        return self.saved + self.unseen
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the saved tensors alone."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def step(self) -> Activations | None:
+        """What lives over the whole step; None where no backward was run."""
+        return None if self.trace is None else self.trace.activations
+
+    def per_part(self) -> dict[Part, int]:
+        """Bytes of each part that saves any."""
+        return _sums((storage.part, storage.nbytes) for storage in self.storages)
+
+    def per_block(self) -> dict[str, int]:
+        """Bytes that each block alone saves, in order of execution; shared storages are not in it."""
+        return {block: sum(storage.nbytes for storage in self.of_block(block)) for block in self.blocks}
+
+    def per_cause(self, block: str | None = None) -> dict[str, int]:
+        """Bytes of each cause, in one block or (None) in the whole model."""
+        chosen = self.storages if block is None else self.of_block(block)
+        return _sums((storage.cause, storage.nbytes) for storage in chosen)
+
+    def of_block(self, block: str) -> tuple[SavedStorage, ...]:
+        """The storages that `block` alone saves."""
+        return tuple(each for each in self.storages if each.part == "block" and each.block == block)
+
+    def block_of(self, module: str) -> str:
+        """The block that `module` is or lies in; empty outside the blocks."""
+        return next((block for block in self.blocks if f"{module}.".startswith(f"{block}.")), "")
+
+    def units(self, nbytes: int) -> float:
+        """`nbytes` in units; NaN if the unit is not known."""
+        return nbytes / self.unit if self.unit else float("nan")
+
+
+def account(
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    blocks: Sequence[str] = (),
+    sites: Sites | None = None,
+    notes: Sequence[str] = (),
+) -> Account:
+    """Count what the forward `run` saves for backward.
+
+    Args:
+        model: its parameters and buffers are not counted.
+        run: one forward; returns the loss, or anything that holds it (a model output, a dict, a tuple). A graph that
+            is not reachable from the returned tensors is not counted.
+        blocks: names of the repeated blocks (``Sites.blocks``).
+        sites: what the walk found; without it, norms and activations of several operations are not recognised.
+        notes: sentences for the reader of the account.
+    """
+    running = Blocks(model, blocks)
+    observer = running.observer
+    parameters = [*model.parameters(), *model.buffers()]
+    tracker = StorageTracker(observer.modules.current, observer.functions.current, parameters)
+    with observer, tracker, saved_tensors_hooks(observer.pack, observer.unpack):
+        graph = _graph(run())
+    gc.collect()
+    causes = Causes(sites)
+    saved = [entry for entry in running.saved() if tracker.birth(storage_id(entry.storage)) is not None]
+    counted = tuple(_described(entry, tracker, running, causes) for entry in saved)
+    unseen = tracker.alive_bytes() - sum(entry.nbytes for entry in counted)
+    seen = {storage_id(entry.storage) for entry in saved}
+    hidden = _sums((birth.module, each.nbytes()) for each, birth in tracker.alive() if storage_id(each) not in seen)
+    del graph
+    if any(each.cause == EXPERTS for each in counted):
+        notes = (*notes, EXPERTS_NOTE)
+    hidden_in = max(hidden, key=lambda module: hidden[module], default="")
+    return Account(counted, tuple(blocks), unseen, running.unit, tuple(notes), hidden_in)
+
+
+def live_bytes(run: Callable[[], Any]) -> int:
+    """Bytes of the storages that `run` allocated and that still live beside its graph, whoever refers to them.
+
+    The returned tensors are freed first. The result equals `Account.total`, unless hooks miss something.
+    """
+    return live_by_module(run).total()
+
+
+def live_by_module(run: Callable[[], Any], module: Callable[[], str] = str) -> Counter[str]:
+    """The same for each of the modules that `module` names while `run` allocates."""
+    tracker = StorageTracker(module)
+    with tracker:
+        graph = _graph(run())
+    gc.collect()
+    live = Counter(_sums((birth.module, storage.nbytes()) for storage, birth in tracker.alive()))
+    del graph
+    return live
+
+
+def _graph(result: Any) -> list[Any]:
+    """What keeps the graph of every tensor in `result` alive when these are freed.
+
+    The node of a `torch.autograd.Function` alone does not in PyTorch before 2.13; a gradient edge does.
+    """
+    leaves = tree_leaves(dict(result) if isinstance(result, dict) else result)
+    return [get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+
+
+def _described(saved: Saved, tracker: StorageTracker, running: Blocks, causes: Causes) -> SavedStorage:
+    birth = tracker.birth(storage_id(saved.storage))
+    assert birth is not None
+    savers = tuple(dict.fromkeys((save.module, save.operation) for save in saved.saves))
+    first = saved.saves[0]
+    original = tracker.birth(first.instead_of)
+    block, entered = running.of(first), running.entered_before(first)
+    part: Part
+    if len({running.of(save) for save in saved.saves} - {""}) > 1:
+        part = "shared"
+    elif block:
+        part = "block"
+    elif entered == 0:
+        part = "embeddings"
+    else:
+        part = "head" if entered == running.entered else "between"
+    return SavedStorage(
+        nbytes=saved.storage.nbytes(),
+        dtype=birth.dtype,
+        shape=birth.shape,
+        part=part,
+        block=block,
+        savers=savers,
+        cause="codes" if original is not None else causes.of(birth, savers, differentiable=first.differentiable),
+        module=(original or birth).module,
+    )
+
+
+def _sums(pairs: Any) -> dict[Any, int]:
+    sums: Counter[Any] = Counter()
+    for key, nbytes in pairs:
+        sums[key] += nbytes
+    return dict(sums)

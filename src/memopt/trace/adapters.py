@@ -1,0 +1,122 @@
+"""LoRA adapters of PEFT on a model without weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.trace.quantised import Linear4bit
+from memopt.trace.training import ALL_LINEAR
+from memopt.walk.models.config import one_line
+from memopt.walk.sites import Sites
+
+
+def add_adapters(
+    model: PreTrainedModel, sites: Sites, *, rank: int, targets: Sequence[str], fp32: bool = False
+) -> nn.Module:
+    """`model` (on the meta device) with LoRA adapters, the rest frozen.
+
+    Args:
+        model: changed in place, as PEFT does.
+        sites: tells which linears the blocks have.
+        rank: rank of every adapter.
+        targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
+            (``q`` for ``q_proj`` or ``query``), or whole module names.
+        fp32: adapters in fp32 beside 16-bit weights.
+
+    Raises:
+        ModelError: peft is not installed, no linear has such a name, or one does more than a linear.
+    """
+    check_peft()
+    from peft import LoraConfig, get_peft_model
+
+    chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
+    config = LoraConfig(r=rank, target_modules=chosen)
+    config._register_custom_module({Linear4bit: _on_4_bits()})
+    try:
+        adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ModelError(
+            f"PEFT cannot adapt these linears: {one_line(error)}.",
+            f"Name others with --lora-targets; the blocks have: {', '.join(_names(sites))}.",
+        ) from error
+    _check_outputs(model, sites)
+    if not fp32:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
+                parameter.data = parameter.data.to(model.dtype)
+    return adapted
+
+
+def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
+    """
+    Raises:
+        ModelError: a linear with an adapter returns more than one tensor, to which PEFT cannot add.
+    """
+    odd = {}
+    for name, module in model.named_modules():
+        base = module._modules.get("base_layer")
+        if not isinstance(base, nn.Linear) or type(base).forward is nn.Linear.forward:
+            continue
+        if type(base.weight) is not nn.Parameter:  # 4 bits of bitsandbytes run when they have values
+            continue
+        output = base(base.weight.new_empty(2, base.in_features))
+        if not isinstance(output, Tensor):
+            odd[name.rpartition(".")[2]] = f"it returns a {type(output).__name__}"
+    if odd:
+        names = ", ".join(f"'{name}'" for name in odd)
+        others = ",".join(name for name in _names(sites) if name not in odd)
+        raise ModelError(
+            f"PEFT cannot train the model with an adapter on {names}: {next(iter(odd.values()))}, not one tensor.",
+            f"Leave it out: --lora-targets {others}; in LoraConfig exclude_modules={list(odd)}.",
+        )
+
+
+def check_peft() -> None:
+    """Raises a ModelError where peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")
+
+
+def _on_4_bits() -> type[nn.Module]:
+    """PEFT's layer on a `Linear4bit`: that of peft/tuners/lora/bnb.py, which is defined beside bitsandbytes alone."""
+    from peft.tuners.lora.layer import Linear
+
+    class Adapted(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            # PEFT asks for the autocast of CUDA, where it casts nothing itself.
+            casts = not (self.base_layer.cuda_kernels and torch.is_autocast_enabled("cpu"))
+            result: Tensor = self.base_layer(x).clone()
+            for name in self.active_adapters:
+                first: Any = self.lora_A[name]
+                x = x.to(first.weight.dtype) if casts else x
+                output = self.lora_B[name](first(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if casts else output)
+            return result
+
+    return Adapted
+
+
+def _resolve(targets: Sequence[str], sites: Sites) -> list[str]:
+    names = _names(sites)
+    modules = {site.module for site in sites.linears}
+    chosen = [target for target in targets if target in modules]
+    for target in (each for each in targets if each not in modules):
+        found = [name for name in names if name == target] or [name for name in names if name.startswith(target)]
+        if not found:
+            raise ModelError(f"No linear of the model is named '{target}'.", f"It has: {', '.join(names)}.")
+        chosen += found
+    return chosen
+
+
+def _names(sites: Sites) -> list[str]:
+    """Last parts of the names of the linears in the blocks."""
+    inside = tuple(f"{block}." for block in sites.blocks) or ""
+    linears = (site for site in sites.linears if len(site.shape) == 2 and site.module.startswith(inside))
+    return sorted({site.module.rpartition(".")[2] for site in linears})

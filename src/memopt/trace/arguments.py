@@ -1,0 +1,205 @@
+"""The arguments of a training forward of any size: inputs, masks and labels, on fake tensors or real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
+from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.kernels import STAND_INS
+from memopt.trace.timeline import losses_of
+from memopt.trace.training import Precision, Training
+from memopt.walk.calls.arguments.request import Size
+from memopt.walk.calls.batch import Batch, placed
+from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets
+from memopt.walk.flow.watch import autocast_of_meta
+from memopt.walk.models.alike import take_out
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.plain import plain_functions
+from memopt.walk.sites import Sites
+
+#: Precision -> (dtype of the weights, dtype of autocast or None).
+DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "fp16-mixed": (torch.float32, torch.float16),
+}
+#: Dtype of the weights -> precision without autocast.
+PRECISIONS = {weights: name for name, (weights, autocast) in DTYPES.items() if autocast is None}
+
+
+@dataclass(frozen=True)
+class Example:
+    """What one training forward takes, found by running a few blocks of the model on the meta device, which is fast.
+
+    Floating tensors are on meta, other inputs have values.
+    """
+
+    inputs: Mapping[str, Any]
+    targets: Mapping[str, Any]
+    """Labels, or what else makes the forward return a loss; empty where nothing does."""
+    is_read: bool
+    """Whether the step reads values of the inputs (sizes of images), so that it cannot be traced by shapes alone."""
+
+
+def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Example:
+    """The arguments of one forward of the size of `training`.
+
+    Raises:
+        ModelError: no arguments of the model's forward are recognised.
+    """
+    size = Training(training.batch, training.seq, training.precision, dropout=training.dropout)
+    return _example(_Model(config, sites), size)
+
+
+def step_arguments(
+    model: PreTrainedModel, training: Training, source: Example | Batch, *, real: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of one training forward, with labels where the model takes them.
+
+    Args:
+        source: an example of the size of `training`, or a user's batch.
+        real: `model` has values; by default it is on fake tensors, and a fake mode is active.
+    """
+    dtype = DTYPES[training.precision][0]
+    if isinstance(source, Example):
+        valued = real or source.is_read
+        inputs, targets = _like(source.inputs, dtype, valued), _like(source.targets)
+        made = inputs.keys() & MASKS
+    else:
+        batch = _like(source, dtype, valued=True)
+        inputs = masked(model, batch)
+        targets = {}
+        made = inputs.keys() - batch.keys()
+    for name in made:
+        _with_values(inputs[name], 1)
+    if not isinstance(source, Example) and "labels" not in inputs:
+        targets = training_targets(model, inputs, run=None if real else _run_without_values)
+    return {**{name: _counted(label) for name, label in targets.items()}, **inputs}
+
+
+def group_experts(model: PreTrainedModel) -> None:
+    """Run experts as transformers trains them; the batched form of `build_meta` saves copies of weights per token."""
+    with contextlib.suppress(ValueError, AttributeError):  # no experts, or no choice of how they run
+        model.set_experts_implementation("grouped_mm")
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    """Equal to another of the same two objects."""
+
+    config: PreTrainedConfig
+    sites: Sites
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and self.config is other.config and self.sites is other.sites
+
+    def __hash__(self) -> int:
+        return hash((id(self.config), id(self.sites)))
+
+
+@lru_cache(maxsize=8)
+def _example(of: _Model, size: Training) -> Example:
+    model = build_meta(of.config, dtype=DTYPES[size.precision][0])
+    group_experts(model)
+    model.train(size.dropout)
+    short = copy.deepcopy(model)
+    take_out(short, of.sites.blocks, groups=1)
+    with plain_functions(model, STAND_INS):
+        with AnyGroupedProduct(), autocast_of_meta():
+            inputs = step_inputs(short, Size(size.batch, size.seq), run=_run_without_values)
+            on_meta = placed(inputs, "meta", DTYPES[size.precision][0])
+            targets = training_targets(short, on_meta, run=_run_without_values)
+        likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
+        # A model may count its blocks, and meta tensors take shapes that others do not.
+        return _that_runs(short, size, likeliest) or _that_runs(model, size) or likeliest
+
+
+def _that_runs(model: PreTrainedModel, size: Training, example: Example | None = None) -> Example | None:
+    """`example`, by default the first, with what the forward of `model` needs; None where it does not run so.
+
+    The tensors of `model` become fake.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(model, fake)
+
+    def runs(inputs: Mapping[str, Any]) -> bool:
+        with contextlib.suppress(Exception), _reading(fake), CudaChoices(), torch.no_grad():
+            model(**_like(inputs, model.dtype, valued=True))
+            return True
+        return False
+
+    def with_targets(inputs: Mapping[str, Any]) -> Example:
+        with _reading(fake):
+            targets = training_targets(model, _like(inputs, model.dtype, valued=True), run=_run_without_values)
+        return Example(MappingProxyType(dict(inputs)), MappingProxyType(targets), is_read=True)
+
+    if example is None:
+        example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
+    if _runs_without_values(model, fake, size, replace(example, is_read=False)):
+        return replace(example, is_read=False)
+    if not runs(example.inputs):
+        return None
+    return example if example.targets else with_targets(example.inputs)
+
+
+@contextlib.contextmanager
+def _reading(fake: FakeTensorMode) -> Iterator[None]:
+    with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), FakeReads():
+        yield
+
+
+def _runs_without_values(model: PreTrainedModel, fake: FakeTensorMode, size: Training, example: Example) -> bool:
+    try:
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices():
+            run_backward(*losses_of(model(**step_arguments(model, size, example))))
+    except Exception:  # with values, too, it may not run; whoever traces it says why
+        return False
+    return True
+
+
+def _counted(target: Any) -> Any:
+    """Labels of which none is ignored; how many rows of a loss count decides what it allocates."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return target
+    return _with_values(torch.zeros_like(target), 0)
+
+
+def _with_values(tensor: Tensor, value: int) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        with no_dispatch():
+            know_values(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype))
+    return tensor
+
+
+def _like(arguments: Mapping[str, Any], dtype: torch.dtype | None = None, valued: bool = False) -> dict[str, Any]:
+    """Tensors to trace with, floating ones in `dtype`; with `valued`, others keep their values if they have some."""
+
+    def like(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (valued and not (leaf.is_meta or leaf.is_floating_point())):
+            return leaf
+        zeros = torch.zeros(leaf.shape, dtype=dtype or leaf.dtype)  # fake, and so are integers cast from it
+        return zeros if leaf.is_floating_point() else zeros.to(leaf.dtype)
+
+    return {name: tree_map(like, value) for name, value in arguments.items()}
+
+
+def _run_without_values(model: nn.Module, call: Call) -> Any:
+    """The outputs by which labels are chosen. The loss goes to meta, since a fake one cannot be tested for NaN."""
+    with CudaChoices():
+        output = call.run(model)
+    loss = getattr(output, "loss", None)
+    return SimpleNamespace(logits=getattr(output, "logits", None), loss=None if loss is None else loss.to("meta"))

@@ -1,0 +1,228 @@
+"""A model that is ready for a training step, from its config alone: on fake tensors, no weights, no device.
+
+The model's own code runs on tensors that have shapes and no data, so every byte is one that PyTorch would save. Where
+a CUDA device would choose another kernel than the CPU, `memopt.trace.emulate` makes its choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.kernels.base.device import pieces_computed
+from memopt.patches.apply import apply
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import Recipe
+from memopt.torch_compat import FakeTensorMode
+from memopt.trace.adapters import add_adapters
+from memopt.trace.arguments import DTYPES, Example, example_of, group_experts, step_arguments
+from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
+from memopt.trace.fake import FakeReads, FiniteValues, make_fake
+from memopt.trace.kernels import STAND_INS, notes_of
+from memopt.trace.quantised import Quantisation, quantisation_of, quantise
+from memopt.trace.training import Step
+from memopt.walk.calls.batch import PASS_INPUTS
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import config_nodes, one_line
+from memopt.walk.models.plain import plain_functions
+from memopt.walk.sites import NormSite, Sites
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither warnings of libraries nor the tracebacks that PyTorch logs where an operation fails on fake tensors."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model on fake tensors that is ready for a step."""
+
+    model: PreTrainedModel
+    """With the names of its config: those of `trained` have PEFT's prefix."""
+    trained: nn.Module
+    """With adapters, where it has some."""
+    run: Callable[[], Any]
+    """One forward, which returns the model's output."""
+    choices: Callable[[], contextlib.AbstractContextManager[Any]]
+    """A context for backward: the kernels that the device chooses."""
+    arguments: dict[str, Any]
+    """Of the forward."""
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def traced(of: Step, shrink: Callable[[PreTrainedModel], None] = lambda model: None) -> Iterator[TracedModel]:
+    """The model of `of` on fake tensors; inside, forward and backward can run.
+
+    Args:
+        of: the model, and how it is patched and trained.
+        shrink: called with the model on the meta device, patched and without adapters.
+
+    Raises:
+        ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
+    """
+    config, training, inputs = of.config, of.training, of.inputs
+    model, trained, notes = build_trained(of, shrink)
+    weights, autocast = DTYPES[training.precision]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(trained, fake)
+
+    def choices() -> contextlib.AbstractContextManager[Any]:
+        return CudaChoices() if training.cuda_kernels else pieces_computed()
+
+    def run() -> Any:
+        with choices(), torch.autocast("cpu", autocast or weights, enabled=autocast is not None):
+            return trained(**arguments)
+
+    try:
+        source = example_of(config, of.sites, training) if inputs is None else inputs
+        by_shapes = isinstance(source, Example) and not source.is_read
+        reads = contextlib.nullcontext() if by_shapes else FakeReads()
+        notes.extend(notes_of(model))
+        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), reads, plain_functions(model, STAND_INS):
+            arguments = step_arguments(model, training, source)
+            if "labels" not in arguments:
+                notes.append("Loss: none, since no labels were found that give one; its outputs count as they are.")
+            if inputs is None:
+                notes.extend(_sizes(arguments))
+            yield TracedModel(model, trained, run, choices, arguments, tuple(notes))
+    except ModelError as error:
+        raise ModelError(error.message, error.hint if inputs is not None else PASS_INPUTS) from error
+    except Exception as error:
+        limit = max_positions(config)
+        if training.seq is not None and limit is not None and training.seq > limit:
+            message = (
+                f"--seq {training.seq} is more than the {limit} positions in the config of {type(model).__name__}."
+            )
+            raise ModelError(message, "Use a smaller --seq.") from error
+        if "can't allocate memory" in str(error):
+            size = f"batch {training.batch}" + (f" x {training.seq} tokens" if training.seq else "")
+            raise ModelError(f"{size.capitalize()} is too large to trace here.", "Use a smaller --batch.") from error
+        raise ModelError(
+            f"{type(model).__name__} cannot be traced without its weights: {type(error).__name__}: {one_line(error)}.",
+            None if inputs is not None else PASS_INPUTS,
+        ) from error
+
+
+def _sizes(arguments: Mapping[str, Any]) -> list[str]:
+    """How large images, sounds and the like are."""
+    sizes = [
+        f"{name} {' x '.join(map(str, value.shape))}"
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "labels" and not name.endswith("mask")
+    ]
+    return [f"Inputs: {', '.join(sizes)}; others with --inputs batch.pt."] if sizes else []
+
+
+def build_trained(
+    of: Step,
+    shrink: Callable[[PreTrainedModel], None] = lambda model: None,
+    quantised: Callable[..., None] = quantise,
+) -> tuple[PreTrainedModel, nn.Module, list[str]]:
+    """The model of `of` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
+
+    Args:
+        quantised: puts 4-bit linears into a model, as `memopt.trace.quantised.quantise`.
+
+    Raises:
+        ModelError: the model cannot be built, or peft is missing for LoRA.
+    """
+    config, training = of.config, of.training
+    weights, autocast = DTYPES[training.precision]
+    model = build_meta(config, dtype=weights)
+    _widen_as_loaded(model, weights)
+    group_experts(model)
+    notes = []
+    if training.train == "qlora":
+        how = quantisation_of(config) or Quantisation()
+        notes.append(f"4-bit weights: {how}.")
+        quantised(model, how, autocast or weights, cuda=training.cuda_kernels)
+        # Else PEFT lets the embeddings' output have a gradient; of 4 bits it leaves that to its own preparation.
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    patched = [] if of.recipe is None else _patch(model, of.sites, of.recipe, of.folded)
+    shrink(model)
+    model.train(training.dropout)
+    trained: nn.Module = model
+    if training.has_adapters:
+        fp32 = training.adapter_fp32 or training.train == "qlora"
+        trained = add_adapters(model, of.sites, rank=training.lora_rank, targets=training.lora_targets, fp32=fp32)
+    if training.checkpointing == "full":
+        _checkpoint(model)
+    return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]
+
+
+#: Fields of configs that say it of tokens; those of sounds and images are other ones. A decoder beside an encoder of
+#: tokens is given as many as it has positions for.
+_POSITIONS = (
+    "max_position_embeddings", "max_target_positions", "max_encoder_position_embeddings", "max_text_positions",
+)  # fmt: skip
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens in a row that a model has positions for; None if its config does not say."""
+    limits = (getattr(node, name, None) for node in config_nodes(config) for name in _POSITIONS)
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
+def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give fp32 to the tensors that `from_pretrained` keeps in it, whatever 16-bit dtype the model is loaded in."""
+    parts = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        parts |= set(model._keep_in_fp32_modules or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # Patterns as transformers matches them: anywhere in the name, * for any characters.
+        if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in parts):
+            tensor.data = tensor.data.float()
+
+
+def _attention_notes(model: PreTrainedModel) -> list[str]:
+    if model.config._attn_implementation == "sdpa":
+        kernel = "the kernel that scaled_dot_product_attention chooses on a CUDA device"
+    else:
+        kernel = f"{model.config._attn_implementation}, as the recipe or the model's class has it"
+    return [f"Attention: {kernel}; no padding and no key/value cache."]
+
+
+def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collection[str]) -> list[str]:
+    for norm in sites.norms:
+        if norm.name in folded:
+            _hold_identity(model.get_submodule(norm.name), norm)
+    applied = apply(model, make_plan(sites, recipe), folded=folded)
+    return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
+
+
+def _hold_identity(module: nn.Module, norm: NormSite) -> None:
+    """Give a norm the identity affine of a folded checkpoint, as real tensors, whose values can be read."""
+    for parameter, value in ((norm.weight, 1.0 - norm.offset), (norm.bias, 0.0)):
+        if parameter is not None:
+            name = parameter.rpartition(".")[2]
+            stock: nn.Parameter = getattr(module, name)
+            tensor = torch.full(stock.shape, value, dtype=stock.dtype)
+            module.register_parameter(name, nn.Parameter(tensor, requires_grad=stock.requires_grad))
+
+
+def _checkpoint(model: PreTrainedModel) -> None:
+    # transformers 5.0 has the old name only.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(f"{one_line(error)}.", "Use --checkpointing none.") from error

@@ -1,0 +1,208 @@
+"""A model on fake tensors, which have shapes and no data, and the values that its forward reads in a trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memopt.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    know_values,
+    known_values,
+    no_dispatch,
+    tree_leaves,
+    tree_map,
+    unset_fake_temporarily,
+)
+from memopt.walk.models.instantiate import numbers_in
+
+
+def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every tensor of `model` but `numbers_in` by a fake one on the CPU; tied tensors stay tied."""
+    numbers = {id(number) for number in numbers_in(model).values()}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) in numbers:
+            return tensor
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    replace_tensors(model, fake)
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put `replacement` of each in the place of the parameters, buffers and other tensors of all modules of `model`.
+
+    Parameters stay parameters; tied tensors stay tied.
+    """
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            twin = replacement(tensor)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            # The reference to the original keeps its id from being used again.
+            made[id(tensor)] = (tensor, twin)
+        return made[id(tensor)][1]
+
+    for module in model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, Tensor):
+                    table[name] = of(value)
+
+
+#: Function -> what it says of every finite number.
+_OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
+#: Operations that take a list of indices.
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+#: Operations that return values, or places and counts of them.
+_READING = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.repeat_interleave,
+    torch.ops.aten._unique2,
+)
+#: Operations that return which elements are the largest -> position of the dimension in their arguments, and default.
+_PICKING = {
+    torch.ops.aten.topk.default: (2, -1),
+    torch.ops.aten.argmax.default: (1, None),
+    torch.ops.aten.max.dim: (1, None),
+}
+#: Function of such a test -> whether it negates it.
+_OF_TESTS = {"any": False, "all": False, "__invert__": True, "bitwise_not": True, "logical_not": True}
+
+
+class FiniteValues(TorchFunctionMode):
+    """While active, fake tensors count as finite where a forward branches on it (``if x.isinf().any()``: fp16 clamps).
+
+    Shapes and what is saved stay those of the forward; `any` and `all` over such a test are tensors with a value. What
+    is computed from labels or masks alone, whose values are known, has known values too: a loss counts those not
+    ignored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values = known_values(args[0]) if args and isinstance(args[0], FakeTensor) else None
+        if values is not None and any(isinstance(each, Tensor) for each in tree_leaves((args[1:], kwargs))):
+            values = None
+        if values is not None and getattr(func, "__name__", "") == "nonzero":
+            return _positions(func, values, kwargs)
+        output = func(*args, **kwargs)
+        if not isinstance(output, FakeTensor) or not args or not isinstance(args[0], Tensor):
+            return output
+        if values is not None:
+            with no_dispatch():
+                found = func(values, *args[1:], **kwargs)
+                truth = bool(found) if found.dtype == torch.bool and not found.dim() else None
+            if truth is not None:
+                return torch.tensor(truth)  # a fake tensor that has a value
+            know_values(output, found)
+        name = getattr(func, "__name__", "")
+        value = _OF_FINITE.get(name)
+        if name in _OF_TESTS and (tested := self._known.get(args[0])) is not None:
+            value = tested != _OF_TESTS[name]
+        if value is None:
+            return output
+        if not output.dim():
+            output = torch.tensor(value)  # a fake tensor that has a value
+        self._known[output] = value
+        return output
+
+
+def _positions(nonzero: Any, values: Tensor, kwargs: Any) -> Any:
+    """`nonzero` of a fake tensor with `values`: they decide its shape, which no operator on fake tensors knows."""
+
+    def fake(found: Tensor) -> Tensor:
+        output = torch.empty(found.shape, dtype=found.dtype)
+        know_values(output, found)
+        return output
+
+    with no_dispatch():
+        found = nonzero(values, **kwargs)
+    return tree_map(fake, found)
+
+
+class FakeReads(TorchDispatchMode):
+    """Lets a forward read values under a `FakeTensorMode` that is entered before.
+
+    Results of real tensors alone (token ids, sizes of images) stay real, and so do integers and single numbers that
+    are created from no tensor (positions); a real mask picks as many elements as it has set. Reading a value that a
+    fake tensor lacks ("as many features as placeholders?") gives True or 1: every element is found, and every row is
+    repeated once. What is picked by its size (experts) is real, and each is picked as often as the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if fakes and packet in _INDEXED:
+            args = (args[0], [each for index in args[1] for each in _places(index)], *args[2:])
+        if fakes and packet in _READING:
+            args, kwargs = tree_map(_plausible, (args, kwargs))
+            fakes = []
+        real = not fakes if tensors else _counts(func, args, kwargs)
+        with unset_fake_temporarily() if real else contextlib.nullcontext():
+            output = func(*args, **kwargs)
+        return _picked(func, args, kwargs, output) if fakes and func in _PICKING else output
+
+
+def _plausible(leaf: Any) -> Any:
+    """The values of a tensor, known ones if it is fake and has some, else True or 1."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    with unset_fake_temporarily():
+        known = leaf.constant if leaf.constant is not None else known_values(leaf)
+        return torch.ones(leaf.shape, dtype=leaf.dtype) if known is None else known
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """What picks the same elements as `index`: of a mask, where it is set."""
+    if index is None or index.dtype != torch.bool:
+        return (index,)
+    with unset_fake_temporarily():
+        positions: Sequence[Tensor] = _plausible(index).nonzero(as_tuple=True)
+        return positions
+
+
+def _picked(func: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """`output` with real indices: a row goes on where the row before it ended."""
+    place, default = _PICKING[func]
+    dim, size = args[place] if len(args) > place else kwargs.get("dim", default), args[0].shape
+    fake = output if isinstance(output, Tensor) else output[1]
+    if dim is None or not size:
+        return output
+    with unset_fake_temporarily():
+        shape = list(fake.shape if fake.dim() == len(size) else fake.unsqueeze(dim).shape)
+        shape.append(shape.pop(dim))
+        places = torch.arange(fake.numel()) % size[dim]
+        indices = places.reshape(shape).movedim(-1, dim).reshape(fake.shape).contiguous()
+    return indices if fake is output else (output[0], indices)
+
+
+def _counts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of no tensors creates integers, or one number."""
+    if func.overloadpacket is torch.ops.aten.scalar_tensor or (args and args[0] == []):
+        return True
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return func.overloadpacket is torch.ops.aten.arange and all(isinstance(leaf, int) for leaf in args)
+    return not (dtype.is_floating_point or dtype.is_complex)

@@ -1,0 +1,130 @@
+"""From what a user asks about to a step that can be traced from the config alone."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
+from memopt.errors import ModelError
+from memopt.plan.plan import make_plan
+from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
+from memopt.trace.adapters import check_peft
+from memopt.trace.estimate import max_positions
+from memopt.trace.quantised import other_method, quantisation_of
+from memopt.trace.training import Request, Step
+from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
+from memopt.walk.deep import find_deep_sites
+from memopt.walk.models.build import build_meta
+from memopt.walk.models.config import load_config, model_class
+from memopt.walk.observe import find_sites, walk_config
+from memopt.walk.sites import Sites
+
+_LONGEST_DEFAULT_SEQ = 2048
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a request is about, with its config, its recipe and its patched folder read."""
+
+    request: Request
+    config: PreTrainedConfig
+    rules: Recipe
+    record: PatchedFolder | None
+    """Of the patched folder that the model is, if it is one."""
+
+    @property
+    def any_size(self) -> bool:
+        """Whether the request leaves the size of the step open."""
+        return self.request.batch is None and self.request.seq is None and self.request.inputs is None
+
+    def batch(self) -> Batch | None:
+        """The inputs that were given; with `any_size` those that a patched folder was patched with."""
+        if self.any_size:
+            return None if self.record is None else self.record.batch()
+        return given_batch(self.request.inputs)
+
+    def step(self, batch: Batch | None) -> Step:
+        """The step that is asked about, of the size of `batch` where there is one."""
+        config, training, seq = self.config, self.request.training, self.request.seq
+        if quantisation_of(config) is not None:
+            if training.train == "full":
+                raise ModelError(
+                    "The checkpoint holds its weights in bitsandbytes' 4 bits, which cannot be trained.",
+                    "Use --train qlora, or the model that it was quantised from.",
+                )
+            training = replace(training, train="qlora")
+        if training.has_adapters:
+            check_peft()
+        notes = []
+        if (method := other_method(config)) is not None:
+            counted = (
+                "its linears count in bitsandbytes' 4 bits" if training.train == "qlora" else "its weights count whole"
+            )
+            notes.append(f"The checkpoint is quantised ({method}), which is not counted: {counted}.")
+        if batch is not None:
+            training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
+            notes.append(f"Inputs: a batch of {in_words(batch)}.")
+        elif not reads_tokens(config):
+            notes += ["The model reads no tokens, so --seq has no effect."] if seq else []
+            training = replace(training, seq=None)
+        else:
+            training = replace(training, seq=seq or default_seq(config))
+        if self.record is not None or not self.rules.folds:
+            # The folded norms are known, so no fold has to be proved.
+            sites = _sites_alone(build_meta(config), batch)
+            folded = self.record.folded_norms() if self.record is not None else frozenset()
+        else:
+            sites = walk_config(config, inputs=batch, trust_remote_code=self.request.trust_remote_code)
+            folded = frozenset(norm.name for norm in make_plan(sites, self.rules).folds())
+        return Step(config, training, sites, self.rules, folded, batch, tuple(notes))
+
+
+def subject_of(request: Request) -> Subject:
+    """What `request` is about; errors are those of `memopt.report`."""
+    config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+    return Subject(request, config, chosen_recipe(request), record_of(request.model))
+
+
+def step_of(request: Request) -> Step:
+    """The step that `request` asks about; errors are those of `memopt.report`."""
+    return subject_of(request).step(given_batch(request.inputs))
+
+
+def chosen_recipe(request: Request) -> Recipe:
+    """The recipe of `request`, else that of its patched folder, else ``exact-unfolded``.
+
+    Raises:
+        RecipeError: the recipe is unknown.
+    """
+    record = None if request.recipe is not None else record_of(request.model)
+    return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
+
+
+def record_of(model: str | Path) -> PatchedFolder | None:
+    """What the folder `model` says of itself; None where it is no patched folder."""
+    folder = Path(model).expanduser()
+    return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
+
+
+def default_seq(config: PreTrainedConfig) -> int:
+    """Tokens in a row where none are given: what the config allows up to 2048."""
+    return min(_LONGEST_DEFAULT_SEQ, max_positions(config) or _LONGEST_DEFAULT_SEQ)
+
+
+def reads_tokens(config: PreTrainedConfig) -> bool:
+    """Whether the model of `config` reads token ids (and not images or sounds alone)."""
+    return not {"input_ids", "decoder_input_ids"}.isdisjoint(inspect.signature(model_class(config).forward).parameters)
+
+
+def _sites_alone(model: PreTrainedModel, batch: Batch | None) -> Sites:
+    """Sites without proofs; with guessed inputs where the batch does not run on shapes alone."""
+    if batch is not None:
+        check_names(model, batch)
+        sites = find_sites(model, placed(batch, None, model.dtype))
+        if sites.ran:
+            return sites
+    return find_deep_sites(model)

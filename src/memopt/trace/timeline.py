@@ -1,0 +1,302 @@
+"""The live storages of a training step over its time: when each was allocated and freed, and what lives at the peak."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.pieces import Mark, counting
+from memopt.torch_compat import (
+    current_node,
+    is_module_call,
+    next_sequence_number,
+    no_torch_function,
+    run_backward,
+    sequence_number,
+    storage_id,
+    tree_leaves,
+)
+from memopt.trace.operations import Operation, operation
+from memopt.trace.repeated import repeat
+from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
+
+#: What a storage that lives at the peak is for, in the order in which tables list it.
+Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
+KINDS: dict[Kind, str] = {
+    "saved": "saved by the forward",
+    "logits": "logits and what is computed from them",
+    "recomputed": "recomputed in backward",
+    "gradients": "gradients of activations",
+    "temporaries": "temporaries of one operation",
+}
+#: Modules whose functions, where backward calls them, compute saved tensors again.
+_RECOMPUTING = frozenset({"memopt.recompute.specs", "memopt.saved.handles", "torch.utils.checkpoint"})
+_ENGINE_CALLER = run_backward.__module__
+
+
+class Timeline(StorageTracker):
+    """A `StorageTracker` that also sees storages die.
+
+    It tells modules by the call stack: under hooks on modules, patched ones run otherwise.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._running_module, parameters=[*model.parameters(), *model.buffers()])
+        self.events: list[Lifetime] = []
+        """The storage that was allocated or freed, in order."""
+        self.operations: list[Operation] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._lives: dict[int, Lifetime] = {}
+        self._watched: set[weakref.ref[torch.UntypedStorage]] = set()
+        # Of every allocation in a forward: the number of the next node then, and the module.
+        self._numbers: list[float] = []
+        self._modules: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        moment = len(self.events)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        with no_torch_function():
+            found = operation(func, args, kwargs or {}, result, moment)
+        if found is not None:
+            self.operations.append(found)
+        return result
+
+    def mark(self) -> Mark:
+        """How much was seen until now."""
+        return len(self.events), len(self.operations)
+
+    def repeat(self, first: Mark, second: Mark, count: int) -> bool:
+        """What `memopt.kernels.base.pieces.PieceCounter` says."""
+        return repeat(self.events, self.operations, first, second, count)
+
+    def lives(self, tensor: Tensor | None) -> set[Lifetime]:
+        """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
+        found = (self._lives.get(storage_id(storage)) for storage in storages([] if tensor is None else [tensor]))
+        return {life for life in found if life is not None}
+
+    def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
+        super()._record(storage, birth, args)
+        life = Lifetime(storage.nbytes(), birth, born=len(self.events), module=birth.module)
+        if birth.operation == "add" and isinstance(args[0], Tensor):
+            life.before = next(iter(self.lives(args[0])), None)
+        node = current_node()
+        if node is not None:
+            life.node = sequence_number(node)
+            life.recomputed = bool(life.module) or _recomputes()
+            life.module = life.module or self._module_of(life.node)
+        if birth.module:
+            self._numbers.append(next_sequence_number())
+            self._modules.append(birth.module)
+        self._lives[storage_id(storage)] = life
+        self.events.append(life)
+
+        def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            node = current_node()
+            life.died, life.died_in = len(self.events), -1 if node is None else sequence_number(node)
+            self.events.append(life)
+            self._watched.discard(reference)
+
+        self._watched.add(weakref.ref(storage, died))
+
+    def _module_of(self, number: float) -> str:
+        """The module that made the node of this number: the first that allocated something after that."""
+        place = bisect_right(self._numbers, number)
+        return self._modules[place] if place < len(self._modules) else ""
+
+    def _running_module(self) -> str:
+        """Name of the innermost module that is running; empty where none is, as in backward."""
+        frame: Any = sys._getframe(3)
+        while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
+            if is_module_call(frame):
+                name: str | None = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The live storages of one step, without parameters, buffers, inputs and the gradients of parameters."""
+
+    kept: int
+    """Bytes that live between forward and backward."""
+    peak: int
+    """The most bytes that live at one time."""
+    at_peak: tuple[tuple[Lifetime, Kind], ...]
+    """The storages that live at the peak, in order of their allocation."""
+    most: dict[Kind, int]
+    """The most bytes of each kind that live at one time, whenever that is."""
+
+    @property
+    def last(self) -> Lifetime | None:
+        """The storage whose allocation made the peak."""
+        return self.at_peak[-1][0] if self.at_peak else None
+
+
+def step(
+    model: nn.Module, run: Callable[[], Any], *, during_backward: AbstractContextManager[Any] | None = None
+) -> Activations:
+    """Follow the storages over forward, loss and backward.
+
+    Args:
+        model: leaves its gradients in `grad`, which must be None before.
+        run: one forward; returns the loss, or an output with it; without a loss, all outputs have a gradient. The
+            output counts until backward has ended, as ``output = model(**batch); output.loss.backward()`` holds it.
+        during_backward: a context to run backward in.
+    """
+    return counted(record(model, run, during_backward=during_backward))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a step allocated and freed."""
+
+    events: Sequence[Lifetime]
+    """The storage that was allocated or freed, in order."""
+    forward_ends: int
+    """Number of events before backward."""
+    backward_ends: int
+    """Number of events before what follows it."""
+    gradients: Collection[Lifetime]
+    """Storages of gradients of parameters, and those that these were summed up in."""
+    kind_of: Callable[[Lifetime, int], Kind]
+    """What a storage that is no gradient of a parameter is for, given `forward_ends`."""
+    operations: Sequence[Operation] = ()
+    """What was computed and moved, in order."""
+
+
+def record(
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    during_backward: AbstractContextManager[Any] | None = None,
+    then: Callable[[], Any] = lambda: None,
+) -> Record:
+    """Every storage of forward, loss, backward and what is to run `then`; other arguments as those of `step`."""
+    timeline = Timeline(model)
+    with timeline, counting(timeline), _gradients(model, timeline) as gradients:
+        output = run()
+        forward_ends = len(timeline.events)
+        kind_of = _kinds(model, output)
+        with during_backward or nullcontext():
+            run_backward(*losses_of(output))
+        del output
+        backward_ends = len(timeline.events)
+        then()
+        events, operations = tuple(timeline.events), tuple(timeline.operations)
+        return Record(events, forward_ends, backward_ends, _with_sums(gradients), kind_of, operations)
+
+
+def losses_of(output: Any) -> list[Tensor]:
+    """The loss in `output`; without one, all its tensors that have a gradient."""
+    loss = getattr(output, "loss", None)
+    leaves = [loss] if isinstance(loss, Tensor) else tree_leaves(dict(output) if isinstance(output, dict) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def counted(found: Record, root: str = "") -> Activations:
+    """What lived of `found`; modules are named from `root` on, the model that adapters wrap."""
+    events, forward_ends, left_out, kind_of = found.events, found.forward_ends, found.gradients, found.kind_of
+    kinds: dict[Lifetime, Kind] = {}
+    live: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    most, kept, peak, top = dict(live), 0, 0, -1
+    for moment, life in enumerate(events):
+        if life not in left_out:
+            kind = kinds.setdefault(life, kind_of(life, forward_ends))
+            live[kind] += life.nbytes if life.born == moment else -life.nbytes
+            most[kind] = max(most[kind], live[kind])
+        now = sum(live.values())
+        kept = now if moment < forward_ends else kept
+        if now > peak:
+            peak, top = now, moment
+
+    def named(module: str) -> str:
+        return module.removeprefix(root).removeprefix(".") if module.startswith(root) else ""
+
+    at_peak = (
+        (replace(life, module=named(life.module)), kind)
+        for life, kind in kinds.items()
+        if life.born <= top and not 0 <= life.died <= top
+    )
+    return Activations(kept, peak, tuple(at_peak), most)
+
+
+def _kinds(model: nn.Module, output: Any) -> Callable[[Lifetime, int], Kind]:
+    logits = getattr(output, "logits", None)
+    width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() > 2 else None
+    shapes = {tuple(each.shape) for each in model.parameters() if each.requires_grad}
+    head, hidden = _head(model)
+
+    def kind(life: Lifetime, forward_ends: int) -> Kind:
+        shape = life.birth.shape
+        if len(shape) > 1 and shape[-1] == width and shape not in shapes and shape[::-1] not in shapes:
+            return "logits"
+        if len(shape) > 1 and life.module in head and shape[-1] != hidden and shape not in shapes:
+            return "logits"  # a part of them, or statistics
+        if life.born < forward_ends:
+            return "temporaries" if 0 <= life.died < forward_ends else "saved"
+        if life.recomputed:
+            return "recomputed"
+        return "temporaries" if life.node == life.died_in >= 0 else "gradients"
+
+    return kind
+
+
+def _head(model: nn.Module) -> tuple[Collection[str], int]:
+    """The module that computes logits and those around it, which compute the loss; the width of what it reads."""
+    find: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if name is None:
+        return (), 0
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(len(parts) + 1)}, int(getattr(head, "in_features", 0))
+
+
+def _recomputes() -> bool:
+    """Whether the operation that runs in backward computes a saved tensor again."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name in _RECOMPUTING:
+            return True
+        if name == _ENGINE_CALLER:
+            break
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _gradients(model: nn.Module, timeline: Timeline) -> Iterator[set[Lifetime]]:
+    """Collects, inside, the storages that become gradients of parameters."""
+    found: set[Lifetime] = set()
+    handles = [
+        each.register_post_accumulate_grad_hook(lambda parameter: found.update(timeline.lives(parameter.grad)))
+        for each in model.parameters()
+        if each.requires_grad
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_sums(gradients: Iterable[Lifetime]) -> set[Lifetime]:
+    """`gradients` and what they were summed up in before: autograd adds in place where no mode looks on."""
+    found: set[Lifetime] = set()
+    for each in gradients:
+        life: Lifetime | None = each
+        while life is not None and life not in found:
+            found.add(life)
+            life = life.before
+    return found

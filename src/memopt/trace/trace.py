@@ -1,0 +1,198 @@
+"""Forward and backward of one step, traced from the config alone: what is saved, and every storage with its purpose."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memopt.errors import ModelError
+from memopt.torch_compat import storage_id, tree_leaves
+from memopt.trace.account import Account, account
+from memopt.trace.estimate import quiet, traced
+from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
+from memopt.trace.quantised import quantisation_state
+from memopt.trace.storages import Lifetime, storages
+from memopt.trace.timeline import Kind, Record, counted, record
+from memopt.trace.training import Step
+from memopt.walk.models.alike import Run, places, take_out
+from memopt.walk.models.config import one_line
+
+_PARTS: dict[Kind, Part] = {
+    "saved": "saved tensors",
+    "logits": "loss",
+    "recomputed": "recomputed",
+    "gradients": "activation gradients",
+    "temporaries": "temporaries",
+}
+
+
+@quiet()
+def trace(
+    of: Step, *, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
+) -> Trace:
+    """Follow one step; errors as `memopt.trace.estimate.traced`'s.
+
+    Args:
+        of: the model, and how it is patched and trained.
+        groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+        prepare: called with the model on the meta device, patched and without adapters.
+    """
+    runs: list[Run] = []
+
+    def shrink(model: PreTrainedModel) -> None:
+        # Adapters come later and go to alike blocks alike, unless single modules are named.
+        if groups is not None and not any("." in target for target in of.training.lora_targets):
+            runs.extend(take_out(model, of.sites.blocks, groups, several=True))
+        prepare(model)
+
+    with traced(of, shrink) as model:
+        batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
+        found = record(model.trained, model.run, during_backward=model.choices())
+        events, numbers = step_events(found)
+        operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
+        parameters = tuple(parameters_of(model.trained))
+        root = next(name for name, module in model.trained.named_modules() if module is model.model)
+    for run in runs:
+        parameters = with_all_blocks(parameters, run)
+    return Trace(
+        of.training,
+        parameters,
+        batch,
+        events,
+        living(events),
+        model.notes,
+        of.sites.blocks,
+        operations,
+        tuple(runs),
+        None if runs else counted(found, root),
+    )
+
+
+@quiet()
+def trace_account(of: Step, *, whole: bool = False) -> Account:
+    """What one forward of the model saves for backward, stock or patched.
+
+    Args:
+        of: the model, and how it is patched and trained.
+        whole: follow a whole step as well, for ``Account.trace``.
+
+    Raises:
+        ModelError: the model cannot be built or traced from its config, or peft is missing for LoRA.
+    """
+    with traced(of) as model:
+        saved = account(model.model, model.run, blocks=of.sites.blocks, sites=of.sites, notes=model.notes)
+    if not whole:
+        return saved
+    try:
+        return replace(saved, trace=trace(of))
+    except ModelError as error:  # the saved bytes are known all the same
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {one_line(cause)}"
+        return replace(saved, notes=(*saved.notes, f"Peak of a step: unknown, since backward fails ({why})."))
+
+
+def parameters_of(model: nn.Module) -> Iterator[Parameter]:
+    """Every parameter and buffer of `model`, each storage once; a 4-bit parameter with its quantisation state."""
+    seen: set[int] = set()
+    buffers = dict(model.named_buffers())
+    for name, tensor in (*model.named_parameters(), *buffers.items()):
+        nbytes = 0
+        for storage in storages([tensor, *quantisation_state(tensor)]):
+            if storage_id(storage) not in seen:
+                seen.add(storage_id(storage))
+                nbytes += storage.nbytes()
+        if nbytes:
+            yield Parameter(name, tuple(tensor.shape), tensor.dtype, nbytes, tensor.requires_grad, name in buffers)
+
+
+def with_all_blocks(parameters: Sequence[Parameter], run: Run) -> tuple[Parameter, ...]:
+    """`parameters` of a model with those of the blocks of `run` that were left out."""
+    place_of, names, end = places(run.names), run.names, run.start + run.left_out
+    found: list[Parameter] = []
+    for is_buffer in (False, True):
+        those = [each for each in parameters if each.is_buffer == is_buffer]
+        behind = next((at for at, each in enumerate(those) if place_of(each.name) >= end), len(those))
+        found += those[:behind]
+        for place in range(run.start, end):
+            like = run.like(place)
+            found += (
+                replace(each, name=each.name.replace(names[like], names[place], 1))
+                for each in those
+                if place_of(each.name) == like
+            )
+        found += those[behind:]
+    return tuple(found)
+
+
+def step_events(found: Record) -> tuple[tuple[Event, ...], list[int]]:
+    """The events of a recorded forward and backward, and the number of each in the record."""
+    merged = _summed_in_place(found)
+    firsts = set(merged.values())
+    made: dict[Lifetime, Storage] = {}
+    events, numbers = [], []
+    for index, life in enumerate(found.events):
+        sum_of = merged.get(life)
+        if life in merged and life.born == index:
+            continue  # it was added into the storage that holds the first term
+        if sum_of is None and life in firsts and life.died == index:
+            continue
+        root = life
+        while root in merged:
+            root = merged[root]
+        allocated = root.born == index
+        if allocated:
+            made[root] = _storage(root, found)
+        events.append(Event(made[root], allocated, _moment(made[root], index, found)))
+        numbers.append(index)
+    return tuple(events), numbers
+
+
+def _moment(storage: Storage, index: int, found: Record) -> Moment:
+    if index >= found.backward_ends:
+        return "optimizer step"
+    return "loss" if storage.part == "loss" else "forward" if index < found.forward_ends else "backward"
+
+
+def _storage(life: Lifetime, found: Record) -> Storage:
+    birth = life.birth
+    part: Part
+    if life in found.gradients:
+        part = "gradients"
+    elif life.born >= found.backward_ends:
+        part = "optimizer transients"
+    elif birth.of_parameter:
+        part = "weight copies"
+    else:
+        part = _PARTS[found.kind_of(life, found.forward_ends)]
+    return Storage(life.nbytes, part, life.module, birth.operation, birth.dtype, birth.shape)
+
+
+def _summed_in_place(found: Record) -> dict[Lifetime, Lifetime]:
+    """Sum -> the first term, where autograd adds to that in place.
+
+    Its engine sums up gradients of one tensor in the storage of the first, unless something else refers to it; under a
+    dispatch mode, as in a trace, it makes a new one (InputBuffer::add in torch/csrc/autograd/input_buffer.cpp).
+    """
+    events = found.events
+    merged: dict[Lifetime, Lifetime] = {}
+    for index, life in enumerate(events[found.forward_ends :], found.forward_ends):
+        first = life.before
+        if life.born != index or first is None or life.node != -1 or first.nbytes != life.nbytes:
+            continue
+        if index < first.died <= index + 2:
+            merged[life] = first
+    return merged
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> Iterator[torch.UntypedStorage]:
+    yield from {storage_id(storage): storage for storage in storages(tensors)}.values()

@@ -1,0 +1,325 @@
+"""Steps of one model, patched in one way, at any size: of a deep model only as many blocks are traced as it takes.
+
+Interior blocks that are alike allocate and free alike. Of a run of alike blocks (of alike groups of blocks, where kinds
+alternate) a few are traced: one at each end, and two that lie between alike ones. Where these two allocate and free the
+same, event by event, the events of those that were left out are theirs, with other names. What is freed elsewhere has
+to be freed in the same place relative to its block, or for all blocks in one place; where anything else is seen, the
+whole model has to be traced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Literal
+
+from memopt.errors import ModelError
+from memopt.forks import each, processes
+from memopt.trace.events import Event, Storage, Trace, living
+from memopt.trace.operations import Operation
+from memopt.trace.trace import trace
+from memopt.trace.training import Step, Training
+from memopt.walk.models.alike import LEAST_GROUPS, Run, places
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Traces the step `of` at any size.
+
+    That blocks may be left out is shown once for each way to patch and train: what four groups of alike blocks extend
+    to with a fifth has to be, event by event, the trace of five.
+    """
+
+    of: Step
+    extends: bool | None = None
+    """Whether blocks may be left out; None where that is not known yet."""
+    traces: dict[Training, Trace] = field(default_factory=dict, init=False)
+    """Those that are known."""
+    _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)
+    """Traces of so many groups of alike blocks, ahead of their use."""
+
+    def at(self, training: Training) -> Trace:
+        """The step of the whole model.
+
+        Raises:
+            ModelError: it cannot be traced.
+        """
+        if training not in self.traces:
+            self.traces[training] = self._extended(training) or self._trace(training)
+        return self.traces[training]
+
+    def _trace(self, training: Training, groups: int | None = None) -> Trace:
+        if groups is not None and (training, groups) in self._parts:
+            return self._parts.pop((training, groups))
+        return trace(replace(self.of, training=training), groups=groups)
+
+    def _extended(self, training: Training) -> Trace | None:
+        if self.extends is False:
+            return None
+        try:
+            if self.extends:
+                return _deepened(self._trace(training, LEAST_GROUPS))
+            deeper = self._trace(training, LEAST_GROUPS + 1)
+            if not deeper.runs:
+                return deeper
+            shallow = self._trace(training, LEAST_GROUPS)
+            self.extends = _form(_deepened(shallow, 1)) == _form(deeper)
+            return _deepened(shallow) if self.extends else None
+        except (UnlikeError, ModelError):
+            self.extends = False
+            return None
+
+
+def trace_ahead(first: Tracer, training: Training, *others: tuple[Tracer, Training]) -> None:
+    """Trace at the same time, where forks are allowed, what `first.at(training)` needs and then `others`."""
+    if processes() < 2 or len(first.of.sites.blocks) <= LEAST_GROUPS + 1 or first.extends is not None:
+        return
+    wanted = [(first, training, LEAST_GROUPS + 1), (first, training, LEAST_GROUPS)]
+    wanted += [(tracer, its, LEAST_GROUPS) for tracer, its in others]
+
+    def attempt(tracer: Tracer, its: Training, groups: int) -> Trace | None:
+        try:
+            return tracer._trace(its, groups)
+        except ModelError:
+            return None  # whoever needs it finds out
+
+    for (tracer, its, groups), found in zip(wanted, each([partial(attempt, *one) for one in wanted]), strict=True):
+        if found is not None:
+            tracer._parts[its, groups] = found
+
+
+def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
+    """The trace with all blocks that were left out, or with `groups` groups of each run."""
+    events, operations = shallow.events, shallow.operations
+    for run in shallow.runs:
+        count = None if groups is None else min(groups * run.group, run.left_out)
+        events, operations = put_back(events, operations, run, count)
+    return replace(shallow, events=events, operations=operations, gradients=living(events), runs=())
+
+
+def _form(traced: Trace) -> list[Hashable]:
+    """The events and sums of the operations of a trace, to compare with those of another.
+
+    The order of frees between two allocations changes neither a peak nor what the allocator holds after them, and is
+    sometimes Python's collector's; storages without bytes are left out for the same reason.
+    """
+    totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
+    events = [event for event in traced.events if event.storage.nbytes]
+    numbers = {event.storage: number for number, event in enumerate(event for event in events if event.allocated)}
+    form: list[Hashable] = [totals]
+    for allocated, stretch in groupby(events, key=lambda event: event.allocated):
+        if not allocated:
+            stretch = iter(sorted(stretch, key=lambda event: numbers[event.storage]))
+        form += (
+            (
+                allocated,
+                numbers[event.storage],
+                event.moment,
+                *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
+            )
+            for event in stretch
+        )
+    return form
+
+
+#: Forward or backward, and the place of a block in its list; -1 before the first.
+_Segment = tuple[Literal["F", "B"], int]
+#: A segment and the number of a storage among those that it allocates.
+_Address = tuple[Literal["F", "B"], int, int]
+
+
+class UnlikeError(Exception):
+    """Blocks that look alike do not allocate and free alike."""
+
+
+def put_back(
+    events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int | None = None
+) -> tuple[tuple[Event, ...], tuple[Operation, ...]]:
+    """Events and operations of the step with `count` of the blocks that were left out, by default all of them.
+
+    Raises:
+        UnlikeError: the interior blocks that were traced are not alike in what they allocate and free.
+    """
+    return _Extension(events, operations, run, run.left_out if count is None else count).whole()
+
+
+class _Extension:
+    """The traced blocks of a run are numbered without those that were left out; `_full` numbers all."""
+
+    def __init__(self, events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int) -> None:
+        self._given, self._run, self._group, self._count, self._cut = events, run, run.group, count, run.start
+        self._names = run.names[: run.start + count] + run.names[run.start + run.left_out :]
+        self._traced = run.names[: run.start] + run.names[run.start + run.left_out :]
+        self._place = places(self._traced)
+        self._segments = list(self._segmented())
+        self._address: dict[Storage, _Address] = {}
+        self._storage: dict[_Address, Storage] = {}
+        self._freed_in: dict[Storage, _Segment] = {}
+        self._by_segment: dict[_Segment, list[int]] = defaultdict(list)
+        self._operations: dict[int, list[Operation]] = defaultdict(list)
+        for operation in operations:
+            self._operations[operation.moment].append(operation)
+        made: dict[_Segment, int] = defaultdict(int)
+        for moment, (event, segment) in enumerate(zip(events, self._segments, strict=True)):
+            self._by_segment[segment].append(moment)
+            if event.allocated:
+                phase, place = segment
+                self._address[event.storage] = phase, place, made[segment]
+                self._storage[phase, self._full(place), made[segment]] = event.storage
+                made[segment] += 1
+            else:
+                self._freed_in[event.storage] = segment
+
+    def whole(self) -> tuple[tuple[Event, ...], tuple[Operation, ...]]:
+        self._check()
+        events: list[Event] = []
+        operations: list[Operation] = []
+
+        def copy(phase: Literal["F", "B"], place: int) -> None:
+            for moment, event in self._copied(phase, place):
+                operations.extend(replace(each, moment=len(events)) for each in self._operations[moment])
+                events.append(event)
+
+        previous: _Segment | None = None
+        for moment, (event, segment) in enumerate(zip(self._given, self._segments, strict=True)):
+            if segment != previous and segment == ("F", self._cut):
+                for place in range(self._cut, self._cut + self._count):
+                    copy("F", place)
+            if segment != previous and segment == ("B", self._cut - 1):
+                for place in reversed(range(self._cut, self._cut + self._count)):
+                    copy("B", place)
+            previous = segment
+            operations.extend(replace(each, moment=len(events)) for each in self._operations[moment])
+            events += [event] if event.allocated else self._frees(moment, segment)
+        operations.extend(replace(each, moment=len(events)) for each in self._operations[len(self._given)])
+        _check_balance(events)
+        return tuple(events), tuple(operations)
+
+    def _segmented(self) -> Iterator[_Segment]:
+        """The segment of every event: a block's begins with its first allocation in forward, or in backward."""
+        segment: _Segment = ("F", -1)
+        seen = {segment}
+        for event in self._given:
+            if segment[0] == "F" and event.moment == "backward":
+                segment = ("B", -1)
+            if event.allocated:
+                place = self._place(event.storage.module)
+                now: _Segment = (segment[0], place)
+                if place >= 0 and now not in seen:
+                    segment = now
+                    seen.add(now)
+            yield segment
+
+    def _full(self, place: int) -> int:
+        return place if place < self._cut else place + self._count
+
+    def _check(self) -> None:
+        """Both interior groups are alike, and so is where what they allocate is freed."""
+        for place in range(self._cut - self._group, self._cut):
+            for phase in ("F", "B"):
+                if self._tokens((phase, place)) != self._tokens((phase, place - self._group)):
+                    raise UnlikeError(f"{self._traced[place]} and {self._traced[place - self._group]} are not alike")
+        for storage, (phase, place, number) in self._address.items():
+            if self._cut - self._group <= place < self._cut:
+                twin = self._storage[phase, place - self._group, number]
+                if self._is_relative(storage, twin) is None:
+                    raise UnlikeError(f"what {self._traced[place]} allocates is not freed as in the block before it")
+
+    def _is_relative(self, storage: Storage, twin: Storage) -> bool | None:
+        """Whether both are freed in the same place relative to their blocks; None: in unlike places."""
+        mine, other = self._freed_in.get(storage), self._freed_in.get(twin)
+        if mine == other:
+            return False
+        if mine is None or other is None or (mine[0], mine[1] - self._group) != other or other[1] < 0:
+            return None
+        return True
+
+    def _tokens(self, segment: _Segment) -> list[Hashable]:
+        tokens: list[Hashable] = []
+        for moment in self._by_segment[segment]:
+            event = self._given[moment]
+            each = event.storage
+            if event.allocated:
+                module = self._place(each.module)
+                rest = each.module.partition(self._traced[module])[2] if module >= 0 else each.module
+                near = module - segment[1] if module >= 0 else None
+                tokens.append((near, rest, each.nbytes, each.part, each.operation, each.dtype, each.shape))
+            else:
+                tokens.append(self._reference(each, segment[1]))
+        return tokens
+
+    def _reference(self, storage: Storage, place: int) -> Hashable:
+        """What is freed, and whose.
+
+        The blocks at the ends may number their own otherwise, and a sum over blocks has another operation where it
+        begins.
+        """
+        phase, other, _ = self._address[storage]
+        near = other if other < 0 else ("near", other - place)
+        return phase, near, storage.nbytes, storage.part, storage.dtype, storage.shape
+
+    def _copied(self, phase: Literal["F", "B"], place: int) -> Iterator[tuple[int, Event]]:
+        """The events of the block `place`, which was left out, each with the number of the one that it is like."""
+        like = self._run.like(place)
+        number = 0
+        for moment, before in zip(
+            self._by_segment[phase, like], self._by_segment[phase, like - self._group], strict=True
+        ):
+            event = self._given[moment]
+            if event.allocated:
+                storage = self._renamed(event.storage, place - like)
+                self._storage[phase, place, number] = storage
+                number += 1
+            else:
+                other_phase, other, its_number = self._address[event.storage]
+                target = other if other < 0 else other + place - like
+                if other >= self._cut and target < self._cut + self._count:  # numbered as those of interior blocks
+                    its_number = self._address[self._given[before].storage][2]
+                storage = self._at((other_phase, target, its_number))
+            yield moment, Event(storage, event.allocated, event.moment)
+
+    def _renamed(self, storage: Storage, by: int) -> Storage:
+        place = self._place(storage.module)
+        if place < 0:
+            return replace(storage)
+        module = storage.module.replace(self._traced[place], self._names[place + by], 1)
+        return replace(storage, module=module)
+
+    def _frees(self, moment: int, segment: _Segment) -> Iterator[Event]:
+        """What the free of a traced storage becomes: a neighbour's across the cut is one of a new neighbour."""
+        event = self._given[moment]
+        phase, place, number = self._address[event.storage]
+        storage, others = event.storage, range(0)
+        if self._cut - self._group <= place < self._cut:
+            if not self._is_relative(storage, self._storage[phase, place - self._group, number]):
+                others = range(place + self._group, self._cut + self._count, self._group)
+            elif segment[1] >= self._cut:
+                storage = self._at((phase, place + self._count, number))
+        elif self._cut <= place < self._cut + self._group and 0 <= segment[1] < self._cut:
+            if segment[1] >= self._cut - self._group:  # the block behind the cut may number its own otherwise
+                at = self._by_segment[segment].index(moment)
+                like = self._by_segment[segment[0], segment[1] - self._group][at]
+                number = self._address[self._given[like].storage][2]
+            twin = self._storage.get((phase, place - self._group, number))
+            if twin is not None and self._is_relative(storage, twin):
+                storage = self._at((phase, place, number))
+        yield Event(storage, False, event.moment)
+        for other in others:
+            yield Event(self._at((phase, other, number)), False, event.moment)
+
+    def _at(self, address: _Address) -> Storage:
+        storage = self._storage.get(address)
+        if storage is None:
+            raise UnlikeError("a block frees what no block before it allocates")
+        return storage
+
+
+def _check_balance(events: Sequence[Event]) -> None:
+    alive: set[Storage] = set()
+    for event in events:
+        if event.allocated == (event.storage in alive):
+            raise UnlikeError("a storage would be allocated or freed twice")
+        (alive.add if event.allocated else alive.remove)(event.storage)

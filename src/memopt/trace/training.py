@@ -1,0 +1,147 @@
+"""The training step that a report is about, as a user asks about it and as it is traced: plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from memopt.plan.recipe import Recipe
+    from memopt.walk.calls.batch import Batch
+    from memopt.walk.sites import Sites
+
+Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
+Train = Literal["full", "lora", "qlora"]
+Checkpointing = Literal["none", "full"]
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as it changes what is saved for backward."""
+
+    batch: int = 1
+    seq: int | None = 2048
+    """Tokens in a row; None for models that read none."""
+    precision: Precision = "bf16"
+    """``mixed``: fp32 weights under autocast."""
+    train: Train = "full"
+    """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
+    lora_rank: int = 8
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    checkpointing: Checkpointing = "none"
+    dropout: bool = True
+    """False: eval mode, so that no dropout saves a mask."""
+    cuda_kernels: bool = True
+    """False: attention and dropout as the CPU runs them, to compare with a measurement there."""
+    adapter_fp32: bool = False
+    """LoRA weights in fp32 beside 16-bit base weights, PEFT's default; beside 4-bit ones they always are."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and nothing else."""
+        return self.train != "full"
+
+    def notes(self) -> list[str]:
+        """What else a reader of its bytes has to know."""
+        if self.precision.endswith("mixed"):
+            return [
+                "Autocast: PyTorch's CPU rules, with the norms and softmax that CUDA runs in fp32; fp32 weights, "
+                "whose 16-bit copies are listed as weight copies."
+            ]
+        if self.precision == "fp32" or not self.has_adapters:
+            return []
+        if self.train == "qlora":
+            return [
+                "QLoRA: adapters in fp32, as PEFT makes them (TRL casts them to bf16), which save fp32 copies of their "
+                "inputs; not under autocast (--precision bf16-mixed, as after prepare_model_for_kbit_training)."
+            ]
+        if self.adapter_fp32:
+            return []
+        return [
+            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
+            "PEFT's default, save fp32 copies of their inputs as well."
+        ]
+
+    def __str__(self) -> str:
+        words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]
+        if self.has_adapters:
+            kind = "LoRA" if self.train == "lora" else "QLoRA"
+            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        else:
+            words.append("full fine-tuning")
+        words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A training step as a user asks about it, with nothing loaded; the fields are the arguments of `memopt.report`."""
+
+    model: str | Path
+    recipe: str | Path | Recipe | None = None
+    batch: int | None = None
+    seq: int | None = None
+    precision: Precision = "bf16"
+    train: Train = "full"
+    lora_rank: int = 8
+    lora_targets: Sequence[str] = (ALL_LINEAR,)
+    checkpointing: Checkpointing = "none"
+    inputs: Mapping[str, Any] | str | Path | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Request:
+        """From the `locals()` of a function with an argument for each field, which tests compare."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls)})
+
+    @property
+    def training(self) -> Training:
+        """One row without `batch`, every linear without targets; the config, or `inputs`, may change its sizes."""
+        return Training(
+            batch=self.batch or 1,
+            precision=self.precision,
+            train=self.train,
+            lora_rank=self.lora_rank,
+            lora_targets=tuple(self.lora_targets) or (ALL_LINEAR,),
+            checkpointing=self.checkpointing,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a model is patched and trained. Nothing of the model but its config is read."""
+
+    config: PreTrainedConfig
+    training: Training
+    """``cuda_kernels=False`` traces the step of a CPU."""
+    sites: Sites
+    """What the walk found in this model (`memopt.walk.observe.walk_config`)."""
+    recipe: Recipe | None = None
+    """Patch with it first; None for the stock model."""
+    folded: Collection[str] = frozenset()
+    """Norms whose affine is folded in the checkpoint."""
+    inputs: Batch | None = None
+    """A batch of the size in `training`; by default one is made."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stock(self) -> Step:
+        """The same step of the model without patches."""
+        return replace(self, recipe=None, folded=frozenset())
+
+    @property
+    def rules(self) -> Recipe:
+        """The recipe of a step that has one."""
+        assert self.recipe is not None, "the stock model has no recipe"
+        return self.recipe
+
+    def trained(self, **changes: Any) -> Step:
+        """The same step with other fields of `training`."""
+        return replace(self, training=replace(self.training, **changes))

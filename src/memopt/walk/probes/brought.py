@@ -1,0 +1,25 @@
+"""Sites of kinds that patches bring: each such patch has a probe of its own, which looks for them in an observed model.
+
+The probe is a file `probe.py` in the folder of the patch, with a function `find(model, sites)`. It returns plain data
+of a class of the patch's own, frozen, whose first field is `name`, that of a module. The registry of patches adds its
+importable name here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+from torch import nn
+
+from memopt.walk.sites import Sites
+
+#: Importable names of the probes.
+PROBES: set[str] = set()
+
+
+def with_brought_sites(model: nn.Module, sites: Sites) -> Sites:
+    """`sites`, with those that the probes of patches find."""
+    place = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    found = [site for probe in sorted(PROBES) for site in import_module(probe).find(model, sites)]
+    return replace(sites, brought=tuple(sorted(found, key=lambda site: place[site.name])))

@@ -1,0 +1,145 @@
+"""Steps that are traced with inputs that memopt makes: which inputs, which labels, and whose values are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from memopt.reporting.build import compare_training
+from memopt.trace.arguments import example_of
+from memopt.trace.trace import trace_account
+from memopt.trace.training import Request, Step, Training
+from memopt.walk.models.build import build_meta
+from memopt.walk.observe import find_sites
+from tests.factories import tiny_config
+from tests.support.versions import needs
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def towers() -> PreTrainedConfig:
+    text = {**_SMALL, "vocab_size": 90, "eos_token_id": 80}
+    vision = {**_SMALL, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPConfig(text_config=text, vision_config=vision, architectures=["CLIPModel"])
+
+
+def patches() -> PreTrainedConfig:
+    """A tower that reads the sizes of its images from an argument."""
+    return transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4,
+        architectures=["Qwen2VisionTransformerPretrainedModel"],
+    )  # fmt: skip
+
+
+def codec() -> PreTrainedConfig:
+    """Its forward computes the padding of its convolutions from numbers that it holds as tensors."""
+    return transformers.EncodecConfig(
+        num_filters=4, hidden_size=16, codebook_size=32, codebook_dim=16, architectures=["EncodecModel"]
+    )
+
+
+def experts() -> PreTrainedConfig:
+    """Its experts run one after the other, each on the tokens that the router sends to it."""
+    return transformers.SwitchTransformersConfig(
+        d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=2, num_decoder_layers=2, num_experts=4, vocab_size=90,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+        architectures=["SwitchTransformersForConditionalGeneration"],
+    )  # fmt: skip
+
+
+def windows() -> PreTrainedConfig:
+    """Whether a token attends to all is read from the mask."""
+    return transformers.LongformerConfig(
+        **_SMALL, attention_window=8, vocab_size=90, max_position_embeddings=64, architectures=["LongformerForMaskedLM"]
+    )
+
+
+def crossed() -> PreTrainedConfig:
+    """Layers of text read images by layers that are found by counting those."""
+    vision = {"embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.IdeficsConfig(
+        **_SMALL, vocab_size=90, cross_layer_interval=1, use_resampler=False,
+        vision_config={**vision, "image_size": 16, "patch_size": 8}, architectures=["IdeficsForVisionText2Text"],
+    )  # fmt: skip
+
+
+def decoder() -> PreTrainedConfig:
+    """Meta tensors of any width pass its first convolution."""
+    return AutoConfig.for_model(
+        "mimi_decoder", **_SMALL, num_key_value_heads=2, head_dim=16, num_filters=4, codebook_size=32,
+        upsample_groups=32, architectures=["MimiDecoderModel"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [experts(), windows(), crossed()], ids=lambda config: config.model_type)
+def test_a_forward_that_reads_what_it_computes_is_traced_with_its_loss(config: PreTrainedConfig) -> None:
+    sites = find_sites(build_meta(config))
+    assert sites.loss_head is not None
+    example = example_of(config, sites, Training(batch=3, seq=24))
+    assert "labels" in example.targets
+    account = trace_account(Step(config, Training(batch=3, seq=24), sites))
+    assert account.total > 0
+
+
+@needs("transformers", "5.23", "has no decoder of Mimi alone")
+def test_inputs_that_run_on_meta_alone_are_not_taken() -> None:
+    config = decoder()
+    example = example_of(config, find_sites(build_meta(config)), Training(batch=3, seq=24))
+    assert tuple(example.inputs["latents"].shape)[:2] == (3, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (towers(), "Inputs: pixel_values"),
+        (patches(), "Inputs: hidden_states 3072 x 96; others with --inputs batch.pt."),
+        (codec(), "Inputs: input_values"),
+    ],
+    ids=["towers", "patches", "codec"],
+)
+def test_a_step_of_a_model_that_reads_no_text_alone_is_traced(
+    config: PreTrainedConfig, said: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    found = compare_training(Request(tmp_path, batch=3, seq=24))
+    assert 0 < found.after.total <= found.before.total
+    assert found.before.step is not None
+    assert found.after.step is not None
+    assert [note.partition(" 3 x ")[0] for note in found.before.notes if note.startswith("Inputs: ")] == [said]
+
+
+@pytest.mark.parametrize(("config", "is_read"), [(towers(), False), (patches(), True)], ids=["towers", "patches"])
+def test_inputs_whose_values_are_read_are_told_from_others(config: PreTrainedConfig, is_read: bool) -> None:
+    sites = find_sites(build_meta(config))
+    assert example_of(config, sites, Training(batch=3, seq=24)).is_read == is_read
+
+
+def test_two_towers_return_their_own_loss() -> None:
+    config = towers()
+    example = example_of(config, find_sites(build_meta(config)), Training(batch=3, seq=24))
+    assert dict(example.targets) == {"return_loss": True}
+    assert {name: tuple(value.shape) for name, value in example.inputs.items() if name != "use_cache"} == {
+        "input_ids": (3, 24),
+        "attention_mask": (3, 24),
+        "pixel_values": (3, 3, 16, 16),
+    }
+
+
+def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models of older transformers do, around their rotary embeddings; torch raises for meta."""
+
+    rotary = LlamaRotaryEmbedding.forward
+
+    def asks(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        assert not torch.is_autocast_enabled(x.device.type)
+        return rotary(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asks)
+    config = tiny_config("llama")
+    assert set(example_of(config, find_sites(build_meta(config)), Training(batch=2, seq=16)).targets) == {"labels"}
