@@ -59,9 +59,8 @@ def _delta_rule(
         for place, each in enumerate((query, key, value))
     ]
     saved = [*vectors, *roots, (g.shape, torch.float32), 4, ((rows, tokens, heads, _CHUNK), key.dtype)]
-    result: tuple[Tensor, Tensor | None] = _Kernel.apply(
-        [(value.shape, query.dtype), state], saved, query, key, value, g, beta
-    )
+    returned = [(value.shape, query.dtype), state]
+    result: tuple[Tensor, Tensor | None] = _Kernel.apply(returned, saved, query, key, value, g, beta)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -80,5 +79,7 @@ def notes_of(model: nn.Module) -> list[str]:
         if known:
             notes.append(f"Assumes {name} for {', '.join(known)}: what it saves is that of version {version}.")
         if others:
-            notes.append(f"Of {name}, {', '.join(others)} would count as transformers' plain functions, which save more.")
+            notes.append(
+                f"Of {name}, {', '.join(others)} would count as transformers' plain functions, which save more."
+            )
     return notes
