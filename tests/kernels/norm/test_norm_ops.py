@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.base import parts
+from memopt.kernels.base import pieces
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
 from memopt.kernels.norm.function import NormSpec, ms_norm
@@ -322,7 +322,7 @@ def test_a_large_16_bit_tensor_goes_through_the_reference_in_parts(monkeypatch, 
 
     with torch.no_grad():
         whole = run()
-        monkeypatch.setattr(parts, "LEAST", 1)
+        monkeypatch.setattr(pieces, "LEAST", 1)
         by_parts = run()
     for a, b in zip(whole[:4], by_parts[:4], strict=True):
         assert (a is None and b is None) or (torch.equal(a, b) and b._version == 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import imported_once, runs_triton, skips_pieces
-from memopt.kernels.base.parts import parts_of, slices
+from memopt.kernels.base.pieces import parts_of, slices
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 
