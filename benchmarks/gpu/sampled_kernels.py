@@ -34,7 +34,7 @@ from benchmarks.measure import (
     device_of,
     document,
 )
-from memopt.kernels.sampled_linear.rows import gather_rows, row_norms, sampled_weight_gradient
+from memopt.kernels.sampled_linear.function import gather_rows, row_norms, sampled_weight_gradient
 from memopt.kernels.sampled_linear.sampling import rows_kept, sample_rows
 
 MODULE = "benchmarks.sampled_kernels"

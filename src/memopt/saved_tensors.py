@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from memopt.saved.kept import alias_of
-from memopt.saved.savers import is_function
+from memopt.saved.kept import alias_of, is_function
 from memopt.torch_compat import is_operator, operator_schema, storage_id
 
 CHECKPOINT = "checkpoint"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.kernels.sampled_linear.rows import (
+from memopt.kernels.sampled_linear.function import (
     _row_norms,
     _weight_gradient,
     gather_rows,

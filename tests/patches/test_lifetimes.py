@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.kernels.base import parts
+from memopt.kernels.base import pieces
 from memopt.torch_compat import FakeTensorMode
 from memopt.trace.emulate import CudaChoices
 from memopt.trace.fake import make_fake
@@ -52,7 +52,7 @@ def measured(model: nn.Module, *, first: bool = False) -> Activations:
 
 @pytest.mark.parametrize("name", ["llama", "vit", "gpt2", "bert"])
 def test_a_checkpointed_block_needs_no_more_than_checkpointing_alone(monkeypatch, name):
-    monkeypatch.setattr(parts, "LEAST", 2**8)  # as it is with large tensors
+    monkeypatch.setattr(pieces, "LEAST", 2**8)  # as it is with large tensors
     stock, patched = bodies(name, checkpointed=True)
     assert measured(patched).peak <= measured(stock).peak
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.saved import RecomputeScope, pinned, savers
+from memopt.saved import RecomputeScope, kept, pinned
 from memopt.trace.account import account, live_bytes
 
 TOKENS, WIDTH, HEADS = 6, 8, 2
@@ -105,7 +105,7 @@ def test_without_the_count_of_references_nothing_is_copied(monkeypatch: pytest.M
 
 def test_where_functions_cannot_be_told_from_operations_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, scoped, x = _pair()
-    monkeypatch.setattr(savers, "APPLY", None)
+    monkeypatch.setattr(kept, "APPLY", None)
     assert live_bytes(lambda: scoped(x)) == live_bytes(lambda: stock(x))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.base import parts
+from memopt.kernels.base import pieces as parts
 from memopt.kernels.base.pieces import pieces
 from memopt.patches.loss import plain
 from memopt.plan.recipe import load_recipe

@@ -16,7 +16,6 @@ from memopt.kernels.norm.function import (
     NormSpec,
     affine,
     ms_norm,
-    ms_norm_of_sum,
     normalize,
 )
 from memopt.saved import RecomputeScope
@@ -83,7 +82,7 @@ def test_the_norm_of_a_sum_takes_one_kernel_each_way_and_no_addition(family, dty
     a, b = (draw(16, 72, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 7))
     dy = draw(16, 72, dtype=dtype, seed=3)
     with torch.profiler.profile() as profile:
-        y = ms_norm_of_sum(a, b, weight, bias, spec, dtype)
+        y = ms_norm(a, weight, bias, spec, dtype, residual=b)
     assert not [event.key for event in profile.key_averages() if event.key.startswith("aten::add")]
     given = torch.autograd.grad(y, [a, b], dy)
     assert launches == ["launch_forward", "launch_backward"]
@@ -122,14 +121,10 @@ def test_the_operators_are_consistent_with_their_fakes(family, launches):
     for x in (fused(torch.float32)[0].transpose(0, 1), draw(24, 5, dtype=torch.float32).t()):
         x.requires_grad_()
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-        if weight is None:
-            arguments = (x, spec.kind, spec.eps, x.dtype)
-            torch.library.opcheck(norm_ops.ms_normalize, arguments, test_utils=checks)
-        else:
-            arguments = (x, weight, bias, spec.kind, spec.eps, spec.offset, spec.cast, x.dtype, x.dtype)
-            torch.library.opcheck(norm_ops.ms_norm, arguments, test_utils=checks)
-            residual = torch.randn(x.shape, device=DEVICE).requires_grad_()
-            torch.library.opcheck(norm_ops.ms_norm, (*arguments, residual), test_utils=checks)
+        arguments = (x, weight, bias, spec.kind, spec.eps, spec.offset, spec.cast, x.dtype, x.dtype)
+        torch.library.opcheck(norm_ops.ms_norm, arguments, test_utils=checks)
+        residual = torch.randn(x.shape, device=DEVICE).requires_grad_()
+        torch.library.opcheck(norm_ops.ms_norm, (*arguments, residual), test_utils=checks)
     assert {"launch_forward", "launch_backward"} <= set(launches)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.sampled_linear import rows_triton as room
-from memopt.kernels.sampled_linear.rows import (
+from memopt.kernels.sampled_linear.function import (
     _row_norms,
     _weight_gradient,
     gather_rows,

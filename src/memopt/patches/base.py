@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from memopt.patches.functions import Mode
     from memopt.patches.scope import ScopeRewrite
-    from memopt.saved.compressible import Compression
+    from memopt.saved.slots import Compression
     from memopt.walk.sites import Sites
 
 #: What a patch's rules do to gradients: nothing beyond rounding, a bounded error, or noise without bias.

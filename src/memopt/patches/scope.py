@@ -19,8 +19,8 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.functions import Mode, run_inside
 from memopt.patches.swap import steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute.specs import Region, is_under_foreign_hooks
-from memopt.saved.compressible import Compression
 from memopt.saved.scope import RecomputeScope
+from memopt.saved.slots import Compression
 from memopt.torch_compat import has_any_global_hook, module_hooks
 
 #: Calls after which a scope that replaced nothing is opened once more: a model may change between its steps.

@@ -1,12 +1,16 @@
-"""Tensors that are saved as they are: by autograd, or by the hook that was active outside."""
+"""Tensors that are saved as they are, by autograd or by the hook that was active outside; and what saves them: an
+operation of PyTorch itself, or a `torch.autograd.Function`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from memopt.kernels.base.autograd import DIRECT_APPLY
 from memopt.recompute.versions import check_version
 from memopt.saved.handles import remaking
 
@@ -66,3 +70,22 @@ class Forwarded:
         """What holds `tensor` for the node that saved this one: the outer hook, if it is an observer."""
         seen = getattr(self._packed, "beside", None)
         return tensor if seen is None else seen(tensor)
+
+
+#: The code that is running while a function of `torch.autograd.Function` saves its tensors; None where it is not known.
+APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+
+def may_be_a_function(frame: FrameType | None) -> bool:
+    """Whether a hook that was called from `frame` may have been given what a `torch.autograd.Function` saves."""
+    return APPLY is None or is_function(frame)
+
+
+def may_write_into_saved(frame: FrameType | None) -> bool:
+    """Whether it may have been given what a function of somebody else's saves, which may write into its own clone."""
+    return APPLY is None or frame is None or frame.f_code is APPLY
+
+
+def is_function(frame: FrameType | None) -> bool:
+    """Whether `frame` applies a `torch.autograd.Function`."""
+    return frame is not None and (frame.f_code is APPLY or frame.f_code is DIRECT_APPLY)

@@ -27,12 +27,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule, nodes_read
 from memopt.recompute.rules import FAMILIES, Node
 from memopt.recompute.versions import check_version
-from memopt.saved.compressible import Compression, Compressor
 from memopt.saved.handles import Handle
-from memopt.saved.kept import Forwarded, Kept, alias_of
+from memopt.saved.kept import Forwarded, Kept, alias_of, may_be_a_function, may_write_into_saved
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
-from memopt.saved.savers import may_be_a_function, may_write_into_saved
-from memopt.saved.slots import Packing, Slot, settle
+from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
 from memopt.torch_compat import (
     FakeTensor,
     current_graph_task_id,

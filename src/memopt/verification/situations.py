@@ -22,7 +22,7 @@ Backward = Literal["once", "second", "twice"]
 
 SHORT, LONG = 24, 264
 """Tokens in a row; the longer is longer than any call of the walk."""
-#: 16-bit tensors of so many elements are computed in parts (`memopt.kernels.base.parts`); at most so many tokens.
+#: 16-bit tensors of so many elements are computed in parts (`memopt.kernels.base.pieces`); at most so many tokens.
 _LARGE, _MOST_TOKENS = 2**18, 4096
 #: One row in so many of each matrix is scaled, by a power of two: taking it back is exact.
 _EVERY, _FACTOR = 29, 64.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from memopt.kernels.norm.function import NormSpec, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.kernels.norm.function import NormSpec, affine, ms_norm, normalize
 
 FAMILIES = [
     # kind, offset, has weight, has bias: the eight numeric families of transformers' norms
@@ -200,7 +200,7 @@ def terms(family, shape, dtype):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_gradients_of_the_norm_of_a_sum_are_right_in_fp64(family):
     a, b, weight, bias, spec = terms(family, (3, 2, 7), torch.float64)
-    assert gradcheck(lambda *_: ms_norm_of_sum(a, b, weight, bias, spec, a.dtype), leaves(a, b, weight, bias))
+    assert gradcheck(lambda *_: ms_norm(a, weight, bias, spec, a.dtype, residual=b), leaves(a, b, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -209,7 +209,7 @@ def test_the_norm_of_a_sum_is_bitwise_that_of_the_sum_in_both_directions(family,
     a, b, weight, bias, spec = terms(family, (16, 24), dtype)
     inputs, dy = leaves(a, b, weight, bias), torch.randn(16, 24).to(dtype)
     results = []
-    for y in (ms_norm_of_sum(a, b, weight, bias, spec, dtype), ms_norm(a + b, weight, bias, spec, dtype)):
+    for y in (ms_norm(a, weight, bias, spec, dtype, residual=b), ms_norm(a + b, weight, bias, spec, dtype)):
         results.append([y, *torch.autograd.grad(y, inputs, dy)])
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -221,7 +221,7 @@ def test_only_the_term_that_needs_a_gradient_gets_one(family, frozen):
     a, b, weight, bias, spec = terms(family, (4, 8), torch.float32)
     pair = [a, b]
     pair[frozen].requires_grad_(False)
-    y = ms_norm_of_sum(*pair, weight, bias, spec, a.dtype)
+    y = ms_norm(pair[0], weight, bias, spec, a.dtype, residual=pair[1])
     (y * torch.randn(4, 8)).sum().backward()
     assert pair[frozen].grad is None
     assert pair[1 - frozen].grad.any()
@@ -229,12 +229,12 @@ def test_only_the_term_that_needs_a_gradient_gets_one(family, frozen):
 
 def test_the_norm_of_a_tensor_and_itself_gets_the_gradient_twice():
     a, _, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float64)
-    assert gradcheck(lambda *_: ms_norm_of_sum(a, a, weight, bias, spec, a.dtype), leaves(a, weight, bias))
+    assert gradcheck(lambda *_: ms_norm(a, weight, bias, spec, a.dtype, residual=a), leaves(a, weight, bias))
 
 
 def test_gradients_of_both_terms_can_be_changed_without_changing_each_other():
     a, b, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float32)
-    (ms_norm_of_sum(a, b, weight, bias, spec, a.dtype) * torch.randn(4, 8)).sum().backward()
+    (ms_norm(a, weight, bias, spec, a.dtype, residual=b) * torch.randn(4, 8)).sum().backward()
     before = b.grad.clone()
     a.grad.zero_()
     assert torch.equal(b.grad, before)
@@ -244,7 +244,7 @@ def test_gradients_of_both_terms_can_be_changed_without_changing_each_other():
 def test_terms_of_another_shape_or_dtype_are_refused(other):
     a, _, weight, bias, spec = terms(FAMILIES[1], (4, 8), torch.float32)
     with pytest.raises(ValueError, match="one shape and dtype"):
-        ms_norm_of_sum(a, other, weight, bias, spec, a.dtype)
+        ms_norm(a, weight, bias, spec, a.dtype, residual=other)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -262,7 +262,7 @@ def test_the_norm_of_any_sum_has_the_gradients_of_the_norm_of_the_sum_that_was_m
     if not trained:
         trained = [a.requires_grad_()]
     dtype = torch.float64
-    y, made = ms_norm_of_sum(a, b, weight, bias, spec, dtype, dtype), ms_norm(a + b, weight, bias, spec, dtype, dtype)
+    y, made = ms_norm(a, weight, bias, spec, dtype, dtype, residual=b), ms_norm(a + b, weight, bias, spec, dtype, dtype)
     truth = torch.nn.functional.layer_norm(a + b, shape[-1:], weight, bias, spec.eps)
     if spec.kind == "rms":
         truth = torch.nn.functional.rms_norm(a + b, shape[-1:], weight, spec.eps)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
-from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.trace.account import live_bytes
 
 BATCH, TOKENS, HIDDEN = 3, 5, 16
@@ -50,7 +50,7 @@ def make(layout: str, kind: str, dtype: torch.dtype, device: str) -> tuple[Tenso
 def ours(x: Tensor, affine: list[Tensor], spec: NormSpec, residual: Tensor | None = None) -> Tensor:
     weight, bias = [*affine, None, None][:2]
     if residual is not None:
-        return ms_norm_of_sum(x, residual, weight, bias, spec, x.dtype)
+        return ms_norm(x, weight, bias, spec, x.dtype, residual=residual)
     return ms_norm(x, weight, bias, spec, x.dtype)
 
 

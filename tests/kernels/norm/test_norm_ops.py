@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.base import parts
+from memopt.kernels.base import pieces
 from memopt.kernels.linear.function import linear
 from memopt.kernels.norm import ops as norm_ops
-from memopt.kernels.norm.function import NormSpec, ms_norm, ms_norm_of_sum
+from memopt.kernels.norm.function import NormSpec, ms_norm
 from memopt.recompute.specs import Region
 from memopt.saved import RecomputeScope
 from tests.kernels.norm.test_norm import FAMILIES, leaves, make, terms
@@ -38,8 +38,6 @@ def drawn(layout: str, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def arguments(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec):
     """The operator for these parameters and what it is called with, except the dtypes."""
-    if weight is None and bias is None:
-        return norm_ops.ms_normalize, (x, spec.kind, spec.eps)
     return norm_ops.ms_norm, (x, weight, bias, spec.kind, spec.eps, spec.offset, spec.cast)
 
 
@@ -49,7 +47,7 @@ def test_the_fake_kernels_promise_what_the_real_ones_give(family, layout):
     x = drawn(layout).requires_grad_()
     _, weight, bias, spec = make(family, (1, x.size(-1)), torch.float32)
     operator, given = arguments(x, weight, bias, spec)
-    dtypes = (x.dtype,) if operator is norm_ops.ms_normalize else (x.dtype, x.dtype)
+    dtypes = (x.dtype, x.dtype)
     torch.library.opcheck(operator, (*given, *dtypes), test_utils=("test_schema", "test_faketensor"))
     outputs = [output.detach() for output in operator(*given, *dtypes)]
     x_hat, rstd = outputs[-2:]
@@ -64,7 +62,7 @@ def test_the_fake_kernels_promise_what_the_real_ones_give(family, layout):
 def test_the_operators_pass_every_check_of_torch(family):
     x, weight, bias, spec = make(family, (4, 6), torch.float32)
     operator, given = arguments(x, weight, bias, spec)
-    dtypes = (x.dtype,) if operator is norm_ops.ms_normalize else (x.dtype, x.dtype)
+    dtypes = (x.dtype, x.dtype)
     torch.library.opcheck(operator, (*given, *dtypes))
 
 
@@ -72,7 +70,7 @@ def test_the_operators_pass_every_check_of_torch(family):
 def test_gradients_of_the_operators_are_right_in_fp64(family):
     x, weight, bias, spec = make(family, (3, 2, 7), torch.float64)
     operator, given = arguments(x, weight, bias, spec)
-    dtypes = (x.dtype,) if operator is norm_ops.ms_normalize else (x.dtype, x.dtype)
+    dtypes = (x.dtype, x.dtype)
     assert gradcheck(lambda *_: operator(*given, *dtypes)[0], leaves(x, weight, bias))
 
 
@@ -103,7 +101,7 @@ def test_the_operators_give_gradients_only_to_what_needs_them():
 def test_the_operators_of_a_sum_pass_every_check_of_torch(family):
     a, b, weight, bias, spec = terms(family, (4, 6), torch.float32)
     operator, given = arguments(a, weight, bias, spec)
-    dtypes = (a.dtype,) if operator is norm_ops.ms_normalize else (a.dtype, a.dtype)
+    dtypes = (a.dtype, a.dtype)
     torch.library.opcheck(operator, (*given, *dtypes, b))
 
 
@@ -117,7 +115,7 @@ def test_a_compiled_norm_of_a_sum_is_one_operator_with_the_same_gradients(family
     targets = []
 
     def function(a: Tensor, b: Tensor) -> Tensor:
-        return ms_norm_of_sum(a, b, weight, bias, spec, a.dtype)
+        return ms_norm(a, weight, bias, spec, a.dtype, residual=b)
 
     def recorded(graph, inputs):
         targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
@@ -134,9 +132,10 @@ def test_a_compiled_norm_of_a_sum_is_one_operator_with_the_same_gradients(family
         torch.testing.assert_close(ours, theirs)
 
 
-def test_an_operator_without_parameters_says_which_one_to_call():
-    with pytest.raises(ValueError, match="ms_normalize"):
-        norm_ops.ms_norm(torch.ones(2, 3), None, None, "rms", 1e-5, 0, "after", torch.float32, torch.float32)
+def test_an_operator_without_parameters_gives_x_hat_once():
+    bf16 = torch.bfloat16
+    y, rstd = norm_ops.ms_norm(torch.ones(2, 3), None, None, "rms", 1e-5, 0, "after", bf16, torch.float32)
+    assert (y.dtype, rstd.dtype) == (bf16, torch.float32)
 
 
 class Layer(nn.Module):
@@ -282,7 +281,7 @@ def test_autocast_does_not_change_what_a_norm_computes(family):
     inputs = leaves(x, weight, bias)
     dy = torch.randn(32, 16)
     operator, given = arguments(x, weight, bias, spec)
-    dtypes = (x.dtype,) if operator is norm_ops.ms_normalize else (x.dtype, x.dtype)
+    dtypes = (x.dtype, x.dtype)
 
     def both() -> list[Tensor]:
         outputs = [ms_norm(x, weight, bias, spec, x.dtype), operator(*given, *dtypes)[0]]
@@ -323,7 +322,7 @@ def test_a_large_16_bit_tensor_goes_through_the_reference_in_parts(monkeypatch, 
 
     with torch.no_grad():
         whole = run()
-        monkeypatch.setattr(parts, "LEAST", 1)
+        monkeypatch.setattr(pieces, "LEAST", 1)
         by_parts = run()
     for a, b in zip(whole[:4], by_parts[:4], strict=True):
         assert (a is None and b is None) or (torch.equal(a, b) and b._version == 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.kernels.sampled_linear.rows import gather_rows, row_norms, sampled_weight_gradient
+from memopt.kernels.sampled_linear.function import gather_rows, row_norms, sampled_weight_gradient
 from memopt.kernels.sampled_linear.sampling import METHODS, Method, sample_rows
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -31,7 +31,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
 )
 from memopt.kernels.base.device import imported_once, runs_triton
-from memopt.kernels.base.parts import elementwise
+from memopt.kernels.base.pieces import elementwise
 from memopt.kernels.base.rows import laid_out_like
 from memopt.recompute.rules import ELEMENTWISE, register_operator
 from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
@@ -220,14 +220,8 @@ def activation_backward(dh: Tensor, z: Tensor, kind: str) -> Tensor:
     return laid_out_like(z, _gradient(dh, z, kind, recompute=False)[0])
 
 
-@activation.register_fake
-def _(z: Tensor, kind: str) -> Tensor:
-    return torch.empty_like(z)
-
-
-@activation_backward.register_fake
-def _(dh: Tensor, z: Tensor, kind: str) -> Tensor:
-    return torch.empty_like(z)
+activation.register_fake(lambda z, kind: torch.empty_like(z))
+activation_backward.register_fake(lambda dh, z, kind: torch.empty_like(z))
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:

@@ -1,14 +1,19 @@
-"""Work done piece by piece: on fake tensors a trace follows three alike pieces, and counts the others as those."""
+"""Work done piece by piece, where plain PyTorch computes what one kernel would: its intermediates then stay small.
+
+On fake tensors a trace follows three alike pieces, and counts the others as those.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from memopt.torch_compat import FakeTensor
+from memopt.kernels.base.device import skips_pieces
+from memopt.torch_compat import FakeTensor, is_legacy_batched
 
 Mark = tuple[int, int]
 """How much a counter has seen: storages allocated or freed, and operations."""
@@ -52,3 +57,44 @@ def pieces(every: Iterable[slice], tensor: Tensor) -> Iterator[slice]:
     second = counter.mark()
     yield whole[2]
     yield from whole[-1:] if counter.repeat(first, second, len(whole[3:-1])) else whole[3:]
+
+
+#: A tensor of at least COUNT * LEAST elements is computed in about COUNT parts.
+COUNT, LEAST = 8, 2**15
+
+
+def parts_of(*tensors: Tensor | None) -> int | None:
+    """Rows (of the last dimension) in a part of these tensors; None where they are small, not contiguous or not alike
+    in their elements: then all at once."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    first = given[0]
+    if first.numel() < COUNT * LEAST or first.dim() < 2:
+        return None
+    if any(each.shape != first.shape or is_legacy_batched(each) for each in given):
+        return None
+    if any(not each.is_contiguous() or each.is_meta for each in given):
+        return None
+    return -(-first.numel() // first.size(-1) // COUNT)
+
+
+def slices(tensor: Tensor, rows: int) -> Iterator[slice]:
+    """The parts of a matrix, `rows` in each."""
+    return pieces((slice(start, start + rows) for start in range(0, len(tensor), rows)), tensor)
+
+
+def elementwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``function(*tensors)``, elementwise, in parts where they are large; without a graph."""
+    rows = parts_of(*tensors)
+    if rows is None:
+        return function(*tensors)
+    flat = [tensor.view(-1, tensor.size(-1)) for tensor in tensors]
+    result: Tensor | None = None
+    for part in slices(flat[0], rows):
+        value = function(*(each[part] for each in flat))
+        if result is None:
+            result = torch.empty(tensors[0].shape, dtype=value.dtype, device=value.device)
+        if skips_pieces(result):
+            break  # it has no values
+        result.view(-1, result.size(-1))[part] = value
+    assert result is not None
+    return result.data  # an alias that nothing was written to: what was changed in place is not recomputed

@@ -242,33 +242,22 @@ def _check_halves(gate_up: Tensor) -> None:
 # What torch.compile and its kind see: the same functions as opaque operators, contiguous results.
 
 
-@torch.library.custom_op("memopt::gated_product", mutates_args=())
-def product_op(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
+def _contiguous_product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
     return _value(gate, up, kind, gate_first).contiguous()
 
 
-@torch.library.custom_op("memopt::gated_product_backward", mutates_args=())
-def product_backward_op(
+def _contiguous_gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
 ) -> list[Tensor]:
     """dgate (both halves where up is None), dup (where it is not) and h (with `recompute`)."""
     return [t.contiguous() for t in _gradients(dh, gate, up, kind, gate_first, recompute) if t is not None]
 
 
-@product_op.register_fake
-def _(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
-    gate, up = _halves(gate, up, gate_first)
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
-@product_backward_op.register_fake
-def _(
-    dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
-) -> list[Tensor]:
-    gradients = [t.new_empty(t.shape) for t in (gate, up) if t is not None]
-    gate, up = _halves(gate, up, gate_first)
-    h = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-    return [*gradients, h] if recompute else gradients
+# On fake tensors the references compute the same shapes, dtypes and strides.
+product_op = torch.library.custom_op("memopt::gated_product", _contiguous_product, mutates_args=())
+product_op.register_fake(_contiguous_product)
+product_backward_op = torch.library.custom_op("memopt::gated_product_backward", _contiguous_gradients, mutates_args=())
+product_backward_op.register_fake(_contiguous_gradients)
 
 
 def _product_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

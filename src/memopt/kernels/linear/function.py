@@ -9,6 +9,10 @@ A stock linear needs its input x before the gradient of x is there, so recomputi
 producer's backward can recompute x on the way, and this linear is its reader, the function takes the producer's place
 in the graph as well: for f(z) one pass moves 4 instead of 5 tensors of the size of x, for f(gate) * up 6 instead of 8.
 Elsewhere x is recomputed first, and freed before its gradient is there.
+
+A linear's output may be recomputed as well, for its readers (:func:`recomputed_output`):
+
+    forward     y = run(x)          backward    dx, dW as run's own graph computes them; y = run(x) once for its readers
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
     without_autocast,
 )
-from memopt.recompute.specs import Differentiate, Recompute, RecomputeSpec, spec_of
+from memopt.recompute.rules import LINEAR, register_operator
+from memopt.recompute.specs import Differentiate, Recompute, Recomputed, RecomputeSpec, spec_of
 from memopt.torch_compat import (
     FakeTensor,
     any_autocast_enabled,
@@ -260,3 +265,34 @@ def _rounds_once(dy: Tensor, weight: Tensor) -> bool:
     """Whether a gradient of fp32 parameters, under autocast, is computed in fp32 at once: on GPUs a product and a sum
     round where they end, so that a cast is one rounding, one launch and a temporary more."""
     return dy.is_cuda and weight.dtype is torch.float32 and dy.dtype.itemsize == 2 and not torch.is_grad_enabled()
+
+
+def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`y`, for which `x` is saved. Inside a `memopt.saved.RecomputeScope` whoever saves y, or a view or cast of it,
+    saves a handle instead, and recomputes it as ``run(x)``.
+
+    Args:
+        y: any shape, floating point, with its graph. Nobody else refers to it.
+        x: what it was computed from; saved.
+        run: gives y again, without a graph, in backward; raises where it cannot.
+    """
+    output: Tensor = OutputFunction.apply(y, x, run)
+    return output
+
+
+class OutputFunction(DirectFunction):
+    """Passes y on; saves x. It is linear, so its backward can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.recomputes_output, ctx.recomputed = True, Recomputed(run)
+        ctx.save_for_backward(x)
+        return y.data  # neither an input nor a tracked view of one
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.recomputed.finish()
+        return dy, None, None
+
+
+register_operator("OutputFunctionBackward", LINEAR)

@@ -28,8 +28,7 @@ from memopt.recompute.rules import NORMALISED, register_operator
 from memopt.recompute.specs import Recompute, Recomputed, attach_spec
 
 __all__ = [
-    "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "ms_norm_of_sum", "norm_backward",
-    "normalize",
+    "NormArguments", "NormSpec", "accumulation_dtype", "affine", "ms_norm", "norm_backward", "normalize",
 ]  # fmt: skip
 
 
@@ -41,75 +40,45 @@ def ms_norm(
     dtype: torch.dtype,
     kept_dtype: torch.dtype | None = None,
     shares: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Norm over the last dimension that keeps x_hat and rstd for backward.
 
     Args:
-        x: (..., hidden), floating point.
+        x: (..., hidden), floating point; any strides.
         weight, bias: (hidden,) or None; without both, y is x_hat.
         spec: family, eps, offset, casting order.
         dtype: dtype of the result.
         kept_dtype: dtype of the kept x_hat where it is not the result's: autocast's; `dtype` by default.
         shares: linears read the result, and share a cast of it to `kept_dtype`.
+        residual: of the shape and dtype of `x`. The norm is that of ``x + residual``, rounding included; where Triton
+            runs, the sum is not made.
 
     Returns:
         y: (..., hidden) in `dtype`.
-    """
-    return _norm(x, None, weight, bias, spec, dtype, kept_dtype or dtype, shares)
-
-
-def ms_norm_of_sum(
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: NormSpec,
-    dtype: torch.dtype,
-    kept_dtype: torch.dtype | None = None,
-    shares: bool = False,
-) -> Tensor:
-    """``ms_norm(a + b, ...)``, rounding included; where Triton runs, the sum is not made.
-
-    Args:
-        a, b: (..., hidden), floating point, of one shape and dtype; any strides.
 
     Raises:
-        ValueError: a and b differ in shape or dtype.
+        ValueError: `x` and `residual` differ in shape or dtype.
     """
-    return _norm(a, b, weight, bias, spec, dtype, kept_dtype or dtype, shares)
-
-
-def _norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spec: NormSpec,
-    dtype: torch.dtype,
-    kept_dtype: torch.dtype,
-    shares: bool,
-) -> Tensor:
     y: Tensor
     bare = weight is None and bias is None
+    kept_dtype = kept_dtype or dtype
     if torch.compiler.is_compiling():
-        if bare:
-            y, _ = norm_ops.ms_normalize(x, spec.kind, spec.eps_in(x.dtype), dtype, residual)
-        else:
-            options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
-            y, _, _ = norm_ops.ms_norm(x, weight, bias, *options, residual)
-    else:
-        kept_dtype = kept_dtype if shares or not bare else dtype
-        arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype)
-        saved: list[Any] = []
-        y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
-        x_hat, scale, shift, recomputed = saved
-        if arguments.recomputes(bare=bare):
-            cast = narrow if shares and dtype is not kept_dtype else None
-            recomputed.function = recompute
-            attach_spec(y, (x_hat, scale, shift), recomputed, are_private=True, narrow=cast)
-        elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
-            recomputed.function = lambda x_hat: x_hat
-            attach_spec(y, (y.detach(),), recomputed)
+        options = (spec.kind, spec.eps_in(x.dtype), spec.offset, spec.cast, dtype, kept_dtype)
+        y, *_ = norm_ops.ms_norm(x, weight, bias, *options, residual)
+        return y
+    kept_dtype = kept_dtype if shares or not bare else dtype
+    arguments, recompute, narrow = _plan(spec, x.dtype, dtype, kept_dtype)
+    saved: list[Any] = []
+    y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
+    x_hat, scale, shift, recomputed = saved
+    if arguments.recomputes(bare=bare):
+        cast = narrow if shares and dtype is not kept_dtype else None
+        recomputed.function = recompute
+        attach_spec(y, (x_hat, scale, shift), recomputed, are_private=True, narrow=cast)
+    elif not y.is_contiguous():  # a linear would save its rows as a copy, beside the x_hat that the norm saves
+        recomputed.function = lambda x_hat: x_hat
+        attach_spec(y, (y.detach(),), recomputed)
     return y
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.device import imported_once, runs_triton, skips_pieces
-from memopt.kernels.base.parts import parts_of, slices
+from memopt.kernels.base.pieces import parts_of, slices
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.norm.reference import NormArguments, NormSpec, affine, norm_backward, normalize
 
@@ -140,15 +140,6 @@ def _affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments
     return affine(x_hat, weight, bias, arguments.spec, arguments.x_dtype, arguments.dtype)
 
 
-@torch.library.custom_op("memopt::ms_normalize", mutates_args=())
-def ms_normalize(
-    x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x_hat in `dtype` and rstd: the norm of x (+ residual) without an affine."""
-    _, x_hat, rstd = forward(x, None, None, NormArguments(_spec(kind, eps), x.dtype, dtype, dtype), residual)
-    return _promised(x, kind, x_hat), rstd.contiguous()
-
-
 @torch.library.custom_op("memopt::ms_norm", mutates_args=())
 def ms_norm(
     x: Tensor,
@@ -161,13 +152,13 @@ def ms_norm(
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual) with a weight, a bias or both."""
-    arguments = NormArguments(_spec(kind, eps, offset, cast_order), x.dtype, dtype, kept_dtype)
+) -> list[Tensor]:
+    """y in `dtype`, x_hat in `kept_dtype` and rstd: the norm of x (+ residual). Without an affine y is x_hat: then the
+    results are two, y and rstd."""
+    bare = weight is None and bias is None
+    arguments = NormArguments(_spec(kind, eps, offset, cast_order), x.dtype, dtype, dtype if bare else kept_dtype)
     y, x_hat, rstd = forward(x, weight, bias, arguments, residual)
-    if y is None:
-        raise ValueError("memopt::ms_norm needs a weight or a bias; without them call memopt::ms_normalize.")
-    return _promised(x, kind, y), _promised(x, kind, x_hat), rstd.contiguous()
+    return [*(_promised(x, kind, each) for each in (y, x_hat) if each is not None), rstd.contiguous()]
 
 
 @torch.library.custom_op("memopt::ms_norm_backward", mutates_args=())
@@ -189,11 +180,6 @@ def ms_norm_backward(
     return [gradient for gradient in (dx, dweight, dbias) if gradient is not None]
 
 
-@ms_normalize.register_fake
-def _(x: Tensor, kind: str, eps: float, dtype: torch.dtype, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return _like(x, kind, dtype), _fake_rstd(x)
-
-
 @ms_norm.register_fake
 def _(
     x: Tensor,
@@ -206,8 +192,9 @@ def _(
     dtype: torch.dtype,
     kept_dtype: torch.dtype,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x, kind, dtype), _like(x, kind, kept_dtype), _fake_rstd(x)
+) -> list[Tensor]:
+    dtypes = (dtype,) if weight is None and bias is None else (dtype, kept_dtype)
+    return [*(_like(x, kind, each) for each in dtypes), _fake_rstd(x)]
 
 
 @ms_norm_backward.register_fake
@@ -225,53 +212,30 @@ def _(
     return dx + [rstd.new_empty(x_hat.size(-1)) for need in needs[1:] if need]
 
 
-def _keep_normalized(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, ctx.kind, *_ = inputs
-    x_hat, rstd = output
-    ctx.x_dtype = x.dtype
-    ctx.save_for_backward(x_hat, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_normalized(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    needs = _needs(ctx, 5)
-    dx = None
-    if dy is not None:
-        x_hat, rstd = ctx.saved_tensors
-        (dx,) = ms_norm_backward(dy, x_hat, rstd, None, ctx.kind, 0, [True, False, False], ctx.x_dtype)
-    return of_both_terms(dx, needs[0], needs[4], (None, None, None))[: len(ctx.needs_input_grad)]
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, bias, ctx.kind, _, ctx.offset, *_ = inputs
-    _, x_hat, rstd = output
+    *_, x_hat, rstd = output
     ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, weight, bias))
     ctx.save_for_backward(x_hat, rstd, weight)
-    ctx.mark_non_differentiable(x_hat, rstd)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_norm(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    x_needs, weight_needs, bias_needs, residual_needs = (_needs(ctx, 10)[place] for place in (0, 1, 2, 9))
+def _differentiate(ctx: Any, incoming: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    # Compilers leave out arguments that were left at their default.
+    given = (*ctx.needs_input_grad, False)
+    (x_needs, weight_needs, bias_needs), residual_needs = given[:3], given[9]
     needs = [x_needs or residual_needs, weight_needs, bias_needs]
     gradients: list[Tensor | None] = [None, None, None]
-    if dy is not None:
+    if incoming[0] is not None:
         x_hat, rstd, weight = ctx.saved_tensors
-        made = iter(ms_norm_backward(dy, x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
+        made = iter(ms_norm_backward(incoming[0], x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
         gradients = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
     dx, *of_parameters = gradients
     return of_both_terms(dx, x_needs, residual_needs, (*of_parameters, *(None,) * 6))[: len(ctx.needs_input_grad)]
 
 
-def _needs(ctx: Any, arguments: int) -> tuple[bool, ...]:
-    """Which of the operator's arguments need a gradient. Compilers leave those out that were left at their default."""
-    given: tuple[bool, ...] = ctx.needs_input_grad
-    return given + (False,) * (arguments - len(given))
-
-
-ms_normalize.register_autograd(_differentiate_normalized, setup_context=_keep_normalized)
-ms_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
+ms_norm.register_autograd(_differentiate, setup_context=_keep)
 
 
 def of_both_terms(

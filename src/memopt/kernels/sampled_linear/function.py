@@ -7,7 +7,11 @@
 With the samplers of `memopt.kernels.sampled_linear.sampling` the expectation of dW is the exact one. The input is saved
 in a slot that may replace it by a sample of its rows (`memopt.patches.sampled_linear.slot`). After WTA-CRS
 (https://arxiv.org/abs/2305.15265), which scales rows of x; here rows of x are saved unscaled, and the few rows of dy
-are scaled, in fp32.
+are scaled, in fp32. The operations on rows are below the function:
+
+    norm_i = |x_i|                                   the score of row i, or a factor of it
+    kept_j = x[row_j]
+    dW     = sum_j weight_j * dy[row_j]^T kept_j
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, not_a_view, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
+from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.linear.function import weight_gradient
-from memopt.kernels.sampled_linear.rows import row_norms, sampled_weight_gradient
 
 
 class Unpacked(Protocol):
@@ -107,3 +112,67 @@ def _dweight(
     else:
         gradient = sampled_weight_gradient(dy, x, sample.rows.unpack(), sample.weights.unpack())
     return (gradient.t() if transposed else gradient).to(weight.dtype)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """|x_i| of each row, fp32 (n,); fp64 for fp64.
+
+    No square of a 16-bit or fp32 number overflows or underflows: only a row of zeros has norm 0, and only a norm beyond
+    fp32 is infinite. NaN and infinity propagate. Triton reads x once and copies nothing.
+
+    Args:
+        x: (n, d), floating, any strides.
+    """
+    x = x.detach()
+    if runs_triton(x):
+        from memopt.kernels.sampled_linear.rows_triton import launch_row_norms
+
+        return launch_row_norms(x)
+    return _row_norms(x)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], contiguous, in the dtype of x: (k, d).
+
+    Args:
+        x: (n, d), any strides.
+        rows: int32 (k,), each in [0, n).
+    """
+    x = x.detach()
+    if runs_triton(x):
+        from memopt.kernels.sampled_linear.rows_triton import launch_gather_rows
+
+        return launch_gather_rows(x, rows)
+    return x.index_select(0, rows)
+
+
+def sampled_weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_j weights_j * dy[rows_j]^T kept_j, (out, in) in the dtype of `kept`.
+
+    weights_j * dy[rows_j] is computed in fp32 (fp64 for fp64) and rounded once to the dtype of `kept`; the sum over the
+    rows is accumulated in fp32 (fp64). Triton reads the k rows of dy in place.
+
+    Args:
+        dy: (n, out), any strides.
+        kept: (k, in), any strides.
+        rows: int32 (k,), each in [0, n).
+        weights: fp32 (k,).
+    """
+    dy, kept = dy.detach(), kept.detach()
+    if runs_triton(dy, kept, weights):
+        from memopt.kernels.sampled_linear.rows_triton import launch_weight_gradient
+
+        return launch_weight_gradient(dy, kept, rows, weights)
+    return _weight_gradient(dy, kept, rows, weights)
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    # In fp64 the square of every 16-bit or fp32 number is exact and in range.
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    return norms if x.dtype == torch.float64 else norms.to(torch.float32)
+
+
+def _weight_gradient(dy: Tensor, kept: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    precision = accumulation_dtype(kept.dtype)
+    scaled = dy.index_select(0, rows).to(precision) * weights.to(precision)[:, None]
+    return scaled.to(kept.dtype).t() @ kept

@@ -1,4 +1,4 @@
-"""Triton kernels of `memopt.kernels.sampled_linear.rows`: norms of rows, a gather, and the weight gradient of rows."""
+"""Triton kernels of a sampled linear: norms of rows, a gather, and the weight gradient of rows."""
 
 from __future__ import annotations
 

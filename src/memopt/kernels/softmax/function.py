@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, autocast_as, is_batched, refuse_double_backward
-from memopt.kernels.base.parts import elementwise
+from memopt.kernels.base.pieces import elementwise
 from memopt.recompute.rules import PROBABILITIES, Node, recomputable
 from memopt.recompute.specs import Recomputed
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from memopt.recompute.specs import Recomputed, recomputed_of
-from memopt.saved.compressible import Compressible
 from memopt.saved.scope import in_a_scope, new_slot, saving_by
-from memopt.saved.slots import Packing, Slot, tensor_of
+from memopt.saved.slots import Compressible, Packing, Slot, tensor_of
 
 
 def save_as_code(

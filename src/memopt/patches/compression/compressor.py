@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.quantize.layout import Quantized
 from memopt.kernels.quantize.quantize import dequantize, quantize
-from memopt.saved.compressible import Compressible
 from memopt.saved.pinned import Holder, Packed, only_held_by
+from memopt.saved.slots import Compressible
 from memopt.torch_compat import FakeTensor, living_storage, storage_id, weak_storage
 
 #: A 16-bit tensor of fewer elements a token is left alone; one in 32 bits where it is narrower than a part of the

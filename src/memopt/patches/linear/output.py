@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.kernels.linear.output import recomputed_output
+from memopt.kernels.linear.function import recomputed_output
 from memopt.patches.rerun import (
     Held,
     RepeatedMode,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, ms_norm_of_sum, normalize
+from memopt.kernels.norm.function import NormSpec, accumulation_dtype, affine, ms_norm, normalize
 from memopt.patches.identity import Frozen, freezing, local_name, thaw
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import (
@@ -90,7 +90,7 @@ def norm_of_sum(module: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     if call is None:
         y: Tensor = module(a + b)
         return y
-    return ms_norm_of_sum(a, b, *call)
+    return ms_norm(a, *call, b)
 
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.kernels.sampled_linear.rows import gather_rows, row_norms
+from memopt.kernels.sampled_linear.function import gather_rows, row_norms
 from memopt.kernels.sampled_linear.sampling import Method, rows_kept, sample_rows
-from memopt.saved.compressible import Compressible
 from memopt.saved.handles import Handle
 from memopt.saved.pinned import Packed
 from memopt.saved.scope import new_slot, saving_by
-from memopt.saved.slots import Packing, Slot, tensor_of
+from memopt.saved.slots import Compressible, Packing, Slot, tensor_of
 
 #: Bytes of an index and a weight.
 _PER_ROW = torch.int32.itemsize + torch.float32.itemsize

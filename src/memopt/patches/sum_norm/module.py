@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.device import runs_triton
-from memopt.kernels.base.parts import parts_of
+from memopt.kernels.base.pieces import parts_of
 from memopt.patches.norm.module import norm_of_sum
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite, run_in_scope
