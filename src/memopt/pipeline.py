@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt.checkpoint.atomic import check_space, check_target
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, InputsRecord
 from memopt.checkpoint.names import check_names
 from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
+from memopt.checkpoint.target import check_space, check_target
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.checkpoint import atomic, replaced, shards, stage
-from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint import atomic, shards, target
+from memopt.checkpoint.atomic import staged
 from memopt.checkpoint.sources.source import open_source
+from memopt.checkpoint.target import check_space, check_target
 from memopt.checkpoint.writer import write_checkpoint
 from memopt.errors import OutputError
 from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
@@ -167,7 +168,7 @@ def test_what_cannot_be_removed_is_named_and_nothing_else_is_claimed(
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
     monkeypatch.setattr(shards, "write_at", full)
-    monkeypatch.setattr(stage.shutil, "rmtree", refuse)
+    monkeypatch.setattr(atomic.shutil, "rmtree", refuse)
     notes: list[str] = []
     with pytest.raises(OutputError) as caught:
         write_checkpoint(open_source(str(model)), rms_plan(), tmp_path / "out", note=notes.append)
@@ -187,7 +188,7 @@ def test_a_parent_that_cannot_be_listed_is_an_error_of_the_output(
     def refuse(out: Path, note: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(out.parent))
 
-    monkeypatch.setattr(atomic, "clear_leftovers", refuse)
+    monkeypatch.setattr(atomic, "_clear_leftovers", refuse)
     with pytest.raises(OutputError, match="Permission denied"), staged(tmp_path / "out", force=True, note=print):
         pytest.fail("nothing can be written")
 
@@ -324,7 +325,7 @@ def test_force_refuses_a_folder_in_which_something_is_not_memopts_and_names_it(
 def test_a_weight_file_that_is_edited_is_found_where_only_its_digest_shows_it(tmp_path: Path) -> None:
     out = written_before(tmp_path / "out", {"w": torch.zeros(400_000)})
     edit_weights(out)
-    replaced.replaceable(out, all_digests=False)
+    target.files_to_replace(out, True, "is not empty", all_digests=False)
     with pytest.raises(OutputError, match=r"changed .* model\.safetensors"), staged(out, force=True, note=print):
         pytest.fail("it is found before anything is written")
 
@@ -346,7 +347,7 @@ def test_a_file_that_appears_while_the_old_folder_is_removed_is_kept(
     out = written_before(tmp_path / "out", rms_tensors())
     original = atomic.remove_files
 
-    def late(folder: Path, files: replaced.Files) -> None:
+    def late(folder: Path, files: target.Files) -> None:
         (folder / "late.txt").write_text("precious")
         original(folder, files)
 
@@ -407,7 +408,7 @@ def test_the_source_is_never_the_target_nor_around_or_inside_it(
 
 
 def test_the_hubs_cache_is_never_the_target(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic, "cache_folder", lambda: tmp_path / "hub")
+    monkeypatch.setattr(target, "cache_folder", lambda: tmp_path / "hub")
     for out in ("hub", "hub/models--x/snapshots/abc", "."):
         with pytest.raises(OutputError, match=r"cache|contains"):
             check_target(tmp_path / out, model, force=True)

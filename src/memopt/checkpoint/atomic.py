@@ -1,41 +1,52 @@
 """Publishing a folder in one step: it is written next to its target and renamed when it is complete.
 
-An error, a full disk, a signal or a power cut before the rename leaves the target unchanged. What happens beside the
-target is in `stage`, which targets may be replaced in `replaced`.
+An error, a full disk, a signal or a power cut before the rename leaves the target unchanged. A run works in a private
+folder beside the target, its stage:
+
+    .NAME.memopt-XXXXXXXX/        mode 0700, locked as long as its run lives
+        .memopt-stage             marks it as memopt's
+        new/                      what is written; after an exchange, what was replaced
+        old/                      what is to be replaced, where the system cannot exchange two folders in one step
+
+Whether its run lives is told by the lock alone: process ids are used again, and mean nothing on another host. Which
+targets may be replaced is in `target`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import re
 import shutil
 import signal
-import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from memopt.checkpoint.replaced import Files, list_files, remove_files, replaceable
-from memopt.checkpoint.sources.hub import cache_folder
-from memopt.checkpoint.stage import Stage, clear_leftovers, make_stage
+from memopt.checkpoint.target import Files, files_to_replace, list_files, remove_files, restrict
 from memopt.errors import OutputError
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_MARGIN = 16 << 20
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MARK, _NEW, _OLD = ".memopt-stage", "new", "old"
+_ATTEMPTS = 5
+Note = Callable[[str], None]
 
 
 @contextmanager
-def staged(out: Path, *, force: bool | None, note: Callable[[str], None]) -> Iterator[Path]:
+def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
     """A temporary folder that becomes `out` when the block ends, and is removed when it fails.
 
     Args:
-        out: target folder; see :func:`check_target`.
+        out: target folder; see :func:`memopt.checkpoint.target.check_target`.
         force: replace a non-empty target; None where the command has no --force.
         note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
             could not be removed, and where an interrupt ends the block.
@@ -43,25 +54,26 @@ def staged(out: Path, *, force: bool | None, note: Callable[[str], None]) -> Ite
     Raises:
         OutputError: the folder cannot be created, filled or renamed, or holds what memopt did not write.
     """
-    stage: Stage | None = None
+    stage: _Stage | None = None
     written, clean = False, True
     try:
         with _terminable():
             with _shielded():
-                clear_leftovers(out, note)
-            files = _to_replace(out, force)
+                _clear_leftovers(out, note)
+            files = files_to_replace(out, force, "was filled meanwhile", all_digests=True)
             with _shielded():
-                stage = make_stage(out)
+                stage = _make_stage(out)
             yield stage.new
             _sync_tree(stage.new)
             with _shielded():
                 _publish(stage, out, files, note)
                 written = True
-                clean = _release(stage, note, written=True)
+                clean = stage.release(note, written=True)
                 stage = None
     except BaseException as error:
         if stage is not None:
-            clean = _release(stage, note, written=written)
+            with _shielded():
+                clean = stage.release(note, written=written)
         if isinstance(error, OSError):
             raise _explain(error, out, clean) from error
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -69,72 +81,129 @@ def staged(out: Path, *, force: bool | None, note: Callable[[str], None]) -> Ite
         raise
 
 
-def check_target(out: Path, source: Path, *, force: bool | None) -> Path:
-    """The resolved target, if `source` may be rewritten into it.
+@dataclass(frozen=True)
+class _Stage:
+    """A stage that this run has made and locked."""
 
-    Raises:
-        OutputError: it is or contains the source, lies inside it or inside the hub's cache, is a file, or is a
-            non-empty folder (with `force`: one in which not all is as memopt wrote it).
-    """
-    out, source = out.expanduser().resolve(), source.resolve()
-    for path in (out, source):
+    root: Path
+    lock: int
+    """Descriptor of the folder."""
+    parents: tuple[Path, ...]
+    """Folders that were made around the target, innermost first."""
+
+    @property
+    def new(self) -> Path:
+        return self.root / _NEW
+
+    @property
+    def old(self) -> Path:
+        return self.root / _OLD
+
+    def release(self, note: Note, *, written: bool) -> bool:
+        """Remove the stage and, if nothing was written, the parents made for it; False, with a note, on failure."""
         try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            message = f"The name of '{path}' is no valid Unicode, so memopt.json cannot hold it."
-            raise OutputError(message, "Rename the folder.") from None
-    if out == source or source in out.parents:
-        raise OutputError(f"--out '{out}' is the source folder or lies inside it.", "Choose another --out.")
-    if out in (source, *source.parents):
-        raise OutputError(f"--out '{out}' contains the source '{source}'.", "Choose another --out.")
-    cache = cache_folder()
-    if out == cache or cache in out.parents or out in cache.parents:
-        raise OutputError(f"--out '{out}' would change the hub's cache.", "Choose another --out.")
-    if out in (Path.cwd(), *Path.cwd().parents):
-        raise OutputError(f"--out '{out}' is or contains the current folder.", "Choose another --out.")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"--out '{out}' is a file.", "Choose another --out.")
-    if out.is_dir() and any(out.iterdir()):
-        if not force:
-            raise OutputError(f"'{out}' exists and is not empty.", _another(force))
-        replaceable(out, all_digests=False)
-    return out
+            if (self.root / _MARK).exists():
+                _remove(self.root)
+            for parent in () if written else self.parents:
+                parent.rmdir()
+        except OSError as error:
+            note(f"'{error.filename or self.root}' was left behind, since it cannot be removed: {error.strerror}.")
+            return False
+        finally:
+            os.close(self.lock)
+        return True
+
+    def abandon(self) -> None:
+        """Leave the stage where it is, and let no later run take it for a leftover."""
+        (self.root / _MARK).unlink()
 
 
-def check_space(out: Path, needed: int) -> None:
-    """Check that the disk of `out` has room for `needed` bytes.
-
-    Raises:
-        OutputError: it has not.
-    """
-    folder = next(parent for parent in out.parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < needed + _MARGIN:
-        raise OutputError(
-            f"'{out}' needs {_size(needed + _MARGIN)} and the disk has {_size(free)} free.",
-            "Free some space, or choose an --out on another disk.",
-        )
-
-
-def restrict(path: Path, origin: Path) -> None:
-    """Take from `path` what group and others may not do with `origin`."""
-    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(0o077 & ~origin.stat().st_mode))
-
-
-def _another(force: bool | None) -> str:
-    return "Choose another --out, or " + ("remove it first." if force is None else "replace it with --force.")
+def _make_stage(out: Path) -> _Stage:
+    """A stage beside `out`, whose missing parents are made."""
+    parents = tuple(path for path in (out.parent, *out.parent.parents) if not path.exists())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_ATTEMPTS):
+        root = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
+        with _locked(root) as lock:
+            if lock is None:  # another run found it before it was locked, and removes it as an empty leftover
+                continue
+            try:
+                (root / _MARK).touch()
+                (root / _NEW).mkdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                _remove(root)
+                raise
+            return _Stage(root, os.dup(lock), parents)
+    raise FileNotFoundError(2, "temporary folders are removed while they are made", str(out.parent))
 
 
-def _to_replace(out: Path, force: bool | None) -> Files | None:
-    """The files of `out` that may be replaced; None where there are none."""
-    if not (out.is_dir() and any(out.iterdir())):
-        return None
-    if not force:
-        raise OutputError(f"'{out}' was filled meanwhile.", _another(force))
-    return replaceable(out, all_digests=True)
+def _clear_leftovers(out: Path, note: Note) -> None:
+    """Remove the stages that killed runs left beside `out`; what one of them had moved aside is moved back."""
+    pattern = re.compile(re.escape(_prefix(out)) + r"\w{8}")
+    found = sorted(out.parent.iterdir()) if out.parent.is_dir() else []
+    for root in (path for path in found if pattern.fullmatch(path.name)):
+        with _locked(root) as lock:
+            if lock is None:
+                continue
+            if not _is_stage(root):
+                note(f"'{root}' has the name of a temporary folder, but memopt did not make it: it was left alone.")
+                continue
+            if (root / _OLD).is_dir() and not (out.is_dir() and any(out.iterdir())):
+                os.rename(root / _OLD, out)
+                note(f"Restored '{out}', which an interrupted run had moved aside.")
+            try:
+                _remove(root)
+                note(f"Removed '{root}', left by an interrupted run.")
+            except OSError as error:
+                note(f"'{root}' was left by an interrupted run and cannot be removed: {error.strerror}.")
 
 
-def _publish(stage: Stage, out: Path, files: Files | None, note: Callable[[str], None]) -> None:
+def _prefix(out: Path) -> str:
+    return f".{out.name}.memopt-"
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[int | None]:
+    """A locked descriptor of a folder; None where it is none, is gone, or another run has locked it."""
+    try:
+        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # no folder: a link, a pipe
+        yield None
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield lock
+    finally:
+        os.close(lock)
+
+
+def _is_stage(root: Path) -> bool:
+    """Whether memopt made the folder; one that is empty may be removed in any case."""
+    entries = {entry.name: entry for entry in os.scandir(root)}
+    if not entries:
+        return True
+    mark = entries.pop(_MARK, None)
+    if mark is None or not mark.is_file(follow_symlinks=False) or mark.stat(follow_symlinks=False).st_size:
+        return False
+    return all(name in (_NEW, _OLD) and entry.is_dir(follow_symlinks=False) for name, entry in entries.items())
+
+
+def _remove(root: Path) -> None:
+    """Remove a stage, its mark last: what a kill leaves of it is still recognised."""
+    for name in (_NEW, _OLD):
+        if (root / name).exists():
+            shutil.rmtree(root / name)
+    (root / _MARK).unlink(missing_ok=True)
+    root.rmdir()
+
+
+def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
     present = list_files(out) if out.is_dir() else {}
     if present != (files or {}):
         raise OutputError(f"'{out}' was changed while its replacement was written.", "Look at it, and try again.")
@@ -190,15 +259,6 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _release(stage: Stage, note: Callable[[str], None], *, written: bool) -> bool:
-    """Remove the stage; False, with a note, where that failed."""
-    with _shielded():
-        left = stage.release(written=written)
-    if left is not None:
-        note(left)
-    return left is None
-
-
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and SIGHUP, so that cleanup runs; Ctrl-C raises already."""
@@ -242,7 +302,3 @@ def _explain(error: OSError, out: Path, clean: bool) -> OutputError:
         return OutputError(f"The disk became full while '{out}' was written. Free some space.", hint)
     at = f" ('{error.filename}')" if error.filename else ""
     return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", hint)
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -12,7 +10,7 @@ from memopt.checkpoint.fold import FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY, Manifest
 from memopt.checkpoint.names import SHOWN, compare_names
 from memopt.checkpoint.patched import PatchedFolder, digest_of_folds
-from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source, sha256
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
 from memopt.errors import ModelError, first_of
 
 
@@ -54,16 +52,7 @@ def _misfits(manifest: Manifest, source: CheckpointSource) -> Iterator[str]:
 
 def _changed(manifest: Manifest, source: CheckpointSource) -> list[str]:
     """The files that are not those of the manifest, but for engines' files, which users complete."""
-    names = [name for name in manifest.files if name not in manifest.emitted]
-    with ThreadPoolExecutor(2) as pool:
-        same = list(pool.map(lambda name: _digest(source.root / name) == manifest.files[name].sha256, names))
+    found = manifest.changed_files(source.root)
     there = {*source.side_files, *source.left_out, *(shard.name for shard in source.shards)}
-    changed = [f"{name} is missing or was changed" for name, is_same in zip(names, same, strict=True) if not is_same]
+    changed = [f"{name} {what}" for name, what in found if name not in manifest.emitted]
     return changed + [f"{name} was added" for name in sorted(there - manifest.files.keys())]
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return sha256(path)
-    except OSError:
-        return None

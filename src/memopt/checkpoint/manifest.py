@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from memopt.checkpoint.fold import Fold
-from memopt.checkpoint.sources.source import MANIFEST
+from memopt.checkpoint.sources.source import MANIFEST, sha256
 from memopt.errors import ModelError
 from memopt.files import MAX_JSON_BYTES, once, parse_json, read_small
 from memopt.patches.base import Entry
@@ -24,6 +27,7 @@ SCHEMA_VERSION = 1
 CONFIG_KEY = "memopt"
 #: Of one weight that reads a norm.
 _MAX_CHANNELS = 1 << 20
+_MAX_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,23 @@ class Manifest:
             return None if self.inputs is None else from_description(self.inputs.arguments)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"The inputs in {MANIFEST} have no form that memopt writes: {error}.") from None
+
+    def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
+        """(name, what happened to it) of the files that are not those of `folder` any more.
+
+        Args:
+            known: path of a file -> its SHA-256, where it was read already.
+        """
+
+        def change(name: str) -> str:
+            path, record = folder / name, self.files[name]
+            if not os.path.isfile(path):  # a name may be too long for a path
+                return "is missing"
+            same = path.stat().st_size == record.size and (known.get(path) or sha256(path)) == record.sha256
+            return "" if same else "was changed"
+
+        with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+            return [(name, what) for name, what in zip(self.files, pool.map(change, self.files), strict=True) if what]
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"recipe": self.recipe.model_dump(mode="json")}

@@ -143,7 +143,7 @@ def _spans(shard: Shard, operations: Mapping[str, Operation], *, merge: bool) ->
 
 def _copy(source: CheckpointSource, info: TensorInfo, stream: _Stream, after: Bits | None = None) -> None:
     """Append a tensor, with the content `after` where that is given."""
-    content = None if after is None else after.reshape(-1).view(np.uint8).data
+    content = None if after is None else as_bytes(after)
     for start in range(0, info.nbytes, _BLOCK):
         before, _ = stream.buffers(min(_BLOCK, info.nbytes - start))
         source.weights.read_into(before, info, start)
@@ -167,11 +167,7 @@ def _apply(source: CheckpointSource, info: TensorInfo, operation: Operation, str
 def _scale(
     source: CheckpointSource, info: TensorInfo, operation: Scale, stream: _Stream, changes: RangeChanges
 ) -> None:
-    size = info.shape[operation.axis]
-    scale = np.ones(size)
-    for part in operation.parts:
-        scale = scale * arithmetic.fold_scale(read_floats(source, part.gamma), part.offset, size, part.channels)
-    scaler = arithmetic.Scaler(scale, info.dtype)
+    scaler = arithmetic.Scaler(scale_of(source, operation, info.shape[operation.axis]), info.dtype)
     for piece, start, count in pieces(info, operation.axis):
         before, after = stream.buffers(count)
         source.weights.read_into(before, info, start)
@@ -191,13 +187,19 @@ def shifted(source: CheckpointSource, name: str, operation: Shift) -> Bits:
         outer, size, inner = view3(info.shape, part.axis)
         shift = arithmetic.fold_shift(read_floats(source, part.beta), part.scale, size, part.channels)
         pair = arithmetic.zero_pair(outer, inner)
-        for piece, start, count in pieces(info, part.axis):
-            block = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
-            block = block.reshape([part.stop - part.start for part in piece])
+        for piece, _, block in blocks(source, info, part.axis):
             arithmetic.accumulate(pair, piece, arithmetic.contract(block, info.dtype, shift[piece[1]]))
         product = arithmetic.per_output(pair, bias.size)
         total = product if total is None else arithmetic.add_pairs(total, product)
     return bias if total is None else arithmetic.finish_bias(bias, source.tensors[name].dtype, total)
+
+
+def scale_of(source: CheckpointSource, operation: Scale, size: int) -> Floats:
+    """The fp64 number by which each of `size` coordinates along the axis is multiplied."""
+    scale = np.ones(size)
+    for part in operation.parts:
+        scale = scale * arithmetic.fold_scale(read_floats(source, part.gamma), part.offset, size, part.channels)
+    return scale
 
 
 def read_floats(source: CheckpointSource, name: str) -> Floats:
@@ -207,6 +209,20 @@ def read_floats(source: CheckpointSource, name: str) -> Floats:
 
 def _bits(source: CheckpointSource, name: str) -> Bits:
     return arithmetic.stored(source.read_range(name), source.tensors[name].dtype)
+
+
+def as_bytes(bits: Bits) -> memoryview:
+    """The bytes of a file that these bits are."""
+    return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
+
+
+def blocks(
+    source: CheckpointSource, info: TensorInfo, axis: int
+) -> Iterator[tuple[tuple[slice, slice, slice], int, Bits]]:
+    """(slices, first byte, stored values) of consecutive blocks of a tensor, viewed as in :func:`pieces`."""
+    for where, start, count in pieces(info, axis):
+        bits = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
+        yield where, start, bits.reshape([part.stop - part.start for part in where])
 
 
 def pieces(info: TensorInfo, axis: int) -> Iterator[tuple[tuple[slice, slice, slice], int, int]]:

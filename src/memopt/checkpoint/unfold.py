@@ -23,7 +23,7 @@ import numpy.typing as npt
 from memopt.checkpoint import arithmetic
 from memopt.checkpoint.arithmetic import Bits, Channels, Floats
 from memopt.checkpoint.fold import Fold, FoldPlan, Scale, Shift, ShiftPart, map_names
-from memopt.checkpoint.shards import pieces, read_floats, shifted
+from memopt.checkpoint.shards import as_bytes, blocks, read_floats, scale_of, shifted
 from memopt.checkpoint.sources.header import DTYPE_BITS, FLOAT_DTYPES
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.checkpoint.tiles import view3
@@ -185,7 +185,7 @@ class _Unfolding:
         untouched = True
         for block in self.blocks(name):
             untouched &= bool(block.untouched.all())
-            self.put(key, block.start, _bytes(block.restored))
+            self.put(key, block.start, as_bytes(block.restored))
             restored = arithmetic.decode(block.restored, dtype) if parts else block.patched
             for bias, part, norm in parts:
                 before, after = (
@@ -205,19 +205,18 @@ class _Unfolding:
         assert isinstance(operation, Scale)
         info, before = self.patched.tensors[key], self.source.tensors[name]
         size = info.shape[operation.axis]
-        folded, factor, free = np.ones(size), np.ones(size), np.ones(size, dtype=bool)
+        folded = scale_of(self.source, operation, size)
+        factor, free = np.ones(size), np.ones(size, dtype=bool)
         for part in operation.parts:
-            gamma, norm = read_floats(self.source, part.gamma), self.norms.get(part.gamma)
-            folded *= arithmetic.fold_scale(gamma, part.offset, size, part.channels)
-            factor *= _spread(np.ones(len(gamma)) if norm is None else norm.factor(), size, part.channels, 1.0)
-            own = np.zeros(len(gamma)) if norm is None else norm.identity & ~norm.kept
+            norm, count = self.norms.get(part.gamma), prod(self.source.tensors[part.gamma].shape)
+            factor *= _spread(np.ones(count) if norm is None else norm.factor(), size, part.channels, 1.0)
+            own = np.zeros(count) if norm is None else norm.identity & ~norm.kept
             free &= _spread(own.astype(np.float64), size, part.channels, 1.0) > 0
-        for where, start, count in pieces(info, operation.axis):
-            extent, column = [part.stop - part.start for part in where], (None, where[1], None)
-            width, width_before = (DTYPE_BITS[each.dtype] // 8 for each in (info, before))
-            first, last = (at // width * width_before for at in (start, start + count))
-            bits = arithmetic.stored(self.patched.read_range(key, start, start + count), info.dtype).reshape(extent)
-            old = arithmetic.stored(self.source.read_range(name, first, last), before.dtype).reshape(extent)
+        width, width_before = (DTYPE_BITS[each.dtype] // 8 for each in (info, before))
+        for where, start, bits in blocks(self.patched, info, operation.axis):
+            column = (None, where[1], None)
+            first, last = (at // width * width_before for at in (start, start + bits.nbytes))
+            old = arithmetic.stored(self.source.read_range(name, first, last), before.dtype).reshape(bits.shape)
             before_fold = arithmetic.decode(old, before.dtype)
             product = arithmetic.encode(before_fold * folded[column], before.dtype)
             untouched = (_converted(product, before.dtype, info.dtype) == bits) & free[column]
@@ -236,7 +235,7 @@ class _Unfolding:
         if all(part.weight in untouched for part in operation.parts):
             same = _converted(shifted(self.source, name, operation), before, dtype) == bits
             restored = np.where(same, self.original(name), restored)
-        self.put(self.keys[name], 0, _bytes(restored))
+        self.put(self.keys[name], 0, as_bytes(restored))
         self.record(self.keys[name], bool(same.all()))
 
     def restore(self, norm: _Norm) -> None:
@@ -245,7 +244,7 @@ class _Unfolding:
         for name, values in zip(fold.own, (norm.restored_scale - fold.offset, norm.restored_shift), strict=False):
             old = self.original(name)
             restored = np.where(norm.identity & ~norm.kept, old, arithmetic.encode(values, self.dtype(name)))
-            self.put(self.keys[name], 0, _bytes(restored))
+            self.put(self.keys[name], 0, as_bytes(restored))
             self.record(self.keys[name], bool((restored == old).all()))
         if not norm.kept.any():
             self.done.norms.append(fold.norm)
@@ -290,7 +289,3 @@ def _rounded(values: Floats, dtype: str) -> Floats:
 
 def _largest(values: Floats) -> float:
     return float(np.abs(values).max(initial=0.0, where=np.isfinite(values)))
-
-
-def _bytes(bits: Bits) -> memoryview:
-    return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data

@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from memopt.checkpoint.atomic import check_space, check_target, staged
+from memopt.checkpoint.atomic import staged
 from memopt.checkpoint.card import CARD, MAX_BYTES, source_card
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.manifest import CONFIG_KEY
 from memopt.checkpoint.shards import write_at
 from memopt.checkpoint.sources.source import CheckpointSource
+from memopt.checkpoint.target import check_space, check_target
 from memopt.checkpoint.unfold import Unfolded, unfold
 from memopt.checkpoint.writer import copy_side_files, keep_private
 

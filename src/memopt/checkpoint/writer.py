@@ -15,7 +15,7 @@ import numpy as np
 
 import memopt
 from memopt.checkpoint.arithmetic import RangeChanges, epsilon
-from memopt.checkpoint.atomic import check_space, check_target, restrict, staged
+from memopt.checkpoint.atomic import staged
 from memopt.checkpoint.card import CARD, patched_card
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import (
@@ -32,6 +32,7 @@ from memopt.checkpoint.patched import config_key, digest_of_affines
 from memopt.checkpoint.shards import WrittenShard, read_floats, restore, write_shard
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, sha256
+from memopt.checkpoint.target import check_space, check_target, restrict
 from memopt.errors import NegativeVerdict, OutputError
 from memopt.plan.plan import Plan
 
@@ -100,8 +101,11 @@ def write_checkpoint(
         copy_side_files(source, stage, remember)
         _write_config(source, plan, folds, stage)
         manifest = _manifest(source, plan, folds, shards, stage, workers, inputs)
-        manifest = replace(_write_card(source, manifest, stage, remember), notes=tuple(notes))
-        manifest = _write_added(added, manifest, stage)
+        card, why_not = patched_card(source.root, manifest)
+        if why_not:
+            remember(why_not)
+        manifest = _write_files({} if card is None else {CARD: card}, manifest, stage)
+        manifest = replace(_write_files(added, manifest, stage), notes=tuple(notes), emitted=tuple(sorted(added)))
         (stage / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         keep_private(source, stage)
     changed = folds.operations()
@@ -176,9 +180,7 @@ def _record(path: Path, advance: Callable[[int], None] | None = None) -> FileRec
 
 def copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str], None]) -> None:
     """Copy every file that belongs to the model and is no weight, and the shard index, to the folder `stage`."""
-    for name in source.side_files:
-        (stage / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.root / name, stage / name)
+    copy_files(source, stage)
     if source.weights.index is not None:
         (stage / INDEX).write_bytes(source.weights.index)
     if source.left_out:
@@ -188,13 +190,23 @@ def copy_side_files(source: CheckpointSource, stage: Path, note: Callable[[str],
             note(f"'{name}' of the source is a link to '{target}', outside of it; {_what_of(target)}.")
 
 
-def keep_private(source: CheckpointSource, stage: Path) -> None:
-    """Take from the files and folders in `stage` what group and others may not do with the source's."""
+def copy_files(source: CheckpointSource, stage: Path) -> None:
+    """Copy every file beside the weights to the folder `stage`."""
+    for name in source.side_files:
+        (stage / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.root / name, stage / name)
+
+
+def keep_private(source: CheckpointSource, stage: Path, otherwise: Path | None = None) -> None:
+    """Take from the files and folders in `stage` what group and others may not do with the source's.
+
+    What the source has not is as private as the file `otherwise`, by default its config.json.
+    """
     origins = {shard.name: shard.origin for shard in source.shards}
     for path in (stage, *stage.rglob("*")):
         name = path.relative_to(stage).as_posix()
         origin = origins.get(name, source.root / name)
-        restrict(path, origin if origin.exists() else source.root / "config.json")
+        restrict(path, origin if origin.exists() else otherwise or source.root / "config.json")
 
 
 def _links_out(source: CheckpointSource) -> Iterator[tuple[str, Path]]:
@@ -217,23 +229,12 @@ def _write_config(source: CheckpointSource, plan: Plan, folds: FoldPlan, stage: 
     (stage / "config.json").write_bytes(add_config_key((source.root / "config.json").read_bytes(), key))
 
 
-def _write_card(source: CheckpointSource, manifest: Manifest, stage: Path, note: Callable[[str], None]) -> Manifest:
-    """Write the model card, where one can be written; the manifest with it among its files."""
-    content, why_not = patched_card(source.root, manifest)
-    if why_not:
-        note(why_not)
-    if content is None:
-        return manifest
-    (stage / CARD).write_bytes(content)
-    return replace(manifest, files=dict(sorted({**manifest.files, CARD: _record(stage / CARD)}.items())))
-
-
-def _write_added(added: Mapping[str, bytes], manifest: Manifest, stage: Path) -> Manifest:
-    """Write the files for training engines; the manifest with them."""
-    for name, content in added.items():
+def _write_files(contents: Mapping[str, bytes], manifest: Manifest, stage: Path) -> Manifest:
+    """Write files beside the weights to `stage`; the manifest with them."""
+    for name, content in contents.items():
         (stage / name).write_bytes(content)
-    files = dict(sorted({**manifest.files, **{name: _record(stage / name) for name in added}}.items()))
-    return replace(manifest, files=files, emitted=tuple(sorted(added)))
+    records = {name: _record(stage / name) for name in contents}
+    return replace(manifest, files=dict(sorted({**manifest.files, **records}.items())))
 
 
 def _manifest(

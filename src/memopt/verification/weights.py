@@ -72,17 +72,7 @@ def verify_weights(patched_dir: str | Path, against: str | None = None) -> list[
 
 
 def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digests: Mapping[Path, str]) -> Check:
-    root = folder.resolve()
-
-    def state(name: str) -> tuple[str, str] | None:
-        path = folder / name
-        if not os.path.isfile(path):  # a name may be too long for a path
-            return name, "is missing"
-        record = manifest.files[name]
-        same = path.stat().st_size == record.size and (digests.get(root / name) or sha256(path)) == record.sha256
-        return None if same else (name, "was changed")
-
-    found = [each for each in _parallel(state, manifest.files) if each]
+    found = manifest.changed_files(folder.resolve(), digests)
     found += [(name, "was added") for name in sorted(there - manifest.files.keys())]
     wrong = [" ".join(each) for each in found]
     # Engines' files are no part of the model, and users complete them.

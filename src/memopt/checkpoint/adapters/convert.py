@@ -26,8 +26,7 @@ from memopt.checkpoint.adapters.sides import Reader, Sides
 from memopt.checkpoint.arithmetic import Bits, Floats
 from memopt.checkpoint.digests import BLOCK
 from memopt.checkpoint.fold import Fold, Scale, Shift
-from memopt.checkpoint.shards import pieces, read_floats
-from memopt.checkpoint.sources.header import TensorInfo
+from memopt.checkpoint.shards import as_bytes, blocks, read_floats
 from memopt.checkpoint.sources.source import CheckpointSource
 from memopt.errors import first_of
 
@@ -97,13 +96,13 @@ class _Conversion(Sides):
         """The bytes of the converted tensor `key`."""
         part = self.parts.get(key)
         if part is None:  # the bias of a B that had none
-            yield _bytes(self.bias_of_b(key))
+            yield as_bytes(self.bias_of_b(key))
         elif not self.changes(part):
             yield from self.copied(key)
         elif part.leaf == "lora_B.bias":
-            yield _bytes(self.bias_of_b(key))
+            yield as_bytes(self.bias_of_b(key))
         elif part.leaf == "lora_magnitude_vector":
-            yield _bytes(self.magnitude(part))
+            yield as_bytes(self.magnitude(part))
         elif part.added:
             yield from self.scaled(key, 1, self.readers[str(part.base)])
         else:
@@ -115,12 +114,12 @@ class _Conversion(Sides):
         if isinstance(operation, Scale):
             yield from self.scaled(part.key, operation.axis, self.readers[name])
         elif isinstance(operation, Shift):
-            yield _bytes(self.shifted(part.key, operation))
+            yield as_bytes(self.shifted(part.key, operation))
         else:
             dtype = self.adapter.source.tensors[part.key].dtype
             size = int(np.prod(self.base.tensors[name].shape))
             values = read_floats(self.base, name) if self.back else np.full(size, operation.value)
-            yield _bytes(arithmetic.encode(values, dtype))
+            yield as_bytes(arithmetic.encode(values, dtype))
 
     def copied(self, key: str) -> Blocks:
         nbytes = self.adapter.source.tensors[key].nbytes
@@ -130,11 +129,9 @@ class _Conversion(Sides):
     def scaled(self, key: str, axis: int, reader: Reader) -> Blocks:
         """A tensor whose coordinates along `axis` are channels of the norm, multiplied or divided by its scale."""
         info = self.adapter.source.tensors[key]
-        for where, start, count in pieces(info, axis):
-            extent = [each.stop - each.start for each in where]
-            block = arithmetic.stored(self.adapter.source.read_range(key, start, start + count), info.dtype)
-            values = arithmetic.decode(block, info.dtype).reshape(extent)
-            yield _bytes(self.other_side(key, values, reader.scale[None, where[1], None], info.dtype))
+        for where, _, block in blocks(self.adapter.source, info, axis):
+            values = arithmetic.decode(block, info.dtype)
+            yield as_bytes(self.other_side(key, values, reader.scale[None, where[1], None], info.dtype))
 
     def other_side(self, key: str, values: Floats, scale: Floats, dtype: str) -> Bits:
         with np.errstate(all="ignore"):
@@ -178,7 +175,8 @@ class _Conversion(Sides):
             shift = arithmetic.fold_shift(
                 read_floats(self.base, each.beta), each.scale, info.shape[each.axis], each.channels
             )
-            for where, values in self.floats(source, info, each.axis):
+            for where, _, block in blocks(source, info, each.axis):
+                values = arithmetic.decode(block, info.dtype)
                 if source is self.adapter.source and self.back:
                     scale = self.readers[each.weight].scale[None, where[1], None]
                     values = arithmetic.decode(self.other_side(info.name, values, scale, info.dtype), info.dtype)
@@ -201,7 +199,8 @@ class _Conversion(Sides):
         alpha = pattern_value(config.get("alpha_pattern"), part.name, config.get("lora_alpha", 8))
         factor = float(alpha) / (sqrt(rank) if config.get("use_rslora") else rank)
         squares = np.zeros((2, rows.shape[0]))
-        for where, values in self.floats(self.base, info, reader.axis):
+        for where, _, block in blocks(self.base, info, reader.axis):
+            values = arithmetic.decode(block, info.dtype)
             outputs = where[0] if reader.axis else where[2]
             scale = reader.scale[None, where[1], None]
             product = arithmetic.decode(arithmetic.encode(values * scale, info.dtype), info.dtype)
@@ -213,14 +212,6 @@ class _Conversion(Sides):
         found = read_floats(source, part.key) * np.where(np.isfinite(quotient), quotient, 1.0)
         return arithmetic.encode(found, source.tensors[part.key].dtype)
 
-    def floats(
-        self, source: CheckpointSource, info: TensorInfo, axis: int
-    ) -> Iterator[tuple[tuple[slice, slice, slice], Floats]]:
-        """A tensor block by block, viewed as (before axis, axis, after axis)."""
-        for where, start, count in pieces(info, axis):
-            bits = arithmetic.stored(source.read_range(info.name, start, start + count), info.dtype)
-            yield where, arithmetic.decode(bits, info.dtype).reshape([each.stop - each.start for each in where])
-
 
 def _pair(part: Part | str) -> str:
     """Key of the B of an A of LoRA, and of the A of a B."""
@@ -230,7 +221,3 @@ def _pair(part: Part | str) -> str:
 
 def _bias(part: Part) -> str:
     return _pair(part).removesuffix("weight") + "bias"
-
-
-def _bytes(bits: Bits) -> memoryview:
-    return np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data

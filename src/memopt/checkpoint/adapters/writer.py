@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any, Literal
 import memopt
 from memopt.checkpoint.adapters.convert import Converted
 from memopt.checkpoint.adapters.folder import KIND, WEIGHTS, Adapter, to_json
-from memopt.checkpoint.atomic import check_space, check_target, restrict, staged
+from memopt.checkpoint.atomic import staged
 from memopt.checkpoint.manifest import FileRecord
 from memopt.checkpoint.sources.header import build_header
 from memopt.checkpoint.sources.source import MANIFEST, sha256
+from memopt.checkpoint.target import check_space, check_target
+from memopt.checkpoint.writer import copy_files, keep_private
 from memopt.walk.models.adapter import ADAPTER_CONFIG
 
 SCHEMA_VERSION = 1
@@ -58,9 +59,7 @@ def write_adapter(
                     file.write(block)
         config = {**converted.config, "base_model_name_or_path": base}
         (stage / ADAPTER_CONFIG).write_text(to_json(config), encoding="utf-8")
-        for name in source.side_files:
-            (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.root / name, stage / name)
+        copy_files(source, stage)
         files = {p.relative_to(stage).as_posix(): p for p in sorted(stage.rglob("*")) if p.is_file()}
         record: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -71,6 +70,4 @@ def write_adapter(
             "files": {name: asdict(FileRecord(sha256(path), path.stat().st_size)) for name, path in files.items()},
         }
         (stage / MANIFEST).write_text(to_json(record), encoding="utf-8")
-        for path in (stage, *stage.rglob("*")):
-            origin = source.root / path.relative_to(stage)
-            restrict(path, origin if origin.exists() else source.shards[0].origin)
+        keep_private(source, stage, otherwise=source.shards[0].origin)
