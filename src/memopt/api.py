@@ -26,7 +26,7 @@ from memopt.torch_compat import warn_once_of_missing
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
-    from memopt.reporting.summary import Summary
+    from memopt.reporting.terminal import Summary
 
 M = TypeVar("M", bound=nn.Module)
 _logger = logging.getLogger("memopt")
@@ -105,7 +105,7 @@ def summary(model: nn.Module) -> Summary:
 
     A wrapper or copy of a patched model has the same summary.
     """
-    from memopt.reporting.summary import summarize
+    from memopt.reporting.terminal import summarize
 
     swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
     remarks = [

@@ -127,14 +127,14 @@ def test_a_thinned_chart_keeps_the_peak(length: int) -> None:
     totals = list(accumulate(changes))
     shown, top = thinned(changes, limit=40)
     assert len(shown) <= 40 + 1
-    assert list(shown) == sorted(shown)
-    assert (totals[list(shown)[top]] == max(totals)) if totals else not shown
+    assert shown == sorted(shown)
+    assert (totals[shown[top]] == max(totals)) if totals else not shown
 
 
 def test_a_spike_of_one_event_is_shown() -> None:
     """The largest of its span, though not of the step."""
     steady = [100, *(at % 2 * 2 - 1 for at in range(1, 1000))]
     shown, top = thinned([*steady, 50, -50, 1000], limit=10)
-    assert list(shown)[top] == 1002
+    assert shown[top] == 1002
     late, _ = thinned([*steady, 50, -50, *[0] * 998], limit=10)
     assert 1000 in late

@@ -42,9 +42,10 @@ def chart(name: str, prediction: Prediction) -> Chart:
         now[storage.part] += storage.nbytes
     shown, top = thinned([event.change for event in events])
     live: dict[Part, list[int]] = {part: [] for part in PARTS}
+    drawn = set(shown)
     for number, event in enumerate(events):
         now[event.storage.part] += event.change
-        if number in shown:
+        if number in drawn:
             for part, values in live.items():
                 values.append(now[part])
     phases = [("forward", 0)]
@@ -70,7 +71,7 @@ def chart(name: str, prediction: Prediction) -> Chart:
     )
 
 
-def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[dict[int, None], int]:
+def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[list[int], int]:
     """(the numbers of the `changes` of bytes that a chart shows, the place of the peak among them).
 
     Of each of limit/2 spans of changes, those with the most and with the fewest live bytes are shown, so neither the
@@ -83,7 +84,7 @@ def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[dict[int, None
         places = range(start, min(start + span, len(changes)))
         shown |= {max(places, key=totals.__getitem__), min(places, key=totals.__getitem__)}
     chosen, top = sorted(shown), max(range(len(totals)), key=totals.__getitem__, default=0)
-    return dict.fromkeys(chosen), chosen.index(top) if chosen else 0
+    return chosen, chosen.index(top) if chosen else 0
 
 
 def drawn_frontier(found: Frontier) -> SimpleNamespace:
