@@ -27,6 +27,7 @@ from memopt.torch_compat import storage_id
 from memopt.verification.inputs import probe_inputs
 from memopt.verification.models import cast_inputs, load_patched, load_run_free
 from memopt.verification.pairs import Pair, pair_of
+from memopt.verification.situations import without_dropout
 from memopt.verification.step import training_loss
 from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
@@ -57,7 +58,7 @@ class Lived:
 def verify_step(
     folder: Path, recipe: Recipe, *, trust_remote_code: bool = False, inputs: Batch | None = None
 ) -> list[Check]:
-    """Two steps of the patched model and of stock modules, in eval mode."""
+    """Two steps of the patched model and of stock modules, the first in eval mode, the second in train mode."""
     load = functools.partial(load_patched, folder, trust_remote_code=trust_remote_code, inputs=inputs)
 
     def run(model: nn.Module) -> list[Check]:
@@ -136,7 +137,8 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
                 del loss
                 gc.collect()
                 behind, last = _left(timeline, model), len(timeline.events)
-                training_loss(model, dict(batch)).backward()
+                with without_dropout(model):
+                    training_loss(model.train(), dict(batch)).backward()
                 gc.collect()
                 second = _left(timeline, model) - behind
         transient = _transients(timeline, ends)
