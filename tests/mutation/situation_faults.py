@@ -109,6 +109,7 @@ _WHEN: dict[str, When] = {
     ),
     "with a batch above 2": _grad(lambda module, x, *args, **kwargs: x.dim() > 2 and 2 < len(x) < 30),
     "above 100 tokens": _grad(lambda module, x, *args, **kwargs: x.dim() > 2 and x.shape[1] > 100),
+    "at odd lengths": _grad(lambda module, x, *args, **kwargs: x.dim() > 2 and x.shape[1] % 2 == 1),
     "above 300 rows": _grad(lambda module, x, *args, **kwargs: _rows(x) > 300),
     "in bf16 tensors that are computed in parts": _grad(
         lambda module, x, *args, **kwargs: x.dtype == torch.bfloat16 and x.numel() >= 2**18
@@ -129,6 +130,7 @@ _PLACES: dict[str, tuple[tuple[str, Where, tuple[str, ...]], ...]] = {
         ("an activation", _activation, ("bert", "vit")),
     ),
     "above 100 tokens": (("a norm", _norm, ("llama", "gpt2", "phi3")), ("a block", _block, _MODELS)),
+    "at odd lengths": (("a norm", _norm, ("llama", "gpt2", "phi3")), ("a block", _block, _MODELS)),
     "above 300 rows": (("a head", _head, ("llama", "phi3")), ("a norm", _norm, ("llama", "gpt2"))),
     "in bf16 tensors that are computed in parts": (("a norm", _norm, ("llama", "phi3")),),
     "where a row is masked": (("a block", _block, ("llama", "phi3", "mixtral")),),
@@ -266,3 +268,12 @@ def _enter_lives() -> None:
 
 
 _enter_lives()
+
+
+@in_modules("situations", "a norm keeps its input in train mode", "llama", "bert", "gpt2", levels=("memory",))
+def _(site: Site) -> Any:
+    def change(module: nn.Module, output: Tensor, args: Any) -> Tensor:
+        module.__dict__.setdefault("_kept", []).append(args[0].detach().clone())
+        return output
+
+    return _around(site, _norm, change, _grad(lambda module, *args, **kwargs: module.training))

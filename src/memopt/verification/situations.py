@@ -20,8 +20,8 @@ Trains = Literal["all", "even", "odd", "lora"]
 Precision = Literal["exact", "autocast", "bf16"]
 Backward = Literal["once", "second", "twice"]
 
-SHORT, LONG = 24, 264
-"""Tokens in a row; the longer is longer than any call of the walk."""
+SHORT, LONG = 24, 265
+"""Tokens in a row: an even number and an odd one, longer than any call of the walk."""
 #: 16-bit tensors of so many elements are computed in parts (`memopt.kernels.base.pieces`); at most so many tokens.
 _LARGE, _MOST_TOKENS = 2**18, 4096
 #: One row in so many of each matrix is scaled, by a power of two: taking it back is exact.
@@ -143,7 +143,8 @@ def _padded(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
 
 def _longest(model: nn.Module) -> int:
     limits = (getattr(config, "max_position_embeddings", None) for config in _configs(model))
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=LONG)
+    longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=LONG)
+    return longest - (longest % 2 == 0 and longest > SHORT)
 
 
 def _width(model: nn.Module) -> int:

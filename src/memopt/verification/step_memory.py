@@ -23,6 +23,7 @@ from memopt.trace.timeline import Timeline
 from memopt.verification.models import cast_inputs
 from memopt.verification.modules import Worst, culprit
 from memopt.verification.pairs import Pair, with_pair
+from memopt.verification.situations import without_dropout
 from memopt.verification.step import training_loss
 from memopt.verification.trial import CheckpointTrial
 from memopt.walk.calls.batch import Batch
@@ -53,7 +54,7 @@ class Lived:
 
 
 def verify_step(trial: CheckpointTrial) -> list[Check]:
-    """Two steps of the patched model and of stock modules, in eval mode."""
+    """Two steps of the patched model and of stock modules, the first in eval mode, the second in train mode."""
     return with_pair(trial, lambda pair: list(_checks(pair, trial.exact))) or []
 
 
@@ -121,7 +122,8 @@ def lived(model: nn.Module, batch: Batch) -> Lived:
                 del loss
                 gc.collect()
                 behind, last = _left(timeline, model), len(timeline.events)
-                training_loss(model, dict(batch)).backward()
+                with without_dropout(model):
+                    training_loss(model.train(), dict(batch)).backward()
                 gc.collect()
                 second = _left(timeline, model) - behind
         transient = _transients(timeline, ends)
