@@ -105,7 +105,7 @@ from memopt.patches.registry import patches
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
-from memopt.prediction.planner.live import plan_model
+from memopt.prediction.planner.training import plan_model
 counts = {}
 for file in sys.argv[1:]:
     recipe = load_recipe(file).unfolded()

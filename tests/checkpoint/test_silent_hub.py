@@ -107,7 +107,7 @@ def test_a_hub_that_refuses_connections_is_given_up_at_once(tmp_path: Path) -> N
     with refusing() as port:
         process = start(LOCATE, [], port, tmp_path)
         _, errors = process.communicate(timeout=60)
-    assert "does not answer: check the connection" in errors
+    assert "does not answer. Check the network" in errors
 
 
 def test_a_slow_mirror_is_waited_for(tmp_path: Path) -> None:

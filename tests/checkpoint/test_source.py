@@ -205,7 +205,7 @@ def test_an_unknown_hub_id_offline_names_the_variable(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["what ever", "a--b", "x" * 200])
 def test_an_impossible_hub_id_says_so(name: str) -> None:
-    with pytest.raises(ModelError, match="valid hub id"):
+    with pytest.raises(ModelError, match="nor a hub id"):
         open_source(name)
 
 

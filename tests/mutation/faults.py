@@ -471,8 +471,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "under autocast a norm returns autocast's dtype, whoever reads it",
-        "dtype = _stock_dtype(rewrite, module, x, weight, bias, autocast)",
-        "dtype = autocast or x.dtype",
+        "dtype = _dtype_under_autocast(rewrite, module, x, weight, bias, autocast)",
+        "dtype = autocast",
         ("tests/patches/test_autocast.py", "-m", "not slow"),
     ),
     Fault(

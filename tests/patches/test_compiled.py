@@ -281,7 +281,7 @@ def test_what_is_off_in_compiled_code_is_said_once(recipe: str) -> None:
 
 
 def test_a_summary_says_what_compiled_code_saves() -> None:
-    assert "under torch.compile what is not exact of kept is off" in str(memopt.summary(toy(recipe="int8")))
+    assert "under torch.compile what is not exact of compression is off" in str(memopt.summary(toy(recipe="int8")))
     assert "torch.compile" not in str(memopt.summary(toy()))
 
 

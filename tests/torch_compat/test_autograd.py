@@ -293,6 +293,19 @@ def test_tensor_hooks_are_those_of_register_hook() -> None:
     assert torch_compat.tensor_hooks(x)
 
 
+def test_the_descriptor_of_tensor_hooks_is_what_a_subclass_sees() -> None:
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__self__", None))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    Watched([1.0])._backward_hooks  # noqa: B018
+    assert torch_compat.tensor_hooks_slot in seen
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_views_share_the_identity_of_their_storage_and_others_have_their_own(device: str) -> None:
     x, other = torch.empty(4, device=device), torch.empty(4, device=device)

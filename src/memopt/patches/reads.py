@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Of PyTorch's modules, of ours, and what transformers notes when it has drawn the weights of a module.
-_INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized"}
+_INTERNAL = frozenset(vars(nn.Module())) | {"_memopt", "_memopt_reads", "_is_hf_initialized", "_old_forward"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, nn.Module)
 #: Values inside a list or an object that are compared at each call, at most.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from memopt.walk.sites import Sites
+    from memopt.walk.sites import Sites
 
 #: Importable names of the probes.
 PROBES: set[str] = set()
