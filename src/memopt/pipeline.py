@@ -16,8 +16,7 @@ from memopt.checkpoint.target import check_space, check_target
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
-from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of
-from memopt.emit.planned import patched_step
+from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan

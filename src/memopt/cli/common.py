@@ -29,26 +29,27 @@ from memopt.errors import MemoptError, StreamError, printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+
+def optional(help: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """An option of which the help shows no default."""
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False, **more)
+
+
 InputsOption = Annotated[
     Path | None,
-    typer.Option(
-        "--inputs",
-        metavar="FILE",
-        help="A batch (.pt or .safetensors: arguments of the model's forward), where inputs cannot be guessed.",
-        show_default=False,
+    optional(
+        "A batch (.pt or .safetensors: arguments of the model's forward), where inputs cannot be guessed.", "FILE"
     ),
 ]
-RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.", show_default=False)]
+RevisionOption = Annotated[str | None, optional("Branch, tag or commit on the hub.")]
+AgainstOption = Annotated[str | None, optional("The original, if it is not where memopt.json says.", "MODEL")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
 ]  # fmt: skip
 EmitOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--emit",
-        metavar="ENGINE",
-        help="Also write its configuration: trainer, accelerate, deepspeed, fsdp, axolotl, torchtitan; repeatable.",
-        show_default=False,
+    optional(
+        "Also write its configuration: trainer, accelerate, deepspeed, fsdp, axolotl, torchtitan; repeatable.", "ENGINE"
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -356,12 +357,8 @@ def _describe(error: BaseException) -> tuple[str, str, str | None, int]:
         at = f"'{str(error.filename)[:200]}'" if error.filename else "A file"
         return type(error).__name__, f"{at} cannot be used: {error.strerror}.", None, EXIT_ERROR
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return (
-        "InternalError",
-        f"memopt failed: {message.rstrip('.')}.",
-        "Run it again with --debug for the traceback.",
-        EXIT_ERROR,
-    )
+    hint = "Run it again with --debug for the traceback."
+    return "InternalError", f"memopt failed: {message.rstrip('.')}.", hint, EXIT_ERROR
 
 
 def _plain_progress(label: str) -> Callable[[int, int], None]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memopt.cli import adapters, common
+from memopt.cli import common
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
     from memopt.checkpoint.sources.source import CheckpointSource
     from memopt.pipeline import PatchResult
 
+AdapterOption = Annotated[
+    Path | None,
+    common.optional(
+        "Convert this PEFT adapter instead: between the stock model and the folded one, same function.", "DIR"
+    ),
+]
 _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
     "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
@@ -26,9 +33,7 @@ _NO_FOLD_SENTENCE = (
 
 def patch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a hub id.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-memopt.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, common.optional("Folder to write, else ./NAME-memopt.", None, "--out", "-o")] = None,
     recipe: Annotated[
         str,
         typer.Option(
@@ -36,10 +41,9 @@ def patch(
         ),
     ] = "exact",
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; repeatable.", show_default=False),
+        list[str] | None, common.optional("Change a key of the recipe; repeatable.", "KEY=VALUE", "--set")
     ] = None,
-    adapter: adapters.AdapterOption = None,
+    adapter: AdapterOption = None,
     inputs: common.InputsOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done and write nothing.")] = False,
     force: Annotated[
@@ -64,7 +68,7 @@ def patch(
     if adapter is not None:
         if dry_run or force or emit or inputs is not None:
             raise UsageError("--dry-run, --force, --emit and --inputs are not for --adapter.", "Leave them out.")
-        return adapters.convert(
+        return convert(
             "patch",
             adapter,
             model,
@@ -104,6 +108,34 @@ def patch(
             common.print_json(_document(result))
         else:
             _print(result, verbose)
+    return common.EXIT_OK
+
+
+def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_output: bool, **options: Any) -> int:
+    """Convert `adapter` and print what was done; `options` are those of `memopt.adapters.convert_adapter`."""
+    with common.only_results_on_stdout():
+        from memopt.adapters import convert_adapter
+
+        result = convert_adapter(adapter, model, out, note=lambda text: common.note(f"note: {text}"), **options)
+    with common.result(f"'{result.out}' was written and is complete."):
+        if json_output:
+            fields = {
+                "adapter": str(result.adapter),
+                "output": str(result.out),
+                "fits": dataclasses.asdict(result.fits),
+                "base": result.base,
+                "changed": result.changed,
+                "tensors": result.tensors,
+                "notes": result.notes,
+            }
+            common.print_json(common.document(command, "pass", model=model, **fields))
+            return common.EXIT_OK
+        tensors = f"{len(result.changed)} of {common.plural(result.tensors, 'tensor')} changed"
+        common.say(f"Wrote {result.out}: an adapter of the {result.fits.form} model, {tensors}; the same function.")
+        load = "memopt.load" if result.fits.form == "folded" else "from_pretrained"
+        if result.fits.form == "folded" and not Path(result.base).is_dir():
+            common.say("Next:", f"  memopt patch {common.quoted(model)} --out {common.quoted(result.base)}")
+        common.say(f"In Python: PeftModel.from_pretrained({load}({result.base!r}), {str(result.out)!r})")
     return common.EXIT_OK
 
 

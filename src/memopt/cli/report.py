@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import budgets, common, drawings, measured
+from memopt.cli import common, outputs
 from memopt.errors import ModelError, UsageError
 from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
 
-_Given = Mapping[str, bool]
-"""Options, and whether they are on the command line."""
+if TYPE_CHECKING:
+    from memopt.prediction.measure import Comparison as Measured
 
 
 def report(
@@ -30,19 +29,18 @@ def report(
     ],
     recipe: Annotated[
         str | None,
-        typer.Option(
+        common.optional(
+            "Name or YAML file, else the patched folder's own, else exact-unfolded.",
+            None,
             "--recipe",
             "-r",
-            help="Name or YAML file, else the patched folder's own, else exact-unfolded.",
-            show_default=False,
             autocompletion=common.recipe_names,
         ),
     ] = None,
     inputs: common.InputsOption = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows in a batch, else 1.", show_default=False)] = None,
+    batch: Annotated[int | None, common.optional("Rows in a batch, else 1.", min=1)] = None,
     seq: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens in a row, else what the config allows up to 2048.", show_default=False),
+        int | None, common.optional("Tokens in a row, else what the config allows up to 2048.", min=1)
     ] = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
@@ -58,10 +56,7 @@ def report(
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu", metavar="CARD|SIZE", help="Will it fit? A card, or its memory: rtx4090, 24GiB.", show_default=False
-        ),
+        str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Whose states and transients count.")] = "adamw",
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
@@ -69,18 +64,18 @@ def report(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Every saved tensor, by block, before and after patching.")
     ] = False,
-    html: drawings.HtmlOption = None,
-    snapshot: drawings.SnapshotOption = None,
+    html: outputs.HtmlOption = None,
+    snapshot: outputs.SnapshotOption = None,
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Run real steps in fresh processes (GPU, else CPU), beside what is predicted."),
     ] = False,
-    budget: budgets.BudgetOption = None,
-    out: budgets.OutOption = None,
-    allow: budgets.AllowOption = None,
+    budget: outputs.BudgetOption = None,
+    out: outputs.OutOption = None,
+    allow: outputs.AllowOption = None,
     emit: common.EmitOption = None,
-    force: budgets.ForceOption = False,
-    frontier: budgets.FrontierOption = False,
+    force: outputs.ForceOption = False,
+    frontier: outputs.FrontierOption = False,
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     json_output: common.JsonOption = False,
@@ -105,31 +100,33 @@ def report(
                 raise UsageError(
                     f"{option} is about LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
                 )
-    asked, files = budgets.Question(budget, frontier, allow), drawings.Files(html, snapshot, out, emit or (), force)
-    asked.check(files)
-    _check_together(
-        asked.option or ("--measure" if measure else None),
-        both={"--gpu": gpu is not None, "--verbose": verbose},
-        plan={"--measure": measure, "--checkpointing": checkpointing != "none"},
-        measure={"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1},
-    )
-    files = files.checked()
+    asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
+    asked.check_options()
+    mode = asked.planner or ("--measure" if measure else None)
+    left_out = {"--gpu": gpu is not None, "--verbose": verbose}
+    if mode == "--measure":
+        left_out |= {"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1}
+    else:
+        left_out |= {"--measure": measure, "--checkpointing": checkpointing != "none"}
+    for option in (option for option, is_given in left_out.items() if is_given and mode is not None):
+        raise UsageError(f"{mode} and {option} cannot go together.", f"Leave out {option}.")
+    asked = asked.checked()
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     request = Request.of({**locals(), "lora_targets": targets})
     setup = _setup(optimizer, sharding, devices, gpu or budget)
-    if asked.option is not None:
-        return budgets.show(request, setup, asked, files, json_output=json_output)
+    if asked.planner is not None:
+        return outputs.show_plan(request, setup, asked, json_output=json_output)
     if measure:
-        return measured.show(request, setup, json_output=json_output)
+        return _show_measured(request, setup, json_output=json_output)
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
         with common.importing():
             from memopt.pipeline import report_on
             from memopt.prediction.alternatives import headline
 
         first, comparison = None, None
-        if verbose or json_output or files.drawn:
+        if verbose or json_output or asked.drawn:
             comparison = report_on(request, common.note)
         try:
             step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
@@ -141,7 +138,7 @@ def report(
         if comparison is None and (first is None or first.approximate):
             comparison = report_on(request, common.note)
         if comparison is not None:
-            drawings.write(comparison, setup, files, headline=first)
+            outputs.draw(comparison, setup, asked, headline=first)
     if json_output and comparison is not None:
         head = None if first is None else first.to_dict()
         common.print_json(common.document("report", "pass", headline=head, **comparison.to_dict()))
@@ -157,6 +154,47 @@ def report(
         sections = (line for section in comparison.sections for line in ("", *section.lines()))
         common.print_rich(*(comparison_tables(comparison) if all_of_it else sections))
     return common.EXIT_OK
+
+
+def _show_measured(request: Request, setup: Setup, *, json_output: bool) -> int:
+    """Predict and run a step of the stock and of the patched model, and print both."""
+    with common.only_results_on_stdout(), common.waiting("Running real steps"):
+        from memopt.prediction.measure import check_measurable, compare
+        from memopt.trace.subject import step_of
+
+        check_measurable(setup)
+        of = step_of(request)
+        found = {"stock": compare(of.stock, setup), of.rules.name: compare(of, setup)}
+    if json_output:
+        from dataclasses import asdict
+
+        rows = {name: asdict(each) for name, each in found.items()}
+        words, name = f"{of.training}, {setup}", str(request.model)
+        common.print_json(common.document("report", "pass", model={"id": name}, training=words, measured=rows))
+    else:
+        common.print_rich(f"{request.model}: {of.training}, {setup}")
+        _print_measured(found)
+    return common.EXIT_OK
+
+
+def _print_measured(found: dict[str, Measured]) -> None:
+    from rich.table import Table
+
+    device = next(iter(found.values())).measured.device
+    table = Table(title=f"The second step on {device}, MiB", title_justify="left")
+    for heading in ("", "peak in", "predicted", "measured", "off by"):
+        table.add_column(heading, justify="left" if heading in ("", "peak in") else "right")
+    for name, each in found.items():
+        real = each.measured
+        rows = [(name, each.moment, each.predicted, real.allocated)]
+        if real.reserved is not None:
+            rows.append(("  reserved", "", each.predicted_reserved, real.reserved))
+        for title, moment, predicted, measured in rows:
+            numbers = (f"{nbytes / 2**20:,.1f}" for nbytes in (predicted, measured))
+            table.add_row(title, moment, *numbers, f"{predicted / measured - 1:+.2%}")
+        table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
+    what = "live storages" if device == "cpu" else "what its allocator gave"
+    common.print_rich(table, f"Measured: {what}, with random weights. RSS: of the whole process.")
 
 
 def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | None) -> Setup:
@@ -175,16 +213,3 @@ def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | N
     except ValueError as error:
         raise UsageError(str(error), "Change --sharding or --optimizer.") from error
     return setup if card is None else setup_on(find_card(card), setup)
-
-
-def _check_together(mode: str | None, *, both: _Given, plan: _Given, measure: _Given) -> None:
-    """Refuse what a plan, a measurement, or both leave out of account.
-
-    Raises:
-        UsageError: it is given beside `mode`.
-    """
-    if mode is None:
-        return
-    left_out = {**both, **(measure if mode == "--measure" else plan)}
-    for option in (option for option, is_given in left_out.items() if is_given):
-        raise UsageError(f"{mode} and {option} cannot go together.", f"Leave out {option}.")

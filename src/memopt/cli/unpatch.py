@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import adapters, common
+from memopt.cli import common
+from memopt.cli.patch import AdapterOption, convert
 
 if TYPE_CHECKING:
     from memopt.pipeline import UnpatchResult
@@ -21,14 +22,9 @@ def unpatch(
             metavar="DIR", help="A folder that `memopt patch` wrote, trained since or not.", show_default=False
         ),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The original, if it is not where memopt.json says.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write, else ./NAME-unpatched.", show_default=False)
-    ] = None,
-    adapter: adapters.AdapterOption = None,
+    against: common.AgainstOption = None,
+    out: Annotated[Path | None, common.optional("Folder to write, else ./NAME-unpatched.", None, "--out", "-o")] = None,
+    adapter: AdapterOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL where it has no safetensors file.")
@@ -41,7 +37,7 @@ def unpatch(
     --adapter the result is an adapter: one that was trained on DIR, for the stock model.
     """
     if adapter is not None:
-        return adapters.convert(
+        return convert(
             "unpatch",
             adapter,
             str(directory),

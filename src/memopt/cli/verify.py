@@ -18,10 +18,7 @@ def verify(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A folder that `memopt patch` wrote.", show_default=False)
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The original, if it is not where memopt.json says.", show_default=False),
-    ] = None,
+    against: common.AgainstOption = None,
     level: Annotated[Literal[Level, "all"], typer.Option(help="What to verify.")] = "all",
     allow_skips: Annotated[bool, typer.Option("--allow-skips", help="Exit 0 although a check was skipped.")] = False,
     trust_remote_code: common.TrustOption = False,

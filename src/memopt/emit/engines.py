@@ -1,4 +1,6 @@
-"""One function an engine: a planned step as the text of its configuration file. Nothing else is set in it.
+"""A training step as it was planned, and one function an engine: the step as the text of its configuration file.
+
+Plain data, no torch. Nothing else is set in a file.
 
 Sources: transformers' TrainingArguments 5.23, accelerate's ClusterConfig 1.15, DeepSpeedConfig 0.19, axolotl's
 AxolotlInputConfig 0.19, torchtitan's ConfigManager 0.3.
@@ -8,16 +10,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
 
-from memopt.emit.planned import Planned
 from memopt.errors import UsageError
-from memopt.plan.recipe import dump_recipe
-from memopt.prediction.setup import Sharding
+from memopt.patches.capabilities import EngineSettings
+from memopt.patches.registry import having
+from memopt.plan.recipe import Recipe, dump_recipe
+from memopt.prediction.planner.choice import Choice
+from memopt.prediction.setup import Optimizer, Sharding
+from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 RECIPE_FILE = "recipe.yaml"
 _OPTIMIZERS = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
@@ -27,11 +32,124 @@ _ANY: tuple[Sharding, ...] = ("none", "ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A training step as an engine has to run it."""
+
+    model: str
+    """What the engine loads: a hub id or a folder."""
+    recipe_file: str
+    """Where the recipe will lie."""
+    recipe: Recipe
+    step: Training
+    """Its batch is that of one micro-batch on one device."""
+    accumulation: int = 1
+    optimizer: Optimizer = "adamw"
+    sharding: Sharding | None = None
+    """None: the plan is not about devices, and the file's own engine shares as it usually does."""
+    devices: int | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    """What the patches say of engines' own settings (`Patch.engine_settings`)."""
+
+    patched: bool = False
+    """Whether the model is a folder that `memopt patch` writes."""
+
+    @property
+    def loading(self) -> str:
+        """How a script loads the model."""
+        dtype = _DTYPES.get(self.step.precision, "float32")
+        if self.patched:
+            return f"memopt.load({self.model!r}, dtype=torch.{dtype})"
+        then = f"then memopt.patch(model, {self.recipe_file!r})"
+        if self.step.train == "qlora":
+            precision, _, mixed = self.step.precision.partition("-")
+            dtype = _DTYPES.get(precision, "float32")
+            given = f"load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype}"
+            if self.sharding in ("fsdp", "zero3"):  # shards have one dtype
+                given += f", bnb_4bit_quant_storage=torch.{dtype}"
+            dtype += f", quantization_config=BitsAndBytesConfig({given})"
+            then = f"prepare_model_for_kbit_training(model, False), {then}" if mixed else then
+        return f"from_pretrained({self.model!r}, dtype=torch.{dtype}), {then}"
+
+    @property
+    def checkpointed(self) -> str:
+        """``none``, ``some`` or ``all`` blocks are checkpointed by the recipe."""
+        return self.settings.get("gradient_checkpointing", "none")
+
+    @property
+    def attention(self) -> str | None:
+        """The implementation that the recipe sets; None: the model's own."""
+        return self.settings.get("attn_implementation")
+
+    @property
+    def lora(self) -> dict[str, int | str | list[str]] | None:
+        """Arguments of `peft.LoraConfig`; None where everything is trained."""
+        if self.step.train == "full":
+            return None
+        names = self.step.lora_targets
+        return {"r": self.step.lora_rank, "target_modules": ALL_LINEAR if ALL_LINEAR in names else list(names)}
+
+    def shared(self, engine: str, *ways: Sharding) -> Sharding:
+        """How the devices share, which has to be one of `ways`; the first where the plan is not about devices.
+
+        Raises:
+            UsageError: it is another one.
+        """
+        if self.sharding is None:
+            return ways[0]
+        if self.sharding in ways:
+            return self.sharding
+        wanted = " or ".join(f"--sharding {way}" for way in ways if way != "none")
+        raise self.refusal(engine, f"sharding '{self.sharding}'", f"Plan with {wanted} --devices N.")
+
+    def refusal(self, engine: str, what: str, hint: str) -> UsageError:
+        """The error for a plan that an engine's file cannot express."""
+        return UsageError(f"--emit {engine}: its configuration cannot express {what}.", hint)
+
+
+def planned_step(model: str, recipe_file: str, choice: Choice) -> Planned:
+    """What `memopt report --budget` chose."""
+    plan, setup = choice.plan, choice.setup
+    return Planned(
+        model,
+        recipe_file,
+        plan.recipe,
+        replace(choice.step, batch=plan.batch),
+        plan.accumulation,
+        setup.optimizer,
+        setup.sharding,
+        setup.devices,
+        _settings(plan.recipe, choice.blocks),
+    )
+
+
+def patched_step(folder: str, recipe_file: str, recipe: Recipe, blocks: Sequence[str], dtype: str | None) -> Planned:
+    """A patched checkpoint, which fixes recipe and dtype, not a batch: one row, without accumulation.
+
+    Args:
+        folder: where it will lie.
+        blocks: of the model.
+        dtype: of its weights, as in config.json. fp16 weights are trained in fp32 under autocast, with a scaled loss.
+    """
+    precisions: dict[str | None, Precision] = {"bfloat16": "bf16", "float16": "fp16-mixed"}
+    step = Training(seq=None, precision=precisions.get(dtype, "fp32"))
+    # What folds has folded by then, and memopt.patch takes no recipe that does.
+    return Planned(folder, recipe_file, recipe.unfolded(), step, settings=_settings(recipe, blocks), patched=True)
+
+
+def _settings(recipe: Recipe, blocks: Sequence[str]) -> dict[str, str]:
+    found = (patch.engine_settings(recipe, blocks) for patch in having(EngineSettings))
+    return {key: value for settings in found for key, value in settings.items()}
+
+
+@dataclass(frozen=True)
 class Kind:
     """A file that an engine reads."""
 
     file: str
-    text: Callable[[Planned], str]
+    ways: tuple[Sharding, ...]
+    """How devices may share, the usual way first."""
+    text: Callable[[str, Planned, Sharding], str]
+    """Of the engine's name, the plan, and one of `ways`."""
     note: str = ""
     """What a user has to know beside what the file says."""
 
@@ -58,9 +176,10 @@ def files_of(planned: Planned, kinds: Iterable[str]) -> tuple[dict[str, bytes], 
         UsageError: a file cannot express the plan; says what, and what to do.
     """
     files = {RECIPE_FILE: dump_recipe(planned.recipe)}
-    chosen = [KINDS[name] for name in check_kinds(kinds)]
-    files |= {kind.file: kind.text(planned) for kind in chosen}
-    return {name: text.encode() for name, text in files.items()}, tuple(kind.note for kind in chosen if kind.note)
+    chosen = {name: KINDS[name] for name in check_kinds(kinds)}
+    files |= {kind.file: kind.text(name, planned, planned.shared(name, *kind.ways)) for name, kind in chosen.items()}
+    notes = tuple(kind.note for kind in chosen.values() if kind.note)
+    return {name: text.encode() for name, text in files.items()}, notes
 
 
 def files_named(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -73,14 +192,14 @@ def file_names() -> frozenset[str]:
     return frozenset({RECIPE_FILE, *(kind.file for kind in KINDS.values())})
 
 
-def _trainer(planned: Planned) -> str:
-    sharding = planned.shared("trainer", *_ANY)
+def _trainer(engine: str, planned: Planned, sharding: Sharding) -> str:
+    precision = _mixed_precision(engine, planned, sharding)
     values: dict[str, Any] = {
         "per_device_train_batch_size": planned.step.batch,
         "gradient_accumulation_steps": planned.accumulation,
         "optim": _OPTIMIZERS[planned.optimizer],
-        "bf16": _mixed_precision("trainer", planned, sharding) == "bf16",
-        "fp16": _mixed_precision("trainer", planned, sharding) == "fp16",
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "gradient_checkpointing": False,
     }
     if sharding == "fsdp":
@@ -92,16 +211,7 @@ def _trainer(planned: Planned) -> str:
     )
 
 
-def _accelerate(planned: Planned) -> str:
-    sharding = planned.shared("accelerate", *_ANY)
-    return _launch_file("accelerate", planned, sharding)
-
-
-def _fsdp_file(planned: Planned) -> str:
-    return _launch_file("fsdp", planned, planned.shared("fsdp", "fsdp"))
-
-
-def _launch_file(engine: str, planned: Planned, sharding: str) -> str:
+def _accelerate(engine: str, planned: Planned, sharding: Sharding) -> str:
     """accelerate's file; of batch and accumulation it has a place under DeepSpeed only."""
     kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
     values: dict[str, Any] = {
@@ -122,8 +232,7 @@ def _launch_file(engine: str, planned: Planned, sharding: str) -> str:
     return _yaml(planned, "accelerate launch --config_file ...", values, own)
 
 
-def _deepspeed(planned: Planned) -> str:
-    sharding = planned.shared("deepspeed", "zero2", "zero1", "zero3")
+def _deepspeed(engine: str, planned: Planned, sharding: Sharding) -> str:
     return json.dumps(_deepspeed_values(planned, sharding), indent=2) + "\n"
 
 
@@ -142,12 +251,11 @@ def _deepspeed_values(planned: Planned, sharding: str) -> dict[str, Any]:
     return values
 
 
-def _axolotl(planned: Planned) -> str:
-    sharding = planned.shared("axolotl", *_ANY)
+def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
     step, precision = planned.step, planned.step.precision
     if precision.endswith("mixed"):  # its `bf16: true` loads the weights in bf16 too
         hint = f"Use 16-bit weights: --precision {precision[:4]}."
-        raise planned.refusal("axolotl", f"{precision}, fp32 weights under autocast", hint)
+        raise planned.refusal(engine, f"{precision}, fp32 weights under autocast", hint)
     values: dict[str, Any] = {
         "base_model": planned.model,
         "plugins": ["memopt.axolotl.Plugin"],
@@ -177,10 +285,9 @@ def _axolotl(planned: Planned) -> str:
     return _yaml(planned, "axolotl train ..., after you have added your datasets", values, complete=True)
 
 
-def _torchtitan(planned: Planned) -> str:
+def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
     """Arguments of its command line, the one form in which it reads settings: one a line, the last a sub-command."""
     step = planned.step
-    sharding = planned.shared("torchtitan", "none", "ddp", "fsdp")
     refuse = [
         (step.has_adapters, "LoRA", "Plan with --train full."),
         (planned.optimizer != "adamw", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw."),
@@ -191,7 +298,7 @@ def _torchtitan(planned: Planned) -> str:
     ]  # fmt: skip
     for wrong, what, hint in refuse:
         if wrong:
-            raise planned.refusal("torchtitan", what, hint)
+            raise planned.refusal(engine, what, hint)
     devices = planned.devices or 1
     values = {
         "training.local-batch-size": step.batch,
@@ -238,17 +345,19 @@ def _yaml(planned: Planned, use: str, values: Mapping[str, Any], *own: str, comp
 
 
 KINDS = {
-    "trainer": Kind("training_args.yaml", _trainer),
-    "accelerate": Kind("accelerate.yaml", _accelerate),
+    "trainer": Kind("training_args.yaml", _ANY, _trainer),
+    "accelerate": Kind("accelerate.yaml", _ANY, _accelerate),
     "deepspeed": Kind(
         "deepspeed.json",
+        ("zero2", "zero1", "zero3"),
         _deepspeed,
         "TrainingArguments(deepspeed=...) has to be given batch, accumulation and bf16 or fp16 as in deepspeed.json.",
     ),
-    "fsdp": Kind("fsdp.yaml", _fsdp_file),
-    "axolotl": Kind("axolotl.yaml", _axolotl),
+    "fsdp": Kind("fsdp.yaml", ("fsdp",), _accelerate),
+    "axolotl": Kind("axolotl.yaml", _ANY, _axolotl),
     "torchtitan": Kind(
         "torchtitan.args",
+        ("none", "ddp", "fsdp"),
         _torchtitan,
         "torchtitan.args says batch, dtype, sharding and checkpointing; torchtitan trains modules of its own, "
         "and memopt does not patch them.",

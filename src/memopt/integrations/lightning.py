@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,6 @@ class MemoptCallback(Callback):  # type: ignore[misc]
 
 def _models(module: nn.Module) -> list[nn.Module]:
     """The outermost models of transformers and PEFT inside `module`."""
-    return list(_outermost(module))
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config"):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
+        return [module]
+    return [model for child in module.children() for model in _models(child)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.checks import Check
+from memopt.checks import Check, limited
 from memopt.patches.loss.module import LossRewrite
 from memopt.patches.swap import is_swapped, stock_forwards, swap_state
 
@@ -31,11 +31,11 @@ def verify_losses(modules: Mapping[str, nn.Module], limit: float) -> Iterator[Ch
                 found = max(map(_difference, ours, stock))
                 if not found <= worst:
                     worst, batch = found, f"{kind}, reduction {reduction}"
-        yield Check(
-            id="gradient.losses", level="gradient", subject=name, status="pass" if worst <= limit else "fail",
-            metric="largest relative difference of a loss or its gradients, labels masked, padded, ignored, smoothed",
-            value=worst, threshold=limit, threshold_reason="only roundings of this precision may differ",
-            reference="the stock head on the same rows", n=_ROWS, detail=f"most in: {batch}",
+        yield limited(
+            "gradient.losses", name, worst, limit,
+            "largest relative difference of a loss or its gradients, labels masked, padded, ignored, smoothed",
+            "only roundings of this precision may differ",
+            "the stock head on the same rows", _ROWS, f"most in: {batch}",
         )  # fmt: skip
 
 

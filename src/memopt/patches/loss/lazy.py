@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.partitioned import fetch_before
 from memopt.patches.loss.memory import Memory, empty, shares_memory
-from memopt.patches.loss.notes import note
-from memopt.patches.loss.source import Source
+from memopt.patches.loss.source import Source, note
 from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
@@ -109,7 +108,8 @@ class LazyLogits(Tensor):
             away = any(each.source.device is not None for each in pending) and func is not Tensor.to
             if handler is not None and away and not _writes(func, kwargs):
                 return _where_the_head_is(func, args, kwargs, pending[0].device)
-            foreign = away or any(each.is_foreign for each in pending)
+            # Another autograd node than was last seen is a user's.
+            foreign = away or any(_own_state(each)[0] is not each.node for each in pending)
             if handler is not None and len(pending) == len(lazy) and not foreign and kwargs.get("out") is None:
                 if not args and "input" in kwargs:
                     named = dict(kwargs)
@@ -149,11 +149,6 @@ class LazyLogits(Tensor):
     def as_subclass(self, cls: Any) -> Any:
         """As of any tensor: PyTorch's reads the graph of this one in C++, which may be behind that of its value."""
         return self.compute().as_subclass(cls)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the autograd node of this tensor is another one than was last seen."""
-        return _own_state(self)[0] is not self.node
 
     @property
     def family(self) -> list[LazyLogits]:
@@ -251,13 +246,10 @@ def stand_for(
             copy, laid out alike.
     """
     is_view = parent is not None and form is not None and shares_memory(parent.form, form)
-    if form is None:
-        as_parent = parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset()
-        form = (
-            parent.form
-            if parent is not None and as_parent
-            else empty(source.shape, None if parent is None else parent.form)
-        )
+    if form is None and parent is not None and parent.form.is_contiguous() and not parent.form.storage_offset():
+        form = parent.form
+    elif form is None:
+        form = empty(source.shape, None if parent is None else parent.form)
     logits: LazyLogits
     if source.tracked:
         logits = _StandingFunction.apply(source, form, source.x, *source.tensors)

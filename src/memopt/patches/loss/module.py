@@ -15,14 +15,12 @@ from memopt.kernels.base.autograd import autocast_dtype
 from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
-from memopt.patches.loss.notes import say_whole, whole
 from memopt.patches.loss.rows import product_rows
-from memopt.patches.loss.source import Head, Inside, Source, tensors_of, versions_of
+from memopt.patches.loss.source import PLAIN_TYPES, Head, Inside, Source, say_whole, tensors_of, versions_of, whole
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import warn_once
 from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (
-    FakeTensor,
     fsdp_leaves_gathered,
     is_dropout,
     is_module_call,
@@ -31,7 +29,6 @@ from memopt.torch_compat import (
 )
 from memopt.walk.probes.linear import is_linear
 
-_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _WHOLE = (
     "the logits are whole; to have the loss in parts, compile the blocks instead of the model "
     "(`for block in model.model.layers: block.compile()`)"
@@ -174,7 +171,7 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
     leave them gathered. Under ZeRO-3's the chunks are computed in a call of the module. Hooks for all modules see the
     tensor that stands for the logits.
     """
-    if type(x) not in _PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
+    if type(x) not in PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
         return "their head is called with something else than one tensor of hidden states"
     if "parametrizations" in module._modules or ("forward" in vars(module) and not is_only_moved(module)):
         return "the forward of their head was replaced"
@@ -187,6 +184,6 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
     # `torch.func.functional_call` lends weights for a call; FSDP1 makes them views of its own tensor.
     is_lent = rewrite.transposed is not None and module._parameters.get("weight") is None
     is_lent = is_lent or not all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
-    if is_lent or any(type(tensor) not in _PLAIN_TYPES for tensor in tensors):
+    if is_lent or any(type(tensor) not in PLAIN_TYPES for tensor in tensors):
         return "the weights of their head are sharded, of another library, or lent for this call alone"
     return ""

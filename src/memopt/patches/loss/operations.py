@@ -7,46 +7,39 @@ its own. Views, slices and selections of the leading dimensions: done to the hea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from numbers import Number
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.partitioned import is_partitioned
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
-from memopt.patches.loss.source import Operation, Source, versions_of
+from memopt.patches.loss.source import PLAIN_TYPES, Operation, Source, versions_of
 from memopt.recompute.expression import VALUE, Beside, Step, step
-from memopt.torch_compat import FakeTensor, no_dispatch
+from memopt.torch_compat import no_dispatch
 
-_PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _ELEMENTWISE = """add __radd__ sub subtract rsub __rsub__ mul multiply __rmul__ div divide true_divide __rdiv__
     __rtruediv__ neg negative tanh sigmoid exp log pow square clamp clip clamp_min clamp_max"""
-_CASTS = "float double half bfloat16 to type type_as"
-_SAME = "contiguous clone alias"
-_WITHOUT_GRAPH = "detach"
-_RESHAPES = "view reshape flatten view_as reshape_as"
-_ROW_MOVES = (
-    "squeeze unsqueeze narrow select split chunk tensor_split unbind transpose swapaxes swapdims permute movedim"
-)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _OWNERS = (Tensor, torch, F, torch.special)
 
 
 def handles(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register ``make(function)`` as the handler of every function of PyTorch with one of these names."""
+    """Register ``answer(function, name, *args, **kwargs)`` for every function of PyTorch with one of these names."""
 
-    def register(make: Callable[..., Any]) -> Callable[..., Any]:
+    def register(answer: Callable[..., Any]) -> Callable[..., Any]:
         for name in names.split():
             for owner in _OWNERS:
                 function = getattr(owner, name, None)
                 if callable(function):  # torch.float is a dtype
-                    HANDLERS[function] = make(function, name)
-        return make
+                    HANDLERS[function] = functools.partial(answer, function, name)
+        return answer
 
     return register
 
@@ -92,34 +85,31 @@ def _untracked(source: Source) -> Source:
 
 
 @handles(_ELEMENTWISE)
-def _elementwise(function: Any, name: str) -> Callable[..., Any]:
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        logits = [value for value in args if isinstance(value, LazyLogits)]
-        others = [value for value in args if not isinstance(value, LazyLogits)]
-        if any(not isinstance(value, (Number, type(None))) for value in kwargs.values()) or not logits:
-            return NotImplemented
-        first, own = logits[0], [value for value in others if isinstance(value, Tensor)]
-        known = all(isinstance(value, (Number, type(None), Tensor)) for value in others)
-        if not known or not all(_fits(each, first) for each in own):
-            return NotImplemented
-        if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in own):
-            return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
-        # One form is the value of the step, two are read beside it.
-        forms = iter([VALUE] if len(logits) == 1 else map(Beside, range(len(own), len(own) + len(logits))))
-        tensors = map(Beside, range(len(own)))
-        placed = [
-            next(forms) if isinstance(value, LazyLogits) else next(tensors) if isinstance(value, Tensor) else value
-            for value in args
-        ]
-        numbers = [_shown(value) for value in (*others, *kwargs.values()) if value is not None]
-        label = " ".join((name.strip("_"), *(numbers if len(logits) == 1 else ())))
-        done: Step = (function, tuple(placed), tuple(kwargs.items()))
-        operation = Operation(label, done, tuple(each.reshape(-1 if each.dim() else ()) for each in own))
-        if len(logits) > 1:
-            return _of_two(logits, operation)
-        return recorded(first, operation, _one_of(lambda y: operation.run(y, slice(0, 1)), first).dtype)
-
-    return handler
+def _elementwise(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    logits = [value for value in args if isinstance(value, LazyLogits)]
+    others = [value for value in args if not isinstance(value, LazyLogits)]
+    if any(not isinstance(value, (Number, type(None))) for value in kwargs.values()) or not logits:
+        return NotImplemented
+    first, own = logits[0], [value for value in others if isinstance(value, Tensor)]
+    known = all(isinstance(value, (Number, type(None), Tensor)) for value in others)
+    if not known or not all(_fits(each, first) for each in own):
+        return NotImplemented
+    if not first.source.tracked and torch.is_grad_enabled() and any(each.requires_grad for each in own):
+        return NotImplemented  # a graph begins here, as where a temperature is fitted to detached logits
+    # One form is the value of the step, two are read beside it.
+    forms = iter([VALUE] if len(logits) == 1 else map(Beside, range(len(own), len(own) + len(logits))))
+    tensors = map(Beside, range(len(own)))
+    placed = [
+        next(forms) if isinstance(value, LazyLogits) else next(tensors) if isinstance(value, Tensor) else value
+        for value in args
+    ]
+    numbers = [_shown(value) for value in (*others, *kwargs.values()) if value is not None]
+    label = " ".join((name.strip("_"), *(numbers if len(logits) == 1 else ())))
+    done: Step = (function, tuple(placed), tuple(kwargs.items()))
+    operation = Operation(label, done, tuple(each.reshape(-1 if each.dim() else ()) for each in own))
+    if len(logits) > 1:
+        return _of_two(logits, operation)
+    return recorded(first, operation, _one_of(lambda y: operation.run(y, slice(0, 1)), first).dtype)
 
 
 def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
@@ -141,7 +131,7 @@ def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
     """Whether `value` has one element, or one for each column, stays, and leaves shape and device as they are."""
-    if type(value) not in _PLAIN_TYPES or value.dim() > logits.dim() or is_partitioned(value):
+    if type(value) not in PLAIN_TYPES or value.dim() > logits.dim() or is_partitioned(value):
         return False
     if value.device != logits.device and (value.dim() or value.device.type != "cpu"):
         return False
@@ -160,30 +150,27 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-@handles(_CASTS)
-def _cast(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *(value for key, value in kwargs.items() if key not in ("non_blocking", "copy"))]
-        known = (Tensor, torch.dtype, torch.device, str, bool, type(None))
-        if not all(isinstance(each, known) and not isinstance(each, LazyLogits) for each in given):
-            return NotImplemented
-        if name == "type" and (not given or isinstance(given[0], str)):
-            return NotImplemented
-        cast: Callable[[Tensor], Tensor] = lambda y: function(y, *args, **kwargs)  # noqa: E731
-        one = _one_of(cast, logits)
-        dtype = one.dtype
-        if one.device != logits.device or logits.source.device is not None:
-            return _moved_to(one.device, logits, dtype)
-        with torch.no_grad():
-            if cast(one) is one and one.dtype == logits.dtype:
-                return logits
-        if not dtype.is_floating_point:
-            return NotImplemented
-        wider = torch.promote_types(dtype, logits.dtype) == dtype
-        copy = (Tensor.to, (VALUE, dtype), (("copy", True),))
-        return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", copy, casts_up=wider), dtype)
-
-    return handler
+@handles("float double half bfloat16 to type type_as")
+def _cast(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    given = [*args, *(value for key, value in kwargs.items() if key not in ("non_blocking", "copy"))]
+    known = (Tensor, torch.dtype, torch.device, str, bool, type(None))
+    if not all(isinstance(each, known) and not isinstance(each, LazyLogits) for each in given):
+        return NotImplemented
+    if name == "type" and (not given or isinstance(given[0], str)):
+        return NotImplemented
+    cast: Callable[[Tensor], Tensor] = lambda y: function(y, *args, **kwargs)  # noqa: E731
+    one = _one_of(cast, logits)
+    dtype = one.dtype
+    if one.device != logits.device or logits.source.device is not None:
+        return _moved_to(one.device, logits, dtype)
+    with torch.no_grad():
+        if cast(one) is one and one.dtype == logits.dtype:
+            return logits
+    if not dtype.is_floating_point:
+        return NotImplemented
+    wider = torch.promote_types(dtype, logits.dtype) == dtype
+    copy = (Tensor.to, (VALUE, dtype), (("copy", True),))
+    return recorded(logits, Operation(f"cast to {str(dtype)[6:]}", copy, casts_up=wider), dtype)
 
 
 def _moved_to(device: torch.device, logits: LazyLogits, dtype: torch.dtype) -> Any:
@@ -196,22 +183,19 @@ def _moved_to(device: torch.device, logits: LazyLogits, dtype: torch.dtype) -> A
 
 
 @handles("softmax log_softmax")
-def _softmax(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, LazyLogits) or not is_last(dim, logits):
-            return NotImplemented
-        dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
-        autocast = autocast_dtype(logits)
+def _softmax(function: Any, name: str, logits: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(logits, LazyLogits) or not is_last(dim, logits):
+        return NotImplemented
+    dtype = kwargs.get("dtype") or next((value for value in args if isinstance(value, torch.dtype)), None)
+    autocast = autocast_dtype(logits)
 
-        def run(y: Tensor) -> Tensor:
-            with autocast_as(autocast, y):
-                result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
-            return result
+    def run(y: Tensor) -> Tensor:
+        with autocast_as(autocast, y):
+            result: Tensor = getattr(torch, name)(y, -1, dtype=dtype)
+        return result
 
-        form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
-        return recorded(logits, Operation(name, step(run), by_column=False), _one_of(run, logits).dtype, form)
-
-    return handler
+    form = None if logits.form.is_contiguous() else _formed(getattr(torch, name), logits, -1)
+    return recorded(logits, Operation(name, step(run), by_column=False), _one_of(run, logits).dtype, form)
 
 
 def is_last(dim: Any, logits: LazyLogits) -> bool:
@@ -222,28 +206,23 @@ def is_last(dim: Any, logits: LazyLogits) -> bool:
 
 
 @handles("__setitem__")
-def _set(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, index: Any, value: Any) -> Any:
-        """Columns set to a number, as where tokens are forbidden: the same logits, after one more operation."""
-        *rows, columns = index if isinstance(index, tuple) else (index,)
-        if not isinstance(logits, LazyLogits) or not isinstance(value, Number) or not _all_rows(rows, logits.dim() - 1):
-            return NotImplemented
-        source = logits.source
-        if type(columns) not in (int, slice, list, *_PLAIN_TYPES) or (
-            isinstance(columns, Tensor) and columns.dim() > 1
-        ):
-            return NotImplemented
-        if not _is_alone(logits) or (source.tracked and not torch.is_grad_enabled()):
-            return NotImplemented
-        taken = torch.zeros(source.width, dtype=torch.bool, device=source.x.device)
-        taken[columns] = True
-        fill = (Tensor.masked_fill, (VALUE, Beside(0), value), ())
-        operation = Operation(f"columns set to {_shown(value)}", fill, (taken,))
-        then = dataclasses.replace(source, operations=(*source.operations, operation))
-        logits.become(then, lambda y: function(y, index, value))
-        return None
-
-    return handler
+def _set(function: Any, name: str, logits: Any, index: Any, value: Any) -> Any:
+    """Columns set to a number, as where tokens are forbidden: the same logits, after one more operation."""
+    *rows, columns = index if isinstance(index, tuple) else (index,)
+    if not isinstance(logits, LazyLogits) or not isinstance(value, Number) or not _all_rows(rows, logits.dim() - 1):
+        return NotImplemented
+    source = logits.source
+    if type(columns) not in (int, slice, list, *PLAIN_TYPES) or (isinstance(columns, Tensor) and columns.dim() > 1):
+        return NotImplemented
+    if not _is_alone(logits) or (source.tracked and not torch.is_grad_enabled()):
+        return NotImplemented
+    taken = torch.zeros(source.width, dtype=torch.bool, device=source.x.device)
+    taken[columns] = True
+    fill = (Tensor.masked_fill, (VALUE, Beside(0), value), ())
+    operation = Operation(f"columns set to {_shown(value)}", fill, (taken,))
+    then = dataclasses.replace(source, operations=(*source.operations, operation))
+    logits.become(then, lambda y: function(y, index, value))
+    return None
 
 
 def _all_rows(index: list[Any], dimensions: int) -> bool:
@@ -255,109 +234,93 @@ def _all_rows(index: list[Any], dimensions: int) -> bool:
 
 def _is_alone(logits: LazyLogits) -> bool:
     """Whether these are the head's own output, of which nothing else was made: nobody else sees a change in place."""
-    family = [member for reference in logits.source.family if (member := reference()) is not None]
     made = logits.made is not None or bool(logits.source.fetches)
-    return not made and len(family) == 1 and family[0] is logits
+    return not made and [id(member) for member in logits.family] == [id(logits)]
 
 
 # -- moves of rows --------------------------------------------------------------------------------------------------
 
 
-@handles(_SAME)
-def _same(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
+@handles("contiguous clone alias")
+def _same(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    form = _formed(function, logits, *args, **kwargs)
+    if form is logits.form:
+        return logits
+    return moved(logits, logits.source.x, lambda y: function(y, *args, **kwargs), form)
+
+
+@handles("detach")
+def _detach(function: Any, name: str, logits: Any) -> Any:
+    source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
+    return stand_for(source, logits, function, _formed(torch.detach, logits))
+
+
+HANDLERS[Tensor.data.__get__] = functools.partial(_detach, lambda y: y.data, "data")  # type: ignore[attr-defined]
+
+
+@handles("view reshape flatten view_as reshape_as")
+def _reshape(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(logits, LazyLogits) or any(isinstance(value, torch.dtype) for value in args):
+        return NotImplemented
+    try:
         form = _formed(function, logits, *args, **kwargs)
-        if form is logits.form:
-            return logits
-        return moved(logits, logits.source.x, lambda y: function(y, *args, **kwargs), form)
-
-    return handler
-
-
-@handles(_WITHOUT_GRAPH)
-def _detach(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any) -> Any:
-        source = dataclasses.replace(logits.source, tracked=False, x=logits.source.x.detach())
-        return stand_for(source, logits, function, _formed(torch.detach, logits))
-
-    return handler
+    except (RuntimeError, TypeError, IndexError):
+        return NotImplemented  # the stock function says what is wrong
+    if form is logits.form:
+        return logits
+    if not form.dim() or form.shape[-1] != logits.form.shape[-1]:
+        return NotImplemented  # it mixes rows
+    x = logits.source.x
+    return moved(logits, x.reshape(*form.shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs), form)
 
 
-HANDLERS[Tensor.data.__get__] = _detach(lambda y: y.data, "data")  # type: ignore[attr-defined]
-
-
-@handles(_RESHAPES)
-def _reshape(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, LazyLogits) or any(isinstance(value, torch.dtype) for value in args):
+@handles("squeeze unsqueeze narrow select split chunk tensor_split unbind transpose swapaxes swapdims permute movedim")
+def _move(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(logits, LazyLogits):
+        return NotImplemented
+    *leading, width = logits.form.shape
+    try:
+        forms = _formed(function, logits, *args, **kwargs)
+        with no_dispatch():
+            wider = function(torch.empty(1, device="meta").expand(*leading, width + 1), *args, **kwargs)
+    except (RuntimeError, TypeError, IndexError):
+        return NotImplemented
+    # What touches the last dimension shows in what becomes of two widths.
+    for columns, result in ((width, forms), (width + 1, wider)):
+        parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
+        if any(not part.dim() or part.shape[-1] != columns for part in parts):
             return NotImplemented
-        try:
-            form = _formed(function, logits, *args, **kwargs)
-        except (RuntimeError, TypeError, IndexError):
-            return NotImplemented  # the stock function says what is wrong
-        if form is logits.form:
-            return logits
-        if not form.dim() or form.shape[-1] != logits.form.shape[-1]:
-            return NotImplemented  # it mixes rows
-        x = logits.source.x
-        return moved(logits, x.reshape(*form.shape[:-1], x.shape[-1]), lambda y: function(y, *args, **kwargs), form)
+    x = function(logits.source.x, *args, **kwargs)
+    if isinstance(x, Tensor):
+        return moved(logits, x, lambda y: function(y, *args, **kwargs), forms)
 
-    return handler
+    def part(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda y: function(y, *args, **kwargs)[index]
 
-
-@handles(_ROW_MOVES)
-def _move(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, LazyLogits):
-            return NotImplemented
-        *leading, width = logits.form.shape
-        try:
-            forms = _formed(function, logits, *args, **kwargs)
-            with no_dispatch():
-                wider = function(torch.empty(1, device="meta").expand(*leading, width + 1), *args, **kwargs)
-        except (RuntimeError, TypeError, IndexError):
-            return NotImplemented
-        # What touches the last dimension shows in what becomes of two widths.
-        for columns, result in ((width, forms), (width + 1, wider)):
-            parts: Iterable[Tensor] = result if isinstance(result, (tuple, list)) else [result]
-            if any(not part.dim() or part.shape[-1] != columns for part in parts):
-                return NotImplemented
-        x = function(logits.source.x, *args, **kwargs)
-        if isinstance(x, Tensor):
-            return moved(logits, x, lambda y: function(y, *args, **kwargs), forms)
-
-        def part(index: int) -> Callable[[Tensor], Tensor]:
-            return lambda y: function(y, *args, **kwargs)[index]
-
-        return type(x)(moved(logits, each, part(index), forms[index]) for index, each in enumerate(x))
-
-    return handler
+    return type(x)(moved(logits, each, part(index), forms[index]) for index, each in enumerate(x))
 
 
 @handles("__getitem__")
-def _select(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, index: Any) -> Any:
-        if not isinstance(logits, LazyLogits):
+def _select(function: Any, name: str, logits: Any, index: Any) -> Any:
+    if not isinstance(logits, LazyLogits):
+        return NotImplemented
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is None or part is ... or type(part) in (int, slice, *PLAIN_TYPES) for part in parts):
+        return NotImplemented
+    width, has_ellipsis = logits.form.shape[-1], any(part is ... for part in parts)
+    if sum(map(_dimensions, parts)) == logits.dim() or (has_ellipsis and parts[-1] is not ...):
+        last = parts.pop()
+        if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
             return NotImplemented
-        parts = list(index) if isinstance(index, tuple) else [index]
-        if not all(part is None or part is ... or type(part) in (int, slice, *_PLAIN_TYPES) for part in parts):
-            return NotImplemented
-        width, has_ellipsis = logits.form.shape[-1], any(part is ... for part in parts)
-        if sum(map(_dimensions, parts)) == logits.dim() or (has_ellipsis and parts[-1] is not ...):
-            last = parts.pop()
-            if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
-                return NotImplemented
-            parts.append(slice(None))
-        chosen = tuple(map(_number, parts))
-        copies = any(isinstance(part, Tensor) for part in chosen)
-        if copies and not logits.form.is_contiguous():
-            return NotImplemented
-        x = logits.source.x[chosen]
-        # Numbers and slices choose a view, other tensors a copy.
-        form = empty((*x.shape[:-1], width)) if copies else _formed(function, logits, chosen)
-        return moved(logits, x, lambda y: y[chosen], form)
-
-    return handler
+        parts.append(slice(None))
+    chosen = tuple(map(_number, parts))
+    copies = any(isinstance(part, Tensor) for part in chosen)
+    if copies and not logits.form.is_contiguous():
+        return NotImplemented
+    x = logits.source.x[chosen]
+    # Numbers and slices choose a view, other tensors a copy.
+    form = empty((*x.shape[:-1], width)) if copies else _formed(function, logits, chosen)
+    return moved(logits, x, lambda y: y[chosen], form)
 
 
 def _number(part: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +17,9 @@ from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
-from memopt.patches.loss.at_once import loss_at_once
-from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.operations import handles, is_last
-from memopt.patches.loss.plain import Plain, is_plain
+from memopt.patches.loss.plain import Plain, is_plain, loss_at_once, losses_by_blocks
 from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
 from memopt.patches.loss.source import Source, versions_of
 from memopt.torch_compat import known_values, no_dispatch
@@ -34,7 +31,10 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-def cross_entropy(
+@handles("cross_entropy")
+def _cross_entropy(
+    function: Any,
+    name: str,
     logits: Any,
     target: Any,
     weight: Tensor | None = None,
@@ -157,61 +157,49 @@ def _dtype_of_loss(dtype: torch.dtype, autocast: torch.dtype | None, device: tor
         return F.cross_entropy(torch.zeros((1, 2), dtype=dtype, device=device), target).dtype
 
 
-@handles("cross_entropy")
-def _cross_entropy(function: Any, name: str) -> Callable[..., Any]:
-    return cross_entropy
-
-
 @handles("nll_loss")
-def _nll_loss(function: Any, name: str) -> Callable[..., Any]:
-    def handler(logits: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        # The cross-entropy of log-probabilities is their negative log-likelihood.
-        names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-        if not isinstance(logits, LazyLogits) or not _ends_in_log_softmax(logits.source):
-            return NotImplemented
-        return cross_entropy(logits, target, **dict(zip(names, args, strict=False)), **kwargs)
-
-    return handler
+def _nll_loss(function: Any, name: str, logits: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    # The cross-entropy of log-probabilities is their negative log-likelihood.
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+    if not isinstance(logits, LazyLogits) or not _ends_in_log_softmax(logits.source):
+        return NotImplemented
+    return _cross_entropy(function, name, logits, target, **dict(zip(names, args, strict=False)), **kwargs)
 
 
 @handles(" ".join(_REDUCTIONS))
-def _reduction(function: Any, name: str) -> Callable[..., Any]:
+def _reduction(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
     position = _REDUCTIONS[name]
+    if not isinstance(logits, LazyLogits):
+        return NotImplemented
+    given = dict(kwargs)
+    if len(args) > position:
+        dim = args[position]
+        args = (*args[:position], -1, *args[position + 1 :])
+    else:
+        dim = given.pop("dim", -1 if name == "topk" else None)
+        given["dim"] = -1
+    if not is_last(dim, logits):
+        return NotImplemented
+    # An index for each row; no other tensor.
+    tensors = [value for value in (*args, *given.values()) if isinstance(value, Tensor)]
+    *leading, _ = logits.shape
+    if any(list(value.shape[:-1]) != leading or isinstance(value, LazyLogits) for value in tensors):
+        return NotImplemented
+    autocast = autocast_dtype(logits)
 
-    def handler(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, LazyLogits):
-            return NotImplemented
-        given = dict(kwargs)
-        if len(args) > position:
-            dim = args[position]
-            args = (*args[:position], -1, *args[position + 1 :])
-        else:
-            dim = given.pop("dim", -1 if name == "topk" else None)
-            given["dim"] = -1
-        if not is_last(dim, logits):
-            return NotImplemented
-        # An index for each row; no other tensor.
-        tensors = [value for value in (*args, *given.values()) if isinstance(value, Tensor)]
-        *leading, _ = logits.shape
-        if any(list(value.shape[:-1]) != leading or isinstance(value, LazyLogits) for value in tensors):
-            return NotImplemented
-        autocast = autocast_dtype(logits)
+    def finish(y: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        left = list(rows)
+        swap = [left.pop(0) if isinstance(value, Tensor) else value for value in args]
+        named = {key: left.pop(0) if isinstance(value, Tensor) else value for key, value in given.items()}
+        with autocast_as(autocast, y):
+            result = function(y, *swap, **named)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
-        def finish(y: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-            left = list(rows)
-            swap = [left.pop(0) if isinstance(value, Tensor) else value for value in args]
-            named = {key: left.pop(0) if isinstance(value, Tensor) else value for key, value in given.items()}
-            with autocast_as(autocast, y):
-                result = function(y, *swap, **named)
-            return (result,) if isinstance(result, Tensor) else tuple(result)
-
-        rows = [value.reshape(-1, value.shape[-1]) for value in tensors]
-        source = logits.source
-        source.read.append(name)
-        found = by_rows(source, finish, rows, rows=source.product_rows)
-        results = [each.reshape(*leading, *each.shape[1:]) for each in found]
-        if len(results) == 1:
-            return results[0]
-        return getattr(torch.return_types, name)(results)
-
-    return handler
+    rows = [value.reshape(-1, value.shape[-1]) for value in tensors]
+    source = logits.source
+    source.read.append(name)
+    found = by_rows(source, finish, rows, rows=source.product_rows)
+    results = [each.reshape(*leading, *each.shape[1:]) for each in found]
+    if len(results) == 1:
+        return results[0]
+    return getattr(torch.return_types, name)(results)

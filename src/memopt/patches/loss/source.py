@@ -1,10 +1,14 @@
-"""What logits are computed from: a call of the head, its input, and what was done to the logits since."""
+"""What logits are computed from: a call of the head, its input, and what was done to the logits since.
+
+And what computed them whole in a training step, said once a place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import operator
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -12,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +24,14 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_as
 from memopt.partitioned import is_partitioned, version_of_partitioned
 from memopt.recompute.expression import Step, after
-from memopt.torch_compat import storage_id
+from memopt.torch_compat import FakeTensor, storage_id
 
 #: Of each tensor: how often it was changed in place, and its storage.
 Versions = tuple[tuple[int, int], ...]
+PLAIN_TYPES = (Tensor, nn.Parameter, FakeTensor)
 T = TypeVar("T")
+#: Head -> why its logits were computed whole in a training step.
+whole: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,3 +283,23 @@ def versions_of(tensors: Iterable[Tensor]) -> Versions:
         else (0 if tensor.is_inference() else tensor._version, storage_id(tensor.untyped_storage()))
         for tensor in tensors
     )
+
+
+def say_whole(head: nn.Module, why: str) -> None:
+    """Warn, once a reason, that logits of `head` are computed whole in a training step."""
+    if why not in whole.setdefault(head, []):
+        whole[head].append(why)
+        same = "the loss and its gradients are the same, without the saving"
+        warnings.warn(f"memopt: the logits of this step are computed whole, since {why}; {same}.", stacklevel=2)
+
+
+def note(func: Any, head: nn.Module) -> None:
+    """Say that `func` reads logits of `head` whole, and where it was called."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt"):
+        frame = frame.f_back
+    if frame is not None:
+        say_whole(head, f"'{name}' reads them at {frame.f_code.co_filename}:{frame.f_lineno}")

@@ -25,8 +25,7 @@ from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.running import RunningScopes
 from memopt.patches.sampled_linear.module import samplings_in
-from memopt.patches.sampled_linear.noise import SamplingErrors
-from memopt.patches.sampled_linear.prediction import Captured
+from memopt.patches.sampled_linear.prediction import SamplingErrors, errors_found
 from memopt.patches.sampled_linear.slot import observers
 from memopt.patches.swap import stock_forwards
 
@@ -66,7 +65,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         )  # fmt: skip
         return
     reference_model = trial.patched(*alike, *trial.recipe.without("sampled"))
-    with Captured(reference_model, samplings) as captured:
+    with errors_found(reference_model, samplings) as errors:
         exact_loss, exact = trial.step(reference_model)
     del reference_model
     gc.collect()
@@ -78,7 +77,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         with _weights_of_samples(model, weights) if not seed else contextlib.nullcontext():
             loss, gradients = trial.step(model)
         draws.add(gradients, exact)
-    predicted = SamplingErrors("", 0.0, "", tuple(captured.errors)).together()
+    predicted = SamplingErrors("", 0.0, "", tuple(errors)).together()
     yield from _checks(draws, predicted, abs(loss - exact_loss) / max(abs(exact_loss), 1e-30))
     off, where = draws.others
     if off <= _ROUNDING:
@@ -93,7 +92,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of what its row is drawn by",
         reference="the scores of all rows", n=len(weights),
     )  # fmt: skip
-    yield from _each(draws, {f"{each.module}.weight": each.first for each in captured.errors})
+    yield from _each(draws, {f"{each.module}.weight": each.first for each in errors})
 
 
 def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:

@@ -1,10 +1,17 @@
-"""The error of each sampled weight's gradient that a probe batch predicts, by the samplers' formulas."""
+"""What sampling costs: the error of weights' gradients that a probe batch predicts, beside the exact alternative.
+
+The error of each is predicted by the samplers' formulas.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -15,7 +22,6 @@ from memopt.kernels.sampled_linear.sampling import expected_error, rows_kept
 from memopt.patches.base import RecipeView
 from memopt.patches.capabilities import Trial
 from memopt.patches.sampled_linear.module import sampling_of
-from memopt.patches.sampled_linear.noise import LinearError, SamplingErrors
 from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.patches.sampled_linear.slot import Sampling
 
@@ -35,12 +41,12 @@ def predicted_errors(trial: Trial) -> SamplingErrors:
         model = nn.Module.float(model)
         plan = trial.plan(model)
         names = dict.fromkeys(site.module for site in plan.chosen("linear", "sample"))
-        with Captured(model, dict.fromkeys(names, sampling_of(rules))) as captured:
+        with errors_found(model, dict.fromkeys(names, sampling_of(rules))) as errors:
             trial.step(model)
     except MemoptError as error:
         return not_measured(recipe, str(error).splitlines()[0].rstrip("."))
     refused = tuple((entry.site, entry.reason) for entry in plan.refusals if entry.kind == "linear")
-    return SamplingErrors(rules.method, rules.budget, trial.probe, tuple(captured.errors), refused)
+    return SamplingErrors(rules.method, rules.budget, trial.probe, tuple(errors), refused)
 
 
 def not_measured(recipe: RecipeView, why: str) -> SamplingErrors:
@@ -58,41 +64,139 @@ def _fits(model: nn.Module) -> bool:
     return bool(needed < psutil.virtual_memory().available)
 
 
-class Captured:
-    """Inside, every linear of `samplings` tells the error that sampling its input would make, once backward is through.
+@contextlib.contextmanager
+def errors_found(model: nn.Module, samplings: Mapping[str, Sampling]) -> Iterator[list[LinearError]]:
+    """A list that holds, at the end, the error that sampling the input of every linear of `samplings` would make.
 
     A module that runs more than once counts with its last call.
     """
+    found: dict[str, LinearError] = {}
 
-    def __init__(self, model: nn.Module, samplings: Mapping[str, Sampling]) -> None:
-        self._modules = {name: model.get_submodule(name) for name in samplings}
-        self._samplings = samplings
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._errors: dict[str, LinearError] = {}
-
-    @property
-    def errors(self) -> list[LinearError]:
-        return [self._errors[name] for name in self._modules if name in self._errors]
-
-    def __enter__(self) -> Captured:
-        for name, module in self._modules.items():
-            self._handles.append(module.register_forward_hook(functools.partial(self._ran, name)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _ran(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def ran(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad and args:
-            x = args[0].detach()
-            output.register_hook(functools.partial(self._differentiated, name, x))
+            output.register_hook(functools.partial(differentiated, name, args[0].detach()))
 
-    def _differentiated(self, name: str, x: Tensor, dy: Tensor) -> None:
+    def differentiated(name: str, x: Tensor, dy: Tensor) -> None:
         rows, gradients = x.reshape(-1, x.shape[-1]), dy.detach().reshape(-1, dy.shape[-1])
-        sampling, norms = self._samplings[name], torch.linalg.vector_norm(rows, dim=1)
+        sampling, norms = samplings[name], torch.linalg.vector_norm(rows, dim=1)
         budget = rows_kept(len(rows), sampling.budget)
         best = norms * torch.linalg.vector_norm(gradients, dim=1)
         error = functools.partial(expected_error, rows, gradients, k=budget, method=sampling.method)
         size = float((gradients.t() @ rows).norm())
-        self._errors[name] = LinearError(name, error(scores=norms), error(scores=best), size)
+        found[name] = LinearError(name, error(scores=norms), error(scores=best), size)
+
+    errors: list[LinearError] = []
+    handles = [model.get_submodule(name).register_forward_hook(functools.partial(ran, name)) for name in samplings]
+    try:
+        yield errors
+    finally:
+        for handle in handles:
+            handle.remove()
+        errors += [found[name] for name in samplings if name in found]
+
+
+@dataclass(frozen=True)
+class LinearError:
+    """Expected relative root mean square error of the gradient of one linear's weight."""
+
+    module: str
+    first: float
+    """Rows drawn by the norms of the input alone, as on a sample's first visit."""
+    known: float
+    """Rows drawn by the norms of input and output gradient: the best that remembering the last visit can reach."""
+    gradient: float
+    """Norm of the exact gradient."""
+
+
+@dataclass(frozen=True)
+class SamplingErrors:
+    """The sampled linears of one model on one batch."""
+
+    method: str
+    budget: float
+    probe: str
+    """What the batch was, in words."""
+    linears: tuple[LinearError, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    """(weight, reason) of linears that keep their whole input."""
+    why_not: str = ""
+    """Why nothing was measured, where that is so."""
+    key: str = "sampling"
+    """Its field of the report's JSON document."""
+
+    def together(self, *, known: bool = False) -> float:
+        """Of all sampled weights: errors of independent draws add in squares."""
+        size = sum(linear.gradient**2 for linear in self.linears)
+        errors = (((linear.known if known else linear.first) * linear.gradient) ** 2 for linear in self.linears)
+        return math.sqrt(sum(errors) / size) if size else 0.0
+
+    def lines(self) -> Iterator[str]:
+        """The result in sentences."""
+        budget = f"{self.budget:.0%}"
+        yield f"Sampled linears: {self.method}, {budget} of the rows; forward and input gradients stay exact."
+        if not self.linears and not self.why_not:
+            yield "  No linear of this model is sampled."
+        elif self.why_not:
+            yield f"  Expected error of dW: not measured, because {self.why_not}."
+        else:
+            yield f"  Expected relative RMSE of dW on the probe batch ({self.probe}):"
+            for name, group in _alike(self.linears):
+                known = _spread([each.known for each in group])
+                yield f"    {name}: {_spread([each.first for each in group])}; {known} at best"
+            yield f"    all sampled weights: {self.together():.2f}; {self.together(known=True):.2f} at best"
+            yield "  (first visit of a sample; at best, where the gradients of its last visit are remembered)"
+        if self.refused:
+            yield "  Kept whole:"
+            yield from _refusals(self.refused)
+        yield f"  Exact alternative: {accumulation(self.budget)}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its field of the report's JSON document."""
+        return {
+            "method": self.method,
+            "budget": self.budget,
+            "probe": self.probe,
+            "not_measured": self.why_not or None,
+            "relative_rmse": self.together() if self.linears else None,
+            "relative_rmse_at_best": self.together(known=True) if self.linears else None,
+            "linears": [
+                {"module": each.module, "relative_rmse": each.first, "relative_rmse_at_best": each.known}
+                for each in self.linears
+            ],
+            "refused": [{"weight": weight, "reason": reason} for weight, reason in self.refused],
+            "exact_alternative": accumulation(self.budget),
+        }
+
+
+def accumulation(budget: float) -> str:
+    """What keeps as few rows with no error at all."""
+    steps = math.ceil(1 / budget - 1e-9)
+    return f"micro-batches of 1/{steps} of the batch, accumulated over {steps} passes: no more rows are kept, no error"
+
+
+def _refusals(refused: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """A line for each reason, with the names of the linears, those of one layer for all."""
+    reasons: dict[str, str] = {}
+    for weight, reason in refused:
+        reasons.setdefault(_any_layer(weight.rpartition(".")[0]).rpartition("#.")[2], reason)
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    for reason, alike in names.items():
+        yield f"    {', '.join(alike)}: {reason}"
+
+
+def _alike(linears: Sequence[LinearError]) -> list[tuple[str, list[LinearError]]]:
+    groups: dict[str, list[LinearError]] = {}
+    for linear in linears:
+        groups.setdefault(_any_layer(linear.module), []).append(linear)
+    return list(groups.items())
+
+
+def _any_layer(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, high, middle = min(values), max(values), sorted(values)[len(values) // 2]
+    return f"{middle:.2f}" if len(values) == 1 else f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ from memopt.saved.slots import Compressible, Packing, Slot, tensor_of
 #: Bytes of an index and a weight.
 _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 
-
 #: Called with the scores of all rows, the rows that are saved, their weights and the method.
 observers: list[Callable[[Tensor, Tensor, Tensor, Method], None]] = []
+
+#: What one linear knows of its output's gradient before it is there: fp32 (rows,) on the device of its input, the norm
+#: of each row's gradient up to a common factor, 0 for a row that gets none; None where nothing is known.
+Importance = Callable[[], Tensor | None]
 
 #: What reports call the tensors that are saved here.
 __memopt_saves__ = "sampled rows"
@@ -59,14 +62,6 @@ class Sampling:
     method: Method = "systematic"
     budget: float = 0.3
     """Part of the rows that is kept."""
-
-
-class Importance(Protocol):
-    """What one linear knows of its output's gradient before it is there."""
-
-    def __call__(self, rows: int, like: Tensor) -> Tensor | None:
-        """fp32 (rows,) on the device of `like`: the norm of each row's gradient up to a common factor, 0 for a row that
-        gets none; None where nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +138,10 @@ class SampledInput(Slot):
         self.packed, self._handle = self.sample.kept, None
 
     def _draw(self, readers: Sequence[SampledInput]) -> Sample:
-        x = _matrix(tensor_of(self))
+        x = tensor_of(self)
+        x = x.reshape(-1, x.shape[-1])
         scores = row_norms(x)
-        importance = _together([slot._importance for slot in readers], x)
+        importance = _together([slot._importance for slot in readers])
         if importance is not None:
             scores = scores.double() * importance  # the product of two small norms may be below fp32
         rows, weights = sample_rows(scores, rows_kept(len(x), self._sampling.budget), self._sampling.method)
@@ -158,16 +154,12 @@ class SampledInput(Slot):
         return Sample(keep(rows), keep(weights), keep(kept))
 
 
-def _together(each: Sequence[Importance | None], x: Tensor) -> Tensor | None:
+def _together(each: Sequence[Importance | None]) -> Tensor | None:
     """The norm of the gradient rows of all readers side by side; None where that of one of them is unknown."""
-    known = [None if importance is None else importance(len(x), x) for importance in each]
+    known = [None if importance is None else importance() for importance in each]
     # In fp64, in which the square of no fp32 norm is 0: a row that counts must have a score.
     norms = [each.double() for each in known if each is not None]
     return torch.stack(norms).norm(dim=0) if norms and len(norms) == len(known) else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _view(slot: SampledInput) -> Any:

@@ -108,12 +108,9 @@ class Visit:
 
     def rows(self, x: Tensor) -> Rows | None:
         """What the rows of a linear's input are; None where that is not known."""
-        key = x.shape[:-1], x.device
-        if key not in self._rows:
-            self._rows[key] = self._find(*key)
-        return self._rows[key]
-
-    def _find(self, shape: torch.Size, device: torch.device) -> Rows | None:
+        shape, device = key = x.shape[:-1], x.device
+        if key in self._rows:
+            return self._rows[key]
         masks = [mask for mask in self._masks if mask.shape == shape or (mask.numel(),) == tuple(shape)]
         real = None
         if masks:
@@ -121,9 +118,9 @@ class Visit:
             real = functools.reduce(torch.logical_or, there)
         grid = tuple(masks[0].shape) if masks else (shape[0], shape[1:].numel()) if shape else (0, 0)
         step = self._step if self._step is not None and grid[0] == len(self._step.rows) else None
-        if real is None and step is None:
-            return None
-        return Rows(real, step, None if step is None else step.places(grid[0], grid[1], real, device))
+        places = None if step is None else step.places(grid[0], grid[1], real, device)
+        self._rows[key] = None if real is None and step is None else Rows(real, step, places)
+        return self._rows[key]
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ class LinearCall:
         self._visits, self._linear, self._rows = visits, linear, rows
         self._left_out = False
 
-    def importance(self, rows: int, like: Tensor) -> Tensor | None:
+    def importance(self) -> Tensor | None:
         """As in `memopt.patches.sampled_linear.slot.Importance`."""
         step, places, real = self._rows.step, self._rows.places, self._rows.real
         norms = step.recall(self._linear, places) if step is not None and places is not None else None

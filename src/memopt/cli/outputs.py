@@ -1,0 +1,234 @@
+"""What `memopt report` writes beside what it prints: `--html`, `--snapshot`, and the plans of `--budget`, `--frontier`.
+
+Options, and the writing. The planner answers with the fastest plan that fits, or with plans by memory and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from memopt.cli import common
+from memopt.errors import ModelError, OutputError, UsageError
+from memopt.forks import forking
+
+if TYPE_CHECKING:
+    from memopt.prediction.headline import Headline
+    from memopt.prediction.planner.choice import Choice, Frontier
+    from memopt.prediction.setup import Setup
+    from memopt.reporting.compare import Comparison
+    from memopt.trace.training import Request
+
+HtmlOption = Annotated[Path | None, common.optional("Write one HTML page with charts as well.", "FILE")]
+SnapshotOption = Annotated[
+    Path | None,
+    common.optional(
+        "Write the step as a snapshot for pytorch.org/memory_viz: stock as device 0, patched as device 1.", "FILE"
+    ),
+]
+Allowed = Literal["approximate"]
+BudgetOption = Annotated[
+    str | None,
+    common.optional("Memory of the device, e.g. 24GiB: print the fastest exact plan that fits.", "SIZE|CARD"),
+]
+OutOption = Annotated[
+    Path | None, common.optional("Write the plan of --budget as a recipe; with --emit a folder.", "FILE")
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace files that --out, --html and --snapshot name.")
+]  # fmt: skip
+AllowOption = Annotated[Allowed | None, common.optional("Let --budget take recipes whose gradients have an error.")]
+FrontierOption = Annotated[bool, typer.Option("--frontier", help="Print plans by memory and time.")]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the options ask: files beside what is printed, a plan for `budget`, or the frontier with its rates."""
+
+    html: Path | None
+    snapshot: Path | None
+    out: Path | None
+    emit: Sequence[str]
+    force: bool
+    """Whether files that are there are replaced."""
+    budget: str | None
+    frontier: bool
+    allow: Allowed | None
+
+    @property
+    def planner(self) -> str | None:
+        """The option that asks the planner; None where neither is given."""
+        return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
+
+    def check_options(self) -> None:
+        """
+        Raises:
+            UsageError: an option is given that needs another one, or --emit names no engine.
+        """
+        is_plan = self.budget is not None and not self.frontier
+        if self.emit:
+            from memopt.emit.engines import check_kinds
+
+            check_kinds(self.emit)
+            if self.out is None or not is_plan:
+                hint = "Give both, e.g. --budget 24GiB --out plan."
+                raise UsageError("--emit writes the plan of --budget into the folder --out.", hint)
+        if (self.out is not None or self.allow) and not is_plan:
+            raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
+
+    def checked(self) -> Outputs:
+        """With the drawings' paths resolved, before any work is done.
+
+        Raises:
+            OutputError: one cannot be written, or is there and `force` is false.
+            UsageError: they are the same.
+        """
+        html = common.output_file(self.html, "--html", force=self.force)
+        snapshot = common.output_file(self.snapshot, "--snapshot", force=self.force)
+        if html is not None and html == snapshot:
+            raise UsageError(f"--html and --snapshot name the same file, '{self.html}'.", "Name two.")
+        return replace(self, html=html, snapshot=snapshot)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether there is a drawing among them."""
+        return self.html is not None or self.snapshot is not None
+
+
+def draw(
+    comparison: Comparison,
+    setup: Setup,
+    files: Outputs,
+    *,
+    lines: Sequence[str] = (),
+    headline: Headline | None = None,
+    frontier: Frontier | None = None,
+) -> None:
+    """Predict the step and write the drawings that are asked for.
+
+    Args:
+        lines: sentences to put first on the page.
+        headline: its lines and its table are put first.
+        frontier: plans to draw there.
+
+    Raises:
+        ModelError: the step cannot be predicted, and a snapshot is asked for.
+    """
+    if not files.drawn:
+        return
+    from memopt.files import write_output
+    from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
+    from memopt.reporting.html.page import page
+    from memopt.reporting.snapshot import snapshot
+
+    found, notes = [], []
+    try:
+        found = predictions(comparison, setup)
+        notes = [sentence for each in found for sentence in each.assumptions]
+    except ModelError as error:
+        if files.snapshot is not None:
+            raise
+        notes = [f"Memory over the step: unknown. {error.message}"]
+    if files.html is not None:
+        charts = [chart(name, each) for name, each in zip(("stock", "patched"), found, strict=False)]
+        plans = None if frontier is None else drawn_frontier(frontier)
+        tables = []
+        if headline is not None:
+            lines = [f"{what}: {answer}" for what, answer in headline.lines()]
+            tables = [ways_table(headline)]
+            notes = [*headline.notes, *notes]
+        text = page(comparison, charts=charts, notes=notes, lines=lines, tables=tables, frontier=plans)
+        write_output(files.html, text.encode())
+        common.note(f"Wrote {files.html}")
+    if files.snapshot is not None:
+        write_output(files.snapshot, snapshot(*found))
+        common.note(f"Wrote {files.snapshot}: open it at https://pytorch.org/memory_viz")
+
+
+def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bool) -> int:
+    """Print and write what the planner answers."""
+    file: Path | None
+    if asked.emit and asked.out is not None:
+        from memopt.emit.engines import files_named
+        from memopt.files import check_output_folder
+
+        _check_expressible(request, setup, asked.emit)
+        file = check_output_folder(asked.out, files_named(asked.emit), force=asked.force)
+    else:
+        file = common.output_file(asked.out, "--out", force=asked.force)
+    with common.only_results_on_stdout(), common.waiting("Tracing levels of the blocks"), forking():
+        with common.importing():
+            from memopt.prediction.planner.choice import Choice
+            from memopt.prediction.planner.training import plan_training
+
+        # Beside a frontier a budget is the card whose rates are taken.
+        budget, card = (None, asked.budget) if asked.frontier else (asked.budget, None)
+        allowed = () if asked.allow is None else (asked.allow,)
+        chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
+        _draw_plan(chosen, request, setup, asked)
+    written: list[str] = []
+    if file is not None and isinstance(chosen, Choice):
+        written = _write_plan(str(request.model), chosen, file, asked.emit)
+    if json_output:
+        key = "plan" if isinstance(chosen, Choice) else "frontier"
+        common.print_json(common.document("report", "pass", **{key: chosen.to_dict()}, written=written))
+    else:
+        common.say(*chosen.lines())
+    return common.EXIT_OK
+
+
+def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> None:
+    """Refuse, before minutes of tracing, what a file of `emit` cannot express whatever the plan will be."""
+    from memopt.emit.engines import files_of, planned_step
+    from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
+    from memopt.prediction.planner.choice import Choice, Plan
+
+    model = str(request.model)
+    plan = Plan(load_recipe(request.recipe or DEFAULT_MEMORY_RECIPE), "", 1, 1, 0, 0.0, 0.0)
+    choice = Choice(model, "", "", 0, plan, step=request.training, setup=setup)
+    files_of(planned_step(model, "", choice), emit)
+
+
+def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:
+    """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines; the files."""
+    from memopt.files import write_output
+    from memopt.plan.recipe import dump_recipe
+
+    recipe, files = out, {out.name: dump_recipe(chosen.plan.recipe).encode()}
+    if emit:
+        from memopt.emit.engines import RECIPE_FILE, files_of, planned_step
+
+        recipe = out / RECIPE_FILE
+        files, notes = files_of(planned_step(model, str(recipe), chosen), emit)
+        for text in notes:
+            common.note(f"note: {text}")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"--out '{out}' cannot be made: {error.strerror}.", "Name another folder.") from error
+    for name, content in files.items():
+        write_output(recipe.with_name(name), content)
+    written = [str(recipe.with_name(name)) for name in files]
+    common.note(f"Wrote {', '.join(written)}")
+    common.note(f"Use it with memopt.patch(model, '{recipe}')")
+    return written
+
+
+def _draw_plan(planned: Choice | Frontier, request: Request, setup: Setup, files: Outputs) -> None:
+    """The drawings of what the planner answered: a plan beside the stock model, or plans by memory and time."""
+    if not files.drawn:
+        return
+    from memopt.pipeline import report_on
+    from memopt.prediction.planner.choice import Choice
+
+    if isinstance(planned, Choice):
+        plan = planned.plan
+        comparison = report_on(replace(request, recipe=plan.recipe, batch=plan.batch))
+        setup = replace(setup, accumulation=plan.accumulation)
+        draw(comparison, setup, files, lines=list(planned.lines())[1:])
+    else:
+        draw(report_on(request), setup, files, frontier=planned)
