@@ -324,7 +324,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "verify: a file of the same size counts as the same",
-        "same = path.stat().st_size == record.size and (digests.get(root / name) or sha256(path)) == record.sha256",
+        "same = path.stat().st_size == record.size and (known.get(path) or sha256(path)) == record.sha256",
         "same = path.stat().st_size == record.size",
         ("tests/verification/test_weights.py",),
     ),
@@ -495,8 +495,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an attribute that changed after the patch does not count",
-        "if now is not value and not (",
-        "if now is Missing and not (",
+        "elif not _is_same(now, value):\n                return False",
+        "elif now is Missing:\n                return False",
         ("tests/patches/test_changed_later.py",),
     ),
     Fault(
