@@ -296,6 +296,12 @@ def _finish(model: nn.Module, applied: Applied) -> None:
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
         warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
+    elif sites.unseen:
+        warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. Pass inputs=...", stacklevel=3)
+    if not applied.patched and (sites.unseen or not sites.ran):
+        raise NegativeVerdict(
+            "Nothing was patched, since memopt could not run this model.", "Pass inputs=..., a batch as in training."
+        )
     if not applied.patched:
         raise NegativeVerdict(
             "Nothing in this model can be patched.", "See memopt.plan_for(model).refusals for the reasons."

@@ -336,7 +336,7 @@ def walk_source(source: CheckpointSource, batch: Batch | None, trust_remote_code
 
 
 def _tell(plan: Plan, note: Note, *, made_by_processor: Batch | None) -> None:
-    for text in (*plan.sites.notes, *plan.notes):
+    for text in (*filter(None, (plan.sites.unseen,)), *plan.sites.notes, *plan.notes):
         note(text)
     if made_by_processor is not None:
         note(f"the model's processor made the inputs: {in_words(made_by_processor)}")

@@ -85,7 +85,7 @@ def _compare(subject: Subject, batch: Batch | None) -> Comparison:
         training=of.training,
         before=before,
         after=after,
-        notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *sites.notes))),
+        notes=tuple(dict.fromkeys((*notes, *before.notes, *after.notes, *filter(None, (sites.unseen,)), *sites.notes))),
         inputs=None if batch is None else describe(batch),
         step=of,
     )

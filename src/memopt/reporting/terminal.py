@@ -173,6 +173,8 @@ class Summary:
         if inexact := self.plan.recipe.without("approximate", "sampled"):
             keys = ", ".join(setting.partition(".")[0] for setting in inexact)
             lines.append(f"  under torch.compile what is not exact of {keys} is off")
+        if self.plan.sites.unseen:
+            lines.append(f"  not seen: {self.plan.sites.unseen}; patch with inputs=...")
         lines += [f"  {remark}" for remark in self.remarks]
         return "\n".join(map(printable, [*lines, "Undo: memopt.unpatch(model)"]))
 

@@ -30,7 +30,7 @@ def find_deep_sites(model: nn.Module) -> Sites:
     try:
         if runs:
             sites = find_sites(model)
-            if sites.ran and not sites.notes:  # notes count
+            if sites.ran and not (sites.notes or sites.unseen):  # these count
                 for run in runs:
                     sites = _deepened(sites, run)
                 return sites

@@ -37,6 +37,8 @@ from memopt.walk.probes.gated import with_form
 from memopt.walk.sites import NormSite, Sites
 
 _CTC = "its loss is a CTC loss, which reads the logits of all tokens at once"
+#: Of the parameters: where no call reaches so many, the user is told.
+_LARGE_PART = 0.1
 NOT_IN_MEMORY = "a model in memory keeps its weights: folding is done when a checkpoint is written"
 
 
@@ -188,6 +190,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         hidden_size=_hidden_size(config, norms),
         skipped=tuple(skipped.items()),
         notes=tuple(_notes(observed, norms, [x.parameter for x in linears if x.parameter not in observed.inputs])),
+        unseen=_unseen(model, observed),
         traces=tuple(observed.traces),
     )
     return with_brought_sites(model, sites)
@@ -211,6 +214,23 @@ def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
         return size
     widths = Counter(norm.hidden_size for norm in norms)
     return max(widths, key=lambda width: (widths[width], width), default=0)
+
+
+def _unseen(model: nn.Module, observed: Observed) -> str:
+    """One sentence on the modules with weights that no call reached, where they have a tenth of the parameters."""
+    own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    reached = {id(each) for name in observed.mode.visited for each in own.get(name, ())}  # by another module, if tied
+    left = {name: sum(each.numel() for each in its if id(each) not in reached) for name, its in own.items()}
+    left_out = [name for name, size in left.items() if size and name not in observed.mode.visited]
+    share = sum(left[name] for name in left_out) / max(1, sum(each.numel() for each in model.parameters()))
+    if share < _LARGE_PART or not observed.calls:  # without any call, a note says so
+        return ""
+    errors = [outcome for _, outcome in observed.traces if outcome != "ok"]
+    why = errors[-1] if errors else "the inputs that were tried do not lead there"
+    return (
+        f"no call of the walk reached {len(left_out)} modules with {share:.0%} of the parameters, for example "
+        f"'{left_out[0]}' ({why})"
+    )
 
 
 def _notes(observed: Observed, norms: Sequence[NormSite], unknown: Sequence[str]) -> Iterator[str]:

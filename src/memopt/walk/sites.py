@@ -268,6 +268,8 @@ class Sites:
     """(module, reason) of modules that look like a norm and are none that can be rewritten."""
     notes: tuple[str, ...] = ()
     """Notes for the user: forwards that failed, modules that never ran, ..."""
+    unseen: str = ""
+    """Which large part of the model no call reached, and why: nothing is rewritten there but norms. Empty: none."""
     traces: tuple[tuple[str, str], ...] = ()
     """(label, "ok" or the error) of every forward that was tried."""
     brought: tuple[Any, ...] = ()
