@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from memopt.api import plan_for
 from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.apply import apply, undo
-from memopt.patches.loss import plain, readers, rows
+from memopt.patches.loss import blocks, plain, readers, rows
 from memopt.patches.loss.checks import verify_losses
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.module import patch_head
@@ -206,7 +206,8 @@ def _chunk_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _operations_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "run", lambda operations, y, columns: y * 1.0)
+    for module in (blocks, plain):
+        monkeypatch.setattr(module, "run", lambda operations, y, columns: y * 1.0)
 
 
 def _ignored_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,6 @@ def test_losses_and_gradients_are_the_stock_models(model_type: str) -> None:
 
 
 def test_a_model_that_reads_its_logits_whole_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for function in [key for key, handler in HANDLERS.items() if "_reshape" in handler.__qualname__]:
+    for function in [key for key, handler in HANDLERS.items() if "_reshape" in handler.func.__qualname__]:
         monkeypatch.delitem(operations.HANDLERS, function)
     assert examine_loss("llama").status == "whole"

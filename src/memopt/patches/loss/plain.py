@@ -1,27 +1,15 @@
-"""The cross-entropy of a plain linear, x W^T + b, in two ways; `Plain` is what they share, and says which one is taken.
+"""The cross-entropy of a plain linear, x W^T + b: what its two ways share, and which one is taken.
 
-At once, by chunks of rows: three products, or two for a frozen head.
-
-    y = x_chunk W^T + b,  z = ops(y)         loss += sum of the chunk's losses,  dz over z
-    dx_chunk = dy W,  dW += dy^T x_chunk,  db += sum over rows of dy             saves dx, dW and db, and no x
-
-For a loss that is one number, of which the backward is a scale. On a GPU one kernel reads z for both loss and dz. W's
-gradient is summed in fp32 at least, but for a sum of two chunks on a GPU (`SUMMED`). That gradient is then kept until
-backward, which scales it into another, a sum of many chunks in 16 bits needs one of fp32, and chunks of few rows waste
-the products. By blocks of columns, a part of the vocabulary for all rows at a time, none of this is so:
-
-    z = ops(x W_block^T + b_block)         elementwise, so that a block needs its own columns only
-    forward     statistics of each row, block after block;  saves x and the statistics
-    backward    z again, dz from the statistics;  dx += dz W_block,  dW_block = dz^T x,  db_block = sum over rows of dz
-
-Four products instead of three, and no memory but a block, dx in fp32 and the gradients themselves.
+By chunks of rows (`at_once.py`) the gradients are made in the forward, by three products, or two for a frozen head. A
+gradient of W is then kept until backward, which scales it into another, a sum of many chunks in 16 bits needs one of
+fp32, and chunks of few rows waste the products. By blocks of columns (`blocks.py`) none of this is so, and the logits
+are computed twice: one product more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,26 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.kernels.base.autograd import (
-    DirectFunction,
-    autocast_as,
-    batched_gradients,
-    is_batched,
-    refuse_double_backward,
-)
 from memopt.kernels.base.pieces import pieces
 from memopt.kernels.base.precision import accumulation_dtype
-from memopt.kernels.loss.function import (
-    block_gradient_,
-    fresh_statistics,
-    in_range,
-    row_factors,
-    row_losses,
-    statistics_,
-)
-from memopt.kernels.loss.reference import LossArguments, losses_of
+from memopt.kernels.loss.reference import LossArguments
 from memopt.patches.loss.rows import chunk_bytes, in_tiles, is_on_gpu, itself
-from memopt.patches.loss.source import Source, as_leaf, distinct, run
+from memopt.patches.loss.source import Source, distinct, run
 
 #: Rows of a chunk with which a product is not bound by reading W.
 ROWS = 256
@@ -195,146 +168,3 @@ def sums_of(tensors: Any, needed: Any) -> list[Tensor | None]:
         torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) if need else None
         for tensor, need in zip(tensors, needed, strict=True)
     ]
-
-
-# -- at once ----------------------------------------------------------------------------------------------------------
-
-
-def loss_at_once(plain: Plain, target: Tensor, factor: Tensor) -> Tensor:
-    """`factor` times the sum of the losses of all rows, in fp32, or fp64 for fp64 logits.
-
-    Args:
-        target: (rows,) int64.
-        factor: of one element: 1 for a sum.
-    """
-    plain.source.check()
-    x, weight, *others = plain.tensors
-    # A node each, that of W the last: its backward runs first, and lets go of what it saved before the others run.
-    tensors = (x, *others, weight)
-    with torch.no_grad(), autocast_as(None, plain.source.x):
-        loss, gradients = _computed(plain, target, factor, tensors)
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if tensor is not None and gradient is not None:
-            loss = _WithGradient.apply(loss, tensor, gradient.to(tensor.dtype))
-    return loss
-
-
-class _WithGradient(DirectFunction):
-    """A number, of which one more tensor has a gradient that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return loss.data  # not a view: a user's program may add to the loss in place
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        (gradient,) = ctx.saved_tensors
-        return dloss, gradient * dloss, None
-
-
-def _computed(
-    plain: Plain, target: Tensor, factor: Tensor, tensors: Sequence[Tensor | None]
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The loss, and the gradient of each of `tensors` that needs one."""
-    x, *_, weight = tensors
-    assert x is not None
-    assert weight is not None
-    arguments, every = plain.arguments, slice(0, plain.source.width)
-    needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
-    in_range(target, arguments.ignore_index, every.stop)
-    rows, matrix = plain.rows(x), plain.matrix(weight, every)
-    statistics = fresh_statistics(rows)
-    factors = row_factors(target, factor.to(statistics.dtype).expand(len(rows)), arguments, every.stop)
-    options: Any = {"weight": arguments.weight, "smoothed": bool(arguments.label_smoothing)}
-    empty = torch.empty_like if len(rows) else torch.zeros_like
-    dx = empty(rows) if needed[0] else None
-    dweight = empty(weight, dtype=plain.sum_dtype(weight)) if needed[-1] else None
-    sums = sums_of(tensors[1:-1], needed[1:-1])
-    for part in plain.chunks(rows):
-        write = partial(statistics_, statistics=statistics[part], target=target[part], factors=factors[part], **options)
-        dy = plain.gradient(rows[part], matrix, tensors[1], every, write, sums[1:])
-        if dx is not None:
-            torch.mm(dy, matrix, out=dx[part])
-        if dweight is not None:
-            add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
-        if sums[0] is not None:
-            sums[0] += dy.sum(0, dtype=sums[0].dtype)
-        del dy  # before the next is computed
-    losses, _ = row_losses(statistics, target, arguments, every.stop)
-    return losses.sum() * factor, (dx, *sums, dweight)
-
-
-# -- by blocks --------------------------------------------------------------------------------------------------------
-
-
-def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
-    """The losses of all rows, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
-
-    Args:
-        target: (rows,) int64.
-    """
-    plain.source.check()
-    losses: Tensor = _BlocksFunction.apply(plain, target, plain.arguments.weight, *plain.tensors)
-    return losses
-
-
-class _BlocksFunction(DirectFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, plain: Plain, target: Tensor, class_weight: Tensor | None,
-        x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor,
-    ) -> Tensor:  # fmt: skip
-        rows, arguments, width = plain.rows(x), plain.arguments, plain.source.width
-        in_range(target, arguments.ignore_index, width)
-        statistics, smoothed = fresh_statistics(rows), bool(arguments.label_smoothing)
-        with autocast_as(None, rows):
-            for columns in plain.blocks(rows):
-                matrix = plain.matrix(weight, columns)
-                z = run(plain.source.operations, plain.logits(rows, matrix, bias, columns), columns)
-                del matrix
-                of_block = None if class_weight is None else class_weight[columns]
-                statistics_(z, statistics, target - columns.start, weight=of_block, smoothed=smoothed)
-                del z  # before the next is computed
-        losses, lse = row_losses(statistics, target, arguments, width)
-        ctx.plain = replace(plain, source=plain.source.without_rows)
-        ctx.save_for_backward(target, class_weight, lse, x, weight, bias, *others)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        plain: Plain = ctx.plain
-        plain.source.check()
-        target, class_weight, lse, x, weight, bias, *others = ctx.saved_tensors
-        if is_batched((dlosses,)):
-            cut = plain.source.cut
-            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
-                leaf = as_leaf(x)
-                losses = losses_of(cut.values(leaf), target, plain.arguments)
-                inputs = (leaf, *replace(plain, source=cut).tensors[1:])
-            return None, None, None, *batched_gradients((losses,), inputs, (dlosses,))
-        rows, factors = plain.rows(x), row_factors(target, dlosses, plain.arguments, plain.source.width)
-        needs_x, needs_weight, needs_bias, *needs_others = ctx.needs_input_grad[3:]
-        dx = (torch.empty_like if len(rows) else torch.zeros_like)(rows, dtype=lse.dtype) if needs_x else None
-        dweight = torch.empty_like(weight) if needs_weight else None
-        dbias = torch.empty_like(bias) if needs_bias else None
-        dothers = sums_of(others, needs_others)
-        with autocast_as(None, rows):
-            for columns in plain.blocks(rows):
-                write = partial(
-                    block_gradient_, target=target - columns.start, lse=lse, factors=factors,
-                    weight=None if class_weight is None else class_weight[columns],
-                )  # fmt: skip
-                matrix = plain.matrix(weight, columns)
-                dy = plain.gradient(rows, matrix, bias, columns, write, dothers)
-                if dx is not None:
-                    add_product_(dx, dy, matrix, first=not columns.start)
-                if dweight is not None:
-                    add_product_(plain.into(dweight, columns), dy.t(), rows, first=True)
-                if dbias is not None:
-                    dbias[columns] = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
-                del dy, matrix  # before the next are computed
-        done = (None if total is None else total.to(other.dtype) for total, other in zip(dothers, others, strict=True))
-        return None, None, None, None if dx is None else dx.to(x.dtype), dweight, dbias, *done

@@ -17,9 +17,11 @@ from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.kernels.base.precision import accumulation_dtype
 from memopt.kernels.loss.function import lean_cross_entropy, weight_of_all
 from memopt.kernels.loss.reference import LossArguments, losses_of
+from memopt.patches.loss.at_once import loss_at_once
+from memopt.patches.loss.blocks import losses_by_blocks
 from memopt.patches.loss.lazy import LazyLogits
 from memopt.patches.loss.operations import handles, is_last
-from memopt.patches.loss.plain import Plain, is_plain, loss_at_once, losses_by_blocks
+from memopt.patches.loss.plain import Plain, is_plain
 from memopt.patches.loss.rows import LOGIT_BYTES, by_rows, is_on_gpu
 from memopt.patches.loss.source import Source, versions_of
 from memopt.torch_compat import known_values, no_dispatch

@@ -3,7 +3,7 @@
     forward     y = ops(head(x_chunk)),  results = finish(y)             nothing of a chunk is saved
     backward    y is computed again a chunk at a time, dx and the gradients of the head's parameters by its own graph
 
-For any head (adapters, quantised weights) and any such function. A plain linear with a cross-entropy: `plain.py`.
+For any head (adapters, quantised weights) and any such function. A plain linear with a cross-entropy: `blocks.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,110 @@
+"""The losses of a plain linear's rows by blocks of its columns: a part of the vocabulary for all rows at a time.
+
+    z = ops(x W_block^T + b_block)         elementwise, so that a block needs its own columns only
+    forward     statistics of each row, block after block;  saves x and the statistics
+    backward    z again, dz from the statistics;  dx += dz W_block,  dW_block = dz^T x,  db_block = sum over rows of dz
+
+Four products instead of three, and no memory but a block, dx in fp32 and the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.kernels.base.autograd import (
+    DirectFunction,
+    autocast_as,
+    batched_gradients,
+    is_batched,
+    refuse_double_backward,
+)
+from memopt.kernels.base.precision import accumulation_dtype
+from memopt.kernels.loss.function import (
+    block_gradient_,
+    fresh_statistics,
+    in_range,
+    row_factors,
+    row_losses,
+    statistics_,
+)
+from memopt.kernels.loss.reference import losses_of
+from memopt.patches.loss.plain import Plain, add_product_, sums_of
+from memopt.patches.loss.rows import itself
+from memopt.patches.loss.source import as_leaf, run
+
+
+def losses_by_blocks(plain: Plain, target: Tensor) -> Tensor:
+    """The losses of all rows, not reduced: (rows,) in fp32, or fp64 for fp64 logits; 0 where the target is ignored.
+
+    Args:
+        target: (rows,) int64.
+    """
+    plain.source.check()
+    losses: Tensor = _BlocksFunction.apply(plain, target, plain.arguments.weight, *plain.tensors)
+    return losses
+
+
+class _BlocksFunction(DirectFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, plain: Plain, target: Tensor, class_weight: Tensor | None,
+        x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor,
+    ) -> Tensor:  # fmt: skip
+        rows, arguments, width = plain.rows(x), plain.arguments, plain.source.width
+        in_range(target, arguments.ignore_index, width)
+        statistics, smoothed = fresh_statistics(rows), bool(arguments.label_smoothing)
+        with autocast_as(None, rows):
+            for columns in plain.blocks(rows):
+                matrix = plain.matrix(weight, columns)
+                z = run(plain.source.operations, plain.logits(rows, matrix, bias, columns), columns)
+                del matrix
+                of_block = None if class_weight is None else class_weight[columns]
+                statistics_(z, statistics, target - columns.start, weight=of_block, smoothed=smoothed)
+                del z  # before the next is computed
+        losses, lse = row_losses(statistics, target, arguments, width)
+        ctx.plain = replace(plain, source=plain.source.without_rows)
+        ctx.save_for_backward(target, class_weight, lse, x, weight, bias, *others)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        plain: Plain = ctx.plain
+        plain.source.check()
+        target, class_weight, lse, x, weight, bias, *others = ctx.saved_tensors
+        if is_batched((dlosses,)):
+            cut = plain.source.cut
+            with torch.enable_grad(), saved_tensors_hooks(itself, itself):
+                leaf = as_leaf(x)
+                losses = losses_of(cut.values(leaf), target, plain.arguments)
+                inputs = (leaf, *replace(plain, source=cut).tensors[1:])
+            return None, None, None, *batched_gradients((losses,), inputs, (dlosses,))
+        rows, factors = plain.rows(x), row_factors(target, dlosses, plain.arguments, plain.source.width)
+        needs_x, needs_weight, needs_bias, *needs_others = ctx.needs_input_grad[3:]
+        dx = (torch.empty_like if len(rows) else torch.zeros_like)(rows, dtype=lse.dtype) if needs_x else None
+        dweight = torch.empty_like(weight) if needs_weight else None
+        dbias = torch.empty_like(bias) if needs_bias else None
+        dothers = sums_of(others, needs_others)
+        with autocast_as(None, rows):
+            for columns in plain.blocks(rows):
+                write = partial(
+                    block_gradient_, target=target - columns.start, lse=lse, factors=factors,
+                    weight=None if class_weight is None else class_weight[columns],
+                )  # fmt: skip
+                matrix = plain.matrix(weight, columns)
+                dy = plain.gradient(rows, matrix, bias, columns, write, dothers)
+                if dx is not None:
+                    add_product_(dx, dy, matrix, first=not columns.start)
+                if dweight is not None:
+                    add_product_(plain.into(dweight, columns), dy.t(), rows, first=True)
+                if dbias is not None:
+                    dbias[columns] = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
+                del dy, matrix  # before the next are computed
+        done = (None if total is None else total.to(other.dtype) for total, other in zip(dothers, others, strict=True))
+        return None, None, None, None if dx is None else dx.to(x.dtype), dweight, dbias, *done
