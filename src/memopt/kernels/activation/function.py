@@ -57,23 +57,18 @@ def recomputed_activation(
     h: Tensor
     dtype = _dtype_of(function, z, found) if kind in ACTIVATIONS and (compiling or runs_triton(z)) else None
     if compiling:  # in another dtype the compiler decides what to keep
-        h = activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
-    elif kind is not None and dtype in (z.dtype, torch.float32):
-        h = _by_kernel(z, kind, dtype, specifies=specifies)
+        return activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
+    one_pass = None
+    if kind is not None and dtype in (z.dtype, torch.float32):
+        steps = _steps(kind, dtype)
+        recomputed = Recomputed(steps.value)
+        h = KernelActivationFunction.apply(steps, recomputed, z)
+        one_pass = steps.differentiate if dtype is z.dtype else None
     else:
         recomputed = Recomputed(functools.partial(recompute_activation, function, autocast=autocast_dtype(z)))
         h = ActivationFunction.apply(z, function, recomputed)
-        if specifies:
-            attach_spec(h, (z,), recomputed)
-    return h
-
-
-def _by_kernel(z: Tensor, kind: str, dtype: torch.dtype, *, specifies: bool) -> Tensor:
-    steps = _steps(kind, dtype)
-    recomputed = Recomputed(steps.value)
-    h: Tensor = KernelActivationFunction.apply(steps, recomputed, z)
     if specifies:
-        attach_spec(h, (z,), recomputed, differentiate=steps.differentiate if dtype is z.dtype else None)
+        attach_spec(h, (z,), recomputed, differentiate=one_pass)
     return h
 
 
