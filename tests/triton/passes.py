@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from memopt.kernels.base import saved_inputs
+
 
 def assert_the_first_of_two_takes_one_more(
     gradients: Callable[[], tuple[Tensor, ...]],
-    function: ModuleType,
     kernels: ModuleType,
     recompute: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -22,7 +23,7 @@ def assert_the_first_of_two_takes_one_more(
 
     Args:
         gradients: of a loss behind both layers.
-        function, kernels: the layers' operator, and its kernels.
+        kernels: of the layers' operator.
         recompute: which argument of ``kernels.launch_backward`` says whether the same pass recomputes the output.
     """
     one_passes: list[bool] = []
@@ -35,6 +36,6 @@ def assert_the_first_of_two_takes_one_more(
     monkeypatch.setattr(kernels, "launch_backward", noted)
     found = gradients()
     assert one_passes == [False, True]
-    monkeypatch.setattr(function, "is_largest_yet", lambda tensor: False)
+    monkeypatch.setattr(saved_inputs, "is_largest_yet", lambda tensor: False)
     assert all(map(torch.equal, found, gradients()))
     assert one_passes == [False, True, True, True]

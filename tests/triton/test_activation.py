@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.activation import function, function_triton
+from memopt.kernels.activation import function_triton
 from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.activation.function_triton import launch_backward, launch_forward
 from memopt.kernels.linear.function import linear
@@ -272,4 +272,4 @@ def test_the_first_of_layers_that_are_alike_lets_its_output_go_before_the_gradie
             h = linear(recomputed_activation(h @ weight, torch.tanh, "tanh"), behind, None)
         return torch.autograd.grad(h.square().sum(), [x, *weights])
 
-    assert_the_first_of_two_takes_one_more(gradients, function, function_triton, 3, monkeypatch)
+    assert_the_first_of_two_takes_one_more(gradients, function_triton, 3, monkeypatch)

@@ -223,9 +223,7 @@ class _Pack:
         """A slot whose tensor may be exchanged; None where a foreign hook keeps what is saved."""
         if self._pinned is None:
             return None
-        return self._gathered(make(Packing(self._held, self._held_unless_recomputed, self._followed, self._keep)))
-
-    def _gathered(self, slot: S) -> S:
+        slot = make(Packing(self._held, self._held_unless_recomputed, self._followed, self._keep))
         # Whoever reads an output may stand outside of an inner scope.
         outermost = self
         while outermost.inside is not None:

@@ -14,7 +14,6 @@ very same function, which backward differentiates again at z, so value and gradi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +22,17 @@ from torch import Tensor
 from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import (
     DirectFunction,
-    are_given_once,
     autocast_as,
     autocast_dtype,
-    is_largest_yet,
     may_be_overwritten,
     refuse_double_backward,
 )
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.pieces import elementwise
 from memopt.kernels.base.rows import laid_out_like
+from memopt.kernels.base.saved_inputs import SavedInputsFunction, Steps
 from memopt.recompute.rules import ELEMENTWISE, register_operator
-from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
+from memopt.recompute.specs import Recomputed, attach_spec
 
 #: (dtype of the input, that of autocast) -> dtype of the output.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
@@ -59,50 +57,24 @@ def recomputed_activation(
     h: Tensor
     dtype = _dtype_of(function, z, found) if kind in ACTIVATIONS and (compiling or runs_triton(z)) else None
     if compiling:  # in another dtype the compiler decides what to keep
-        h = activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
-    elif kind is not None and dtype in (z.dtype, torch.float32):
-        h = _by_kernel(z, kind, dtype, specifies=specifies)
+        return activation(z, kind) if kind is not None and dtype is z.dtype else function(z)
+    one_pass = None
+    if kind is not None and dtype in (z.dtype, torch.float32):
+        steps = _steps(kind, dtype)
+        recomputed = Recomputed(steps.value)
+        h = KernelActivationFunction.apply(steps, recomputed, z)
+        one_pass = steps.differentiate if dtype is z.dtype else None
     else:
         recomputed = Recomputed(functools.partial(recompute_activation, function, autocast=autocast_dtype(z)))
         h = ActivationFunction.apply(z, function, recomputed)
-        if specifies:
-            attach_spec(h, (z,), recomputed)
-    return h
-
-
-def _by_kernel(z: Tensor, kind: str, dtype: torch.dtype, *, specifies: bool) -> Tensor:
-    value, differentiate = _steps(kind, dtype)
-    recomputed = Recomputed(value)
-    h: Tensor = KernelActivationFunction.apply(z, kind, dtype, recomputed)
     if specifies:
-        attach_spec(h, (z,), recomputed, differentiate=differentiate if dtype is z.dtype else None)
+        attach_spec(h, (z,), recomputed, differentiate=one_pass)
     return h
 
 
 @functools.cache
-def _steps(kind: str, dtype: torch.dtype) -> tuple[Recompute, Differentiate]:
-    """The value of an activation from its input, and its derivative where both have one dtype."""
-    return (lambda z: _value(z, kind, dtype)), functools.partial(_differentiate, kind=kind)
-
-
-def _differentiate(
-    dh: Callable[[], Tensor],
-    inputs: tuple[Tensor, ...],
-    use: Callable[[Tensor], None] | None,
-    given_once: bool = False,
-    *,
-    kind: str,
-) -> tuple[Tensor, ...]:
-    (z,) = inputs
-    if use is not None and (not runs_triton(z) or (not given_once and is_largest_yet(z))):
-        use(_value(z, kind, z.dtype))
-        use = None
-    if use is None:
-        return (_gradient(dh(), z, kind, recompute=False, owns_dh=True, given_once=given_once)[0],)
-    dz, h = _gradient(dh(), z, kind, recompute=True, owns_dh=True, given_once=given_once)
-    assert h is not None
-    use(h)
-    return (dz,)
+def _steps(kind: str, dtype: torch.dtype) -> Steps:
+    return Steps(functools.partial(_value, kind=kind, dtype=dtype), functools.partial(_gradients, kind=kind), True)
 
 
 def _dtype_of(function: Elementwise, z: Tensor, found: Dtypes | None) -> torch.dtype:
@@ -159,22 +131,8 @@ def recompute_activation(function: Elementwise, z: Tensor, autocast: torch.dtype
         return elementwise(function, z)
 
 
-class KernelActivationFunction(DirectFunction):
+class KernelActivationFunction(SavedInputsFunction):
     """Keeps z; one kernel forward, one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, kind: str, dtype: torch.dtype, recomputed: Recomputed) -> Tensor:
-        ctx.kind, ctx.dtype, ctx.recomputes_output, ctx.recomputed = kind, dtype, True, recomputed
-        ctx.given_once = are_given_once()
-        ctx.save_for_backward(z)
-        return _value(z, kind, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_double_backward()
-        ctx.recomputed.finish()
-        (z,) = ctx.saved_tensors
-        return _gradient(dh, z, ctx.kind, recompute=False, given_once=ctx.given_once)[0], None, None, None
 
 
 register_operator("KernelActivationFunctionBackward", ELEMENTWISE)
@@ -189,9 +147,9 @@ def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         return ACTIVATIONS[kind].value(z.to(dtype))
 
 
-def _gradient(
-    dh: Tensor, z: Tensor, kind: str, *, recompute: bool, owns_dh: bool = False, given_once: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def _gradients(
+    dh: Tensor, z: Tensor, *, kind: str, recompute: bool, owns_dh: bool = False, given_once: bool = False
+) -> tuple[tuple[Tensor], Tensor | None]:
     """dz and, with `recompute`, h; one of them takes the place of dh if nobody else has it and it fits."""
     if runs_triton(dh, z):
         # The kernel has read what it writes over.
@@ -199,10 +157,10 @@ def _gradient(
         fits = dh.dtype == z.dtype and dh.is_contiguous() and z.is_contiguous()
         if out is None and owns_dh and not recompute and fits:
             out = dh
-        found: tuple[Tensor, Tensor | None] = _kernels().launch_backward(dh, z, kind, recompute, owns_dh, out)
-        return found
+        dz, h = _kernels().launch_backward(dh, z, kind, recompute, owns_dh, out)
+        return (dz,), h
     with autocast_as(None, z):
-        return ACTIVATIONS[kind].gradient(dh.to(z.dtype), z), ACTIVATIONS[kind].value(z) if recompute else None
+        return (ACTIVATIONS[kind].gradient(dh.to(z.dtype), z),), ACTIVATIONS[kind].value(z) if recompute else None
 
 
 _kernels = imported_once("memopt.kernels.activation.function_triton")
@@ -217,7 +175,7 @@ def activation(z: Tensor, kind: str) -> Tensor:
 @torch.library.custom_op("memopt::activation_backward", mutates_args=())
 def activation_backward(dh: Tensor, z: Tensor, kind: str) -> Tensor:
     """f'(z) * dh with the strides of ``torch.empty_like(z)``."""
-    return laid_out_like(z, _gradient(dh, z, kind, recompute=False)[0])
+    return laid_out_like(z, _gradients(dh, z, kind=kind, recompute=False)[0][0])
 
 
 activation.register_fake(lambda z, kind: torch.empty_like(z))

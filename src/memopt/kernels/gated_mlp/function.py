@@ -16,26 +16,18 @@ tensor, and nothing is split or concatenated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt.activations import ACTIVATIONS
-from memopt.kernels.base.autograd import (
-    DirectFunction,
-    are_given_once,
-    autocast_as,
-    autocast_dtype,
-    is_largest_yet,
-    may_be_overwritten,
-    refuse_double_backward,
-)
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, may_be_overwritten
 from memopt.kernels.base.device import imported_once, runs_triton
+from memopt.kernels.base.saved_inputs import SavedInputsFunction, Steps
 from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute.rules import PRODUCT, register_operator
-from memopt.recompute.specs import Differentiate, Recompute, Recomputed, attach_spec
+from memopt.recompute.specs import Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
 
 
@@ -88,8 +80,8 @@ def gated_linear(
     alike = dtype is (weight.dtype if autocast is None else autocast) and (up is None or up.dtype is dtype)
     if not alike or not weight.requires_grad or not is_plain(weight) or not gate.requires_grad:
         return None
-    value, differentiate = _steps(kind, gate_first)
-    return fused_linear(differentiate, value, weight, bias, *((gate,) if up is None else (gate, up)))
+    steps, inputs = _steps(kind, gate_first, up is None), (gate,) if up is None else (gate, up)
+    return fused_linear(steps.differentiate, steps.value, weight, bias, *inputs)
 
 
 # Below, `up` is None where `gate` holds both halves. `gate_first` says nothing where it does not.
@@ -99,71 +91,28 @@ def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Te
     if torch.compiler.is_compiling():
         h: Tensor = product_op(gate, up, kind, gate_first)
     else:
-        value, differentiate = _steps(kind, gate_first)
-        recomputed = Recomputed(value)
-        h = GatedProductFunction.apply(gate, up, kind, gate_first, recomputed)
-        attach_spec(h, (gate,) if up is None else (gate, up), recomputed, differentiate=differentiate)
+        steps, inputs = _steps(kind, gate_first, up is None), (gate,) if up is None else (gate, up)
+        recomputed = Recomputed(steps.value)
+        h = GatedProductFunction.apply(steps, recomputed, *inputs)
+        attach_spec(h, inputs, recomputed, differentiate=steps.differentiate)
     return h
 
 
 @functools.cache
-def _steps(kind: str, gate_first: bool) -> tuple[Recompute, Differentiate]:
-    """The product from gate and up, or from both in one tensor, and its derivative."""
-
-    def value(gate: Tensor, up: Tensor | None = None) -> Tensor:
-        return _value(gate, up, kind, gate_first)
-
-    return value, functools.partial(_differentiate, kind=kind, gate_first=gate_first)
+def _steps(kind: str, gate_first: bool, are_halves: bool) -> Steps:
+    """The product from gate and up, or from both in one tensor, whose gradient does not fit into the place of dh."""
+    value = functools.partial(_value, kind=kind, gate_first=gate_first)
+    return Steps(value, functools.partial(_gradients, kind=kind, gate_first=gate_first), not are_halves)
 
 
-def _differentiate(
-    dh: Callable[[], Tensor],
-    inputs: tuple[Tensor, ...],
-    use: Callable[[Tensor], None] | None,
-    given_once: bool = False,
-    *,
-    kind: str,
-    gate_first: bool,
-) -> tuple[Tensor, ...]:
-    gate, up = inputs if len(inputs) == 2 else (inputs[0], None)
-    is_one_pass = use is not None and runs_triton(gate, up)
-    # Both halves in one leave no gradient that fits into the place of dh.
-    if is_one_pass and up is not None and not given_once and is_largest_yet(gate):
-        is_one_pass = False
-    if use is not None and not is_one_pass:
-        use(_value(gate, up, kind, gate_first))
-    dgate, dup, h = _gradients(dh(), gate, up, kind, gate_first, is_one_pass, owns_dh=True, given_once=given_once)
-    if use is not None and h is not None:
-        use(h)
-    return (dgate,) if dup is None else (dgate, dup)
-
-
-class GatedProductFunction(DirectFunction):
+class GatedProductFunction(SavedInputsFunction):
     """Keeps gate and up (or both in one)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool, recomputed: Recomputed
-    ) -> Tensor:
-        ctx.kind, ctx.gate_first, ctx.recomputes_output, ctx.recomputed = kind, gate_first, True, recomputed
-        ctx.given_once = are_given_once()
-        ctx.save_for_backward(gate, up)
-        return _value(gate, up, kind, gate_first)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        ctx.recomputed.finish()
-        gate, up = ctx.saved_tensors
-        dgate, dup, _ = _gradients(dh, gate, up, ctx.kind, ctx.gate_first, recompute=False, given_once=ctx.given_once)
-        needs = ctx.needs_input_grad
-        return dgate if needs[0] else None, dup if needs[1] else None, None, None, None
 
 
 register_operator("GatedProductFunctionBackward", PRODUCT)
 
 
-def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:
+def _value(gate: Tensor, up: Tensor | None = None, *, kind: str, gate_first: bool) -> Tensor:
     """h"""
     gate, up = _halves(gate, up, gate_first)
     if gate.dtype == up.dtype and runs_triton(gate, up):
@@ -176,15 +125,15 @@ def _value(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tens
 def _gradients(
     dh: Tensor,
     gate: Tensor,
-    up: Tensor | None,
+    up: Tensor | None = None,
+    *,
     kind: str,
     gate_first: bool,
     recompute: bool,
-    *,
     owns_dh: bool = False,
     given_once: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dgate, dup (None where dgate holds both) and, with `recompute`, h; `owns_dh` if nobody else has that."""
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """dgate and dup, or one tensor of both, and, with `recompute`, h; `owns_dh` if nobody else has that."""
     # Before there are views of them.
     alone = given_once and may_be_overwritten(*(tensor for tensor in (gate, up) if tensor is not None))
     z, factor = _halves(gate, up, gate_first)
@@ -216,7 +165,7 @@ def _gradients(
                 dgate = halves[0].copy_(dgate)
             if up is None and is_batched:
                 both = torch.cat((dgate, dup) if gate_first else (dup, dgate), -1)
-    return (dgate, dup, h) if both is None else (both, None, h)
+    return ((dgate, dup) if both is None else (both,)), h
 
 
 _kernels = imported_once("memopt.kernels.gated_mlp.function_triton")
@@ -243,14 +192,15 @@ def _check_halves(gate_up: Tensor) -> None:
 
 
 def _contiguous_product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True) -> Tensor:
-    return _value(gate, up, kind, gate_first).contiguous()
+    return _value(gate, up, kind=kind, gate_first=gate_first).contiguous()
 
 
 def _contiguous_gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None, kind: str, gate_first: bool = True, recompute: bool = False
 ) -> list[Tensor]:
     """dgate (both halves where up is None), dup (where it is not) and h (with `recompute`)."""
-    return [t.contiguous() for t in _gradients(dh, gate, up, kind, gate_first, recompute) if t is not None]
+    found, h = _gradients(dh, gate, up, kind=kind, gate_first=gate_first, recompute=recompute)
+    return [t.contiguous() for t in (*found, h) if t is not None]
 
 
 # On fake tensors the references compute the same shapes, dtypes and strides.

@@ -146,13 +146,14 @@ class NormFunction(DirectFunction):
         refuse_double_backward()
         ctx.recomputed.finish()
         x_hat, scale, shift, rstd = ctx.saved_tensors
-        weight, _ = _rows(scale, shift)
+        weight = scale if scale is None or scale.dim() == 1 else scale[0]
         x_needs, weight_needs, bias_needs, _, _, residual_needs = ctx.needs_input_grad
         needs = (x_needs or residual_needs, weight_needs, bias_needs)
         # Autograd casts what is not in the dtype of its parameter.
         dtype = torch.float32 if scale is None or shift is not None else scale.dtype
         dx, dweight, dbias = norm_ops.backward(dy, x_hat, rstd, weight, ctx.arguments, needs, dtype)
-        return norm_ops.of_both_terms(dx, x_needs, residual_needs, (dweight, dbias, None, None))
+        # One tensor for both terms of a sum, as the addition itself gives.
+        return dx if x_needs else None, dweight, dbias, None, None, dx if residual_needs else None
 
 
 register_operator("NormFunctionBackward", NORMALISED)

@@ -232,17 +232,11 @@ def _differentiate(ctx: Any, incoming: list[Tensor | None]) -> tuple[Tensor | No
         made = iter(ms_norm_backward(incoming[0], x_hat, rstd, weight, ctx.kind, ctx.offset, needs, ctx.dtypes[0]))
         gradients = [next(made).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True)]
     dx, *of_parameters = gradients
-    return of_both_terms(dx, x_needs, residual_needs, (*of_parameters, *(None,) * 6))[: len(ctx.needs_input_grad)]
+    of_both_terms = dx if x_needs else None, *of_parameters, *(None,) * 6, dx if residual_needs else None
+    return of_both_terms[: len(ctx.needs_input_grad)]
 
 
 ms_norm.register_autograd(_differentiate, setup_context=_keep)
-
-
-def of_both_terms(
-    dx: Tensor | None, x_needs: bool, residual_needs: bool, between: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of a norm of x + residual: one tensor for both terms, as the addition itself gives."""
-    return dx if x_needs else None, *between, dx if residual_needs else None
 
 
 def _spec(kind: str, eps: float, offset: int = 0, cast_order: str = "after") -> NormSpec:

@@ -1,0 +1,61 @@
+"""Operators that save their inputs, and whose backward can compute their output in one pass with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from memopt.kernels.base.autograd import DirectFunction, are_given_once, is_largest_yet, refuse_double_backward
+from memopt.kernels.base.device import runs_triton
+from memopt.recompute.specs import Recompute, Recomputed
+
+
+class Steps(NamedTuple):
+    """An operator, as functions of its inputs."""
+
+    value: Recompute
+    """(*inputs) -> the output"""
+    gradients: Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]
+    """(dh, *inputs, recompute, owns_dh, given_once) -> the gradients of the inputs and, with `recompute`, the output.
+    With `owns_dh` nobody else has dh, so it may be written over."""
+    fits_into_dh: bool
+    """Whether a gradient can be written into the place of dh."""
+
+    def differentiate(
+        self,
+        dh: Callable[[], Tensor],
+        inputs: tuple[Tensor, ...],
+        use: Callable[[Tensor], None] | None,
+        given_once: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """`memopt.recompute.specs.Differentiate`: in one pass where Triton runs and there is room for output and
+        gradients at a time."""
+        in_one_pass = use is not None and runs_triton(*inputs)
+        if in_one_pass and self.fits_into_dh and not given_once and is_largest_yet(inputs[0]):
+            in_one_pass = False
+        if use is not None and not in_one_pass:
+            use(self.value(*inputs))
+        gradients, h = self.gradients(dh(), *inputs, recompute=in_one_pass, owns_dh=True, given_once=given_once)
+        if use is not None and h is not None:
+            use(h)
+        return gradients
+
+
+class SavedInputsFunction(DirectFunction):
+    """Saves the inputs of an operator. A subclass for each operator: the name of its nodes says what they are."""
+
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, recomputed: Recomputed, *inputs: Tensor) -> Tensor:
+        ctx.steps, ctx.recomputes_output, ctx.recomputed = steps, True, recomputed
+        ctx.given_once = are_given_once()
+        ctx.save_for_backward(*inputs)
+        return steps.value(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        ctx.recomputed.finish()
+        gradients, _ = ctx.steps.gradients(dh, *ctx.saved_tensors, recompute=False, given_once=ctx.given_once)
+        return None, None, *gradients  # autograd drops those that nobody needs
