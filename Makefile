@@ -118,7 +118,7 @@ test: $(STAMP) ## run the tests that need no GPU, without the slow ones
 	@$(INTERPRETED) -m "not slow"
 
 # Nothing here walks a model, compiles a kernel or starts a process, but for single tests of these rooms.
-QUICK = tests/kernels tests/saved tests/checkpoint tests/test_plan.py tests/test_activations.py tests/test_mutations.py
+QUICK = tests/kernels tests/saved tests/checkpoint tests/test_plan.py tests/torch_compat/test_activations.py tests/test_mutations.py
 QUICK_LEAVES_OUT = tests/kernels/sampled_linear/test_sampling.py $(addprefix tests/checkpoint/test_,atomic.py faults.py memory.py)
 
 quick: $(STAMP) ## run the tests of the inner loop: operators, saved tensors, checkpoints (under a minute)

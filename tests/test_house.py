@@ -40,7 +40,7 @@ def test_a_name_in_another_place_is_found(tmp_path: Path, name: str, line: str, 
     [
         ("patches/norm/module.py", "from memopt.patches.replay.module import patch_replay"),
         ("patches/gated_mlp/module.py", "from memopt.kernels.linear.function import linear"),
-        ("sampling.py", "from memopt.patches.sampled_linear.visits import INDEX"),
+        ("sampling/__init__.py", "from memopt.patches.sampled_linear.visits import INDEX"),
     ],
 )
 def test_what_a_method_declares_it_may_name(tmp_path: Path, name: str, line: str) -> None:

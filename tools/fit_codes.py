@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.fit import DECIMALS, KINDS, fit, step_error
 from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES, published_code
+from memopt.torch_compat.activations import ACTIVATIONS
 
 SHIPPED = Path(str(resources.files("memopt.kernels.derivative_codes").joinpath("codes.json")))
 TOLERANCE = 1e-9

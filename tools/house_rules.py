@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 #: Lines of src/memopt, all files together. It goes down when something is merged, and up with a new method or proof.
-LINE_CAP = 47_600
+LINE_CAP = 48_434
 #: A file fits one sitting.
 FILE_CAP = 400
 #: Names of PyTorch that may change without notice, as attributes of `torch`, of autograd nodes or of modules.
@@ -36,9 +36,9 @@ WORDS = {
 SHARED_KERNELS = {"base"}
 #: Files outside of patches/ and kernels/ that may name a method.
 NAMES_METHODS = {
-    "sampling.py": "the public path of patches/sampled_linear",
+    "sampling/__init__.py": "the public path of patches/sampled_linear",
     "trace/causes.py": "functions of PyTorch, by which a saved tensor is explained",
-    "activations.py": "operations of PyTorch",
+    "torch_compat/activations.py": "operations of PyTorch",
     "torch_compat/compiling.py": "a mark on the nodes of PyTorch's graphs",
 }
 #: Words of methods that mean something else where they stand outside of plans.

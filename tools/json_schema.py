@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.plan.plan import Entry
 from memopt.trace.training import Checkpointing, Precision, Train
 

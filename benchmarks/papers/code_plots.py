@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.derivative_error import Row, measure
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
+from memopt.torch_compat.activations import ACTIVATIONS
 
 KINDS = {"gelu_erf": "GELU", "silu": "SiLU"}
 _SHOWN = ("published", "2bit", "3bit", "4bit")

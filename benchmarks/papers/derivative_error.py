@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import apply_code, derivative_code, encode
 from memopt.kernels.derivative_codes.fit import KINDS
 from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES
+from memopt.torch_compat.activations import ACTIVATIONS
 
 RELU_STEP, PUBLISHED_SCHEME = "ReLU step", "published"
 RANGE, POINTS = 10.0, 2**20 + 1

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memopt.adapters import convert_adapter
     from memopt.api import load, patch, plan_for, summary, unpatch
+    from memopt.checkpoint.adapters.verb import convert_adapter
     from memopt.integrations.trainer import TrainerCallback
     from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
     from memopt.plan.plan import Plan, make_plan
@@ -25,7 +25,7 @@ _HOMES = {
     **dict.fromkeys(
         ("PatchResult", "UnpatchResult", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
     ),
-    "convert_adapter": "memopt.adapters",
+    "convert_adapter": "memopt.checkpoint.adapters.verb",
     "verify": "memopt.verification.run",
     "TrainerCallback": "memopt.integrations.trainer",
     **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
+from memopt.environment.generators import generators_kept
+from memopt.environment.partitioned import before_sharding, shape_of
 from memopt.errors import ModelError, NegativeVerdict, RecipeError, first_of
-from memopt.generators import generators_kept
-from memopt.partitioned import before_sharding, shape_of
 from memopt.patches.apply import Applied, apply, is_patched, undo
 from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Reports

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from memopt.checkpoint.fold import Fold, FoldPlan
-from memopt.checkpoint.manifest import CONFIG_KEY, InputsRecord
+from memopt.checkpoint.manifest import InputsRecord
 from memopt.checkpoint.names import check_names
-from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched, patched_folder
-from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
-from memopt.checkpoint.target import check_space, check_target
+from memopt.checkpoint.original import folds_of, original_of, walk_source
+from memopt.checkpoint.patched import is_patched, patched_folder
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
+from memopt.checkpoint.target import check_space, check_target, default_folder
 from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
+from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
-from memopt.generators import generators_kept
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.reporting.build import compare_bytes, compare_training
@@ -27,8 +28,6 @@ from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request,
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
-from memopt.walk.observe import walk_folder
-from memopt.walk.sites import Sites
 
 Note = Callable[[str], None]
 
@@ -267,13 +266,6 @@ def unpatch_checkpoint(
     return UnpatchResult(patched.root, target, unfolded, tuple(notes))
 
 
-def default_folder(model: str) -> Path:
-    """NAME-memopt in the current folder, for a local folder or a hub id."""
-    path = Path(model).expanduser()
-    name = path.resolve().name if path.exists() else Path(model).name
-    return Path(f"{name or 'model'}-memopt")
-
-
 def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool) -> CheckpointSource:
     source = open_source(model, revision=revision, allow_pickle=allow_pickle, weights=weights)
     if not is_patched(source.root):
@@ -285,54 +277,6 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
         f"'{model}' is already patched: it was made from {base}, loaded and saved again.",
         f"Train it on with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
     )
-
-
-def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle: bool) -> CheckpointSource:
-    """The model that a patched folder was made from."""
-    model, revision = (str(against), None) if against is not None else record.origin()
-    if model is None:
-        raise ModelError(
-            f"{record.base_model}, from which '{record.folder}' was made, is not where it was.",
-            "Give it with --against.",
-        )
-    read = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
-    source = open_source(model, revision=revision, allow_pickle=allow_pickle or read)
-    if is_patched(source.root):
-        raise ModelError(f"'{model}' is itself patched.", "Give the model that it was made from.")
-    return source
-
-
-def folds_of(
-    record: PatchedFolder, patched: CheckpointSource, original: CheckpointSource, trust_remote_code: bool
-) -> tuple[Fold, ...]:
-    """The folds of a patched folder; without memopt.json they are planned again, and must be those of the key."""
-    if record.manifest is not None:
-        folds = tuple(each.fold for each in record.manifest.folds)
-    else:
-        sites, _ = walk_source(original, None, trust_remote_code)
-        planned = FoldPlan.from_plan(make_plan(sites, record.recipe), original.tensors, original.weights.aliases)
-        folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
-    key = patched.config.get(CONFIG_KEY)
-    expected = key if isinstance(key, dict) else {}
-    if record.manifest is None and digest_of_folds(folds) != expected.get("folds"):
-        raise ModelError(
-            f"How the norms of '{record.folder}' were folded cannot be told from '{original.model}' (it was patched by "
-            f"memopt {expected.get('version')}).",
-            f"Give the model that it was made from, or copy the {MANIFEST} of the patched folder into this one.",
-        )
-    there = all(name in original.tensors for fold in folds for name in fold.own)  # else they are kept, by name
-    if there and expected.get("affines", found := digest_of_affines(folds, original.read_range)) != found:
-        raise ModelError(
-            f"'{original.model}' is not the model that '{record.folder}' was made from: its norms have other weights.",
-            "Give that model with --against.",
-        )
-    return folds
-
-
-def walk_source(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
-    """Sites, and the batch that the walk ran with: the user's, the processor's, or None for guessed inputs."""
-    config = load_config(source.root, trust_remote_code=trust_remote_code)
-    return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
 
 
 def _tell(plan: Plan, note: Note, *, made_by_processor: Batch | None) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import derivative_error
 from benchmarks.derivative_error import RELU_STEP, TARGETS, Row, compare, measure, shortfalls
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import derivative_code
+from memopt.torch_compat.activations import ACTIVATIONS
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import memopt
-from memopt.adapters import AdapterResult, convert_adapter
+from memopt.checkpoint.adapters.verb import AdapterResult, convert_adapter
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
 from memopt.pipeline import patch_checkpoint
 from tests.factories import tiny_inputs, tiny_model

@@ -16,8 +16,8 @@ import memopt
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.sources.source import open_source
 from memopt.checkpoint.writer import write_checkpoint
-from memopt.checks import Check
 from memopt.errors import ModelError
+from memopt.patches.checks import Check
 from memopt.verification.weights import verify_weights
 from tests.checkpoint.builders import rms_plan, rms_tensors, write_checkpoint_files
 from tests.factories import tiny_model

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from memopt.hub import PATIENCE
+from memopt.environment.hub import PATIENCE
 
 COMMIT = "0" * 40
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"\x02\x00\x00\x00\x00\x00\x00\x00{}"}

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from memopt import files
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.patched import is_patched
 from memopt.checkpoint.sources import header, source
 from memopt.checkpoint.sources.header import DTYPE_BITS, torch_dtype
 from memopt.checkpoint.sources.source import open_source
+from memopt.environment import files
 from memopt.errors import ModelError
 from memopt.walk.models.config import load_config
 from tests.checkpoint.builders import rms_tensors, write_checkpoint_files

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.checkpoint.card import CARD
-from memopt.checks import Check
 from memopt.cli import common
+from memopt.patches.checks import Check
 from memopt.prediction.planner.choice import Frontier
 from memopt.reporting.text import Terminal, as_text, line
 from memopt.verification.verdict import Verdict

@@ -29,8 +29,8 @@ import tests.mutation.product_faults
 import tests.mutation.saved_faults
 import tests.mutation.side_faults
 import tests.mutation.situation_faults  # noqa: F401 - they enter their faults
-from memopt.checks import Check
 from memopt.errors import MemoptError
+from memopt.patches.checks import Check
 from memopt.verification.run import verify
 from tests.mutation.effect import effect
 from tests.mutation.folders import Workshop, same_files, workshop

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.plan.shipped import shipped
 from memopt.verification.run import verify
 from tests.mutation.folders import Workshop, workshop

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.checks import Level, Status
+from memopt.patches.checks import Level, Status
 from tests.mutation.models import PLANTED_IN
 
 #: Sizes of faults that have one; the smallest only where weights are in fp32.

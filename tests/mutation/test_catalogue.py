@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from memopt.checks import Level
 from memopt.errors import ModelError
+from memopt.patches.checks import Level
 from memopt.verification.run import verify
 from memopt.verification.verdict import Verdict
 from tests.mutation import catalogue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.plan.shipped import shipped
 from memopt.verification.verdict import Verdict
 from tests.mutation import clean

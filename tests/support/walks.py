@@ -46,7 +46,6 @@ _ORIGINS = {"name_or_path", "_name_or_path", "_commit_hash", "transformers_versi
 #: Rooms of src/memopt that stand above the walk, which imports none of them.
 ABOVE = {
     "__main__",
-    "adapters",
     "api",
     "axolotl",
     "checkpoint",

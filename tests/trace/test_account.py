@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memopt.patches.apply import apply
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import load_recipe
-from memopt.saved_tensors import SavedTensorObserver
+from memopt.saved.observer import SavedTensorObserver
 from memopt.trace.account import account, live_bytes
 from memopt.walk.observe import walk_model
 from tests.factories import tiny_inputs, tiny_model

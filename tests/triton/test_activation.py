@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation import function_triton
 from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.activation.function_triton import launch_backward, launch_forward
 from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
+from memopt.torch_compat.activations import ACTIVATIONS
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge

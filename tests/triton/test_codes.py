@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes import codes, codes_triton
 from memopt.kernels.derivative_codes.codes import _apply, _encode, code_of, derivative_code
 from memopt.kernels.derivative_codes.codes_triton import launch_apply, launch_encode
 from memopt.kernels.derivative_codes.fit import KINDS
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, PUBLISHED, RELU_MASK, SCHEMES, DerivativeCode
+from memopt.torch_compat.activations import ACTIVATIONS
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge
 

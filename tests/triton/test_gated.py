@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.gated_mlp import function_triton
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused
 from memopt.kernels.gated_mlp.function_triton import launch_backward, launch_forward
 from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
+from memopt.torch_compat.activations import ACTIVATIONS
 from tests.triton.accuracy import assert_as_accurate, assert_same_special_values
 from tests.triton.conftest import DEVICE
 from tests.triton.memory import RedZones, lazily_huge

@@ -13,8 +13,8 @@ import memopt.patches.activation.module as activation_patch
 import memopt.patches.compression.checks as compression_checks
 import memopt.patches.compression.compressor as compression
 from memopt.checkpoint.manifest import read_manifest
-from memopt.checks import Check
 from memopt.kernels.quantize.layout import Quantized
+from memopt.patches.checks import Check
 from memopt.patches.swap import swap_state
 from memopt.pipeline import PatchResult, patch_checkpoint
 from memopt.verification.run import verify

@@ -14,7 +14,7 @@ import memopt.kernels.norm.ops as norm_steps
 import memopt.patches.gated_mlp.module as gated_mlp
 import memopt.patches.norm.module as norm_module
 import memopt.verification.models as models
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.pipeline import patch_checkpoint
 from memopt.recompute.specs import Recomputed
 from memopt.verification.run import verify

@@ -14,7 +14,7 @@ import pytest
 from memopt.checkpoint.manifest import read_manifest
 from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import write_checkpoint
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.plan.recipe import load_recipe
 from memopt.verification.run import verify
 from memopt.verification.side_files import allowed_changes

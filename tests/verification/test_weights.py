@@ -17,8 +17,8 @@ from memopt.checkpoint import shards, writer
 from memopt.checkpoint.fold import FoldPlan, Operation, Scale
 from memopt.checkpoint.sources.source import open_source, sha256
 from memopt.checkpoint.writer import write_checkpoint
-from memopt.checks import Check
 from memopt.errors import ModelError
+from memopt.patches.checks import Check
 from memopt.verification import recompute
 from memopt.verification.verdict import Verdict
 from memopt.verification.weights import verify_weights

@@ -33,9 +33,7 @@ GIVEN = {"hidden_states": torch.randn(2, 6, 16)}
 
 def test_a_tower_that_no_call_reached_is_warned_of_and_in_the_summary() -> None:
     model = Towers()
-    with pytest.warns(
-        UserWarning, match=r"not seen all of this model: .* reached 3 modules with 6\d%"
-    ):
+    with pytest.warns(UserWarning, match=r"not seen all of this model: .* reached 3 modules with 6\d%"):
         memopt.patch(model, inputs=GIVEN)
     assert "not seen: no call of the walk reached 3 modules" in str(memopt.summary(model))
     assert "'sound.0' (the inputs that were tried do not lead there)" in str(memopt.summary(model))

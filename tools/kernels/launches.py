@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation import function_triton as activation_triton
 from memopt.kernels.gated_mlp import function_triton as gated_triton
 from memopt.kernels.loss import function_triton as loss_triton
 from memopt.kernels.loss.reference import RowFactors
 from memopt.kernels.norm import forward_triton as norm_triton
 from memopt.kernels.norm.function import NormSpec
+from memopt.torch_compat.activations import ACTIVATIONS
 
 Call = Callable[[], object]
 

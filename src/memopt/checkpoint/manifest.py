@@ -18,8 +18,8 @@ from typing import Any
 
 from memopt.checkpoint.fold import Fold
 from memopt.checkpoint.sources.source import MANIFEST, sha256
+from memopt.environment.files import MAX_JSON_BYTES, once, parse_json, read_small
 from memopt.errors import ModelError
-from memopt.files import MAX_JSON_BYTES, once, parse_json, read_small
 from memopt.patches.base import Entry
 from memopt.plan.recipe import Recipe, modernised
 

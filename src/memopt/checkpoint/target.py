@@ -15,8 +15,8 @@ from typing import Any
 
 from memopt.checkpoint.sources.hub import cache_folder
 from memopt.checkpoint.sources.source import MANIFEST, sha256
+from memopt.environment.files import MAX_JSON_BYTES, parse_json, read_small
 from memopt.errors import ModelError, OutputError, first_of
-from memopt.files import MAX_JSON_BYTES, parse_json, read_small
 
 #: File -> device, inode, size and times: what shows without reading that it is another one, or was changed.
 Files = dict[str, tuple[int, ...]]
@@ -66,6 +66,13 @@ def check_space(out: Path, needed: int) -> None:
             f"'{out}' needs {_size(needed + _MARGIN)} and the disk has {_size(free)} free.",
             "Free some space, or choose an --out on another disk.",
         )
+
+
+def default_folder(model: str) -> Path:
+    """NAME-memopt in the current folder, for a local folder or a hub id."""
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else Path(model).name
+    return Path(f"{name or 'model'}-memopt")
 
 
 def restrict(path: Path, origin: Path) -> None:

@@ -313,7 +313,7 @@ def output_file(path: Path | None, option: str, *, force: bool) -> Path | None:
     """
     if path is None:
         return None
-    from memopt.files import check_output
+    from memopt.environment.files import check_output
 
     return check_output(path, option, force=force)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from memopt.cli import common
+from memopt.environment.forks import forking
 from memopt.errors import ModelError, OutputError, UsageError
-from memopt.forks import forking
 
 if TYPE_CHECKING:
     from memopt.prediction.headline import Headline
@@ -120,7 +120,7 @@ def draw(
     """
     if not files.drawn:
         return
-    from memopt.files import write_output
+    from memopt.environment.files import write_output
     from memopt.reporting.charts import chart, drawn_frontier, predictions, ways_table
     from memopt.reporting.html.page import page
     from memopt.reporting.snapshot import snapshot
@@ -154,7 +154,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bo
     file: Path | None
     if asked.emit and asked.out is not None:
         from memopt.emit.engines import files_named
-        from memopt.files import check_output_folder
+        from memopt.environment.files import check_output_folder
 
         _check_expressible(request, setup, asked.emit)
         file = check_output_folder(asked.out, files_named(asked.emit), force=asked.force)
@@ -195,7 +195,7 @@ def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> N
 
 def _write_plan(model: str, chosen: Choice, out: Path, emit: Sequence[str]) -> list[str]:
     """Write the plan as the recipe `out`, or into the folder `out` with the files of the engines; the files."""
-    from memopt.files import write_output
+    from memopt.environment.files import write_output
     from memopt.plan.recipe import dump_recipe
 
     recipe, files = out, {out.name: dump_recipe(chosen.plan.recipe).encode()}

@@ -112,9 +112,9 @@ def patch(
 
 
 def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_output: bool, **options: Any) -> int:
-    """Convert `adapter` and print what was done; `options` are those of `memopt.adapters.convert_adapter`."""
+    """Convert `adapter` and print what was done; `options` are those of `memopt.convert_adapter`."""
     with common.only_results_on_stdout():
-        from memopt.adapters import convert_adapter
+        from memopt.checkpoint.adapters.verb import convert_adapter
 
         result = convert_adapter(adapter, model, out, note=lambda text: common.note(f"note: {text}"), **options)
     with common.result(f"'{result.out}' was written and is complete."):

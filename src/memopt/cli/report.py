@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memopt.cli import common, outputs
+from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
-from memopt.forks import forking
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train

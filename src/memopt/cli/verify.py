@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memopt.checks import Check, Level
 from memopt.cli import common
+from memopt.patches.checks import Check, Level
 
 if TYPE_CHECKING:
     from memopt.verification.verdict import Verdict

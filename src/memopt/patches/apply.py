@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.partitioned import gathered, hooks_lifted, offloads
+from memopt.environment.partitioned import gathered, hooks_lifted, offloads
 from memopt.patches.base import PlanView, Rows
 from memopt.patches.registry import patches
 from memopt.patches.scope import ScopeRewrite, patch_scope

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from memopt.checks import Check
+    from memopt.patches.checks import Check
 
 
 class Levels:

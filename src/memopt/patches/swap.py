@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from memopt.patches.compiled import is_being_compiled
 from memopt.patches.reads import Reads
-from memopt.saved_tensors import is_observed
+from memopt.saved.observer import is_observed
 from memopt.torch_compat import (
     forward_mode_level,
     has_any_global_hook,

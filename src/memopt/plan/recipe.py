@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from memopt.environment.files import parse_yaml, read_small
 from memopt.errors import RecipeError
-from memopt.files import parse_yaml, read_small
 from memopt.patches.base import Effect, R, Rules, Strict, any_matches
 from memopt.patches.registry import patches, watch
 from memopt.plan.shipped import shipped

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from memopt.forks import each
+from memopt.environment.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Way, gib

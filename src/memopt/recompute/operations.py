@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import OPERATIONS, Operation
 from memopt.recompute.rules import ELEMENTWISE, NORMALISED, PRODUCT, RULES, Node, Rule, recomputable
 from memopt.torch_compat import BATCH_NORMS, SAVED_FIELDS, held, saved, shows_saved
+from memopt.torch_compat.activations import OPERATIONS, Operation
 
 _LEAF_NODE = "torch::autograd::AccumulateGrad"
 _COPIED_KEY = "memopt.copied"

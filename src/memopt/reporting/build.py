@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from memopt.environment.forks import each
 from memopt.errors import InputsError, MemoptError, ModelError
-from memopt.forks import each
 from memopt.plan.plan import Plan, make_plan
 from memopt.reporting.compare import Comparison
 from memopt.trace.subject import Subject, default_seq, reads_tokens, subject_of

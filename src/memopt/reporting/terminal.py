@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memopt.checks import Check
 from memopt.errors import printable
 from memopt.patches.base import LEFT, READS, PlanView
+from memopt.patches.checks import Check
 from memopt.patches.record import Record
 from memopt.patches.registry import rows
 from memopt.plan.plan import Entry, Plan

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import OPERATIONS
+from memopt.torch_compat.activations import OPERATIONS
 from memopt.torch_compat.lookup import find, is_found
 
 #: (pack, unpack), as `torch.autograd.graph.saved_tensors_hooks` takes them.

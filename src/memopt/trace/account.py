@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from memopt.saved_tensors import CHECKPOINT, Save, SavedTensorObserver
+from memopt.saved.observer import CHECKPOINT, Save, SavedTensorObserver
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.causes import EXPERTS, EXPERTS_NOTE, Causes
 from memopt.trace.events import Trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from memopt.activations import OPERATIONS
-from memopt.saved_tensors import CHECKPOINT
+from memopt.saved.observer import CHECKPOINT
+from memopt.torch_compat.activations import OPERATIONS
 from memopt.trace.storages import Birth
 from memopt.walk.sites import Sites
 

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
+from memopt.environment.forks import each, processes
 from memopt.errors import ModelError
-from memopt.forks import each, processes
 from memopt.trace.events import Event, Storage, Trace, living
 from memopt.trace.operations import Operation
 from memopt.trace.trace import trace

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memopt.checks import Check, limited
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.patches.capabilities import Checks
+from memopt.patches.checks import Check, limited
 from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe
 from memopt.verification.models import load_run_free

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt.checkpoint.manifest import read_manifest
-from memopt.checks import Check, ratio_status, skipped
+from memopt.environment.generators import seed_cpu
 from memopt.errors import ModelError
-from memopt.generators import seed_cpu
+from memopt.patches.checks import Check, ratio_status, skipped
 from memopt.patches.record import record_of
 from memopt.verification.inputs import Probes, probe_inputs
 from memopt.verification.jumps import JUMP_SCALE, JumpingRows

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memopt.checks import Check, limited, ratio_status, skipped
+from memopt.environment.generators import seed_cpu
 from memopt.errors import first_of
-from memopt.generators import seed_cpu
 from memopt.patches.capabilities import EngineSettings
+from memopt.patches.checks import Check, limited, ratio_status, skipped
 from memopt.patches.registry import having
 from memopt.verification.forward import FLOOR_ROUNDOFFS, PASS_RATIO, WARN_RATIO
 from memopt.verification.inputs import Probes

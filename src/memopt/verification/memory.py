@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.checks import Check, limited, ratio_status, skipped
 from memopt.errors import ModelError
 from memopt.patches.base import PlanView
 from memopt.patches.capabilities import Checks, Output
+from memopt.patches.checks import Check, limited, ratio_status, skipped
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt.api import from_pretrained, load
 from memopt.checkpoint.manifest import read_manifest
-from memopt.hub import hub_answers
+from memopt.environment.hub import hub_answers
 from memopt.torch_compat import tree_leaves
 from memopt.walk.calls.batch import Batch, placed
 from memopt.walk.models.config import load_config, model_class

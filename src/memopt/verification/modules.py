@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.checks import Check, limited
 from memopt.patches.capabilities import Checks
+from memopt.patches.checks import Check, limited
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards

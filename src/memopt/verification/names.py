@@ -7,8 +7,8 @@ from pathlib import Path
 from memopt.checkpoint.names import SHOWN, Names, compare_names
 from memopt.checkpoint.patched import PatchedFolder
 from memopt.checkpoint.sources.source import needs_allow_pickle, open_source
-from memopt.checks import Check, Level
 from memopt.errors import ModelError, first_of
+from memopt.patches.checks import Check, Level
 from memopt.verification.models import Pair
 from memopt.walk.models.config import load_config
 

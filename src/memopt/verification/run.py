@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
-from memopt.checks import LEVELS, Check, Level, Status, skipped
+from memopt.environment.generators import generators_kept
 from memopt.errors import ModelError, NegativeVerdict, UsageError
-from memopt.generators import generators_kept
 from memopt.patches.capabilities import Checks
+from memopt.patches.checks import LEVELS, Check, Level, Status, skipped
 from memopt.patches.registry import having
 from memopt.verification.verdict import Verdict
 from memopt.walk.calls.batch import Batch, given_batch

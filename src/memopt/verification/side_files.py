@@ -18,10 +18,10 @@ from memopt.checkpoint.manifest import CONFIG_KEY, Manifest, differences
 from memopt.checkpoint.patched import PatchedFolder, config_key, digest_of_affines
 from memopt.checkpoint.sources.base import INDEX
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, open_source
-from memopt.checks import Check, Status
 from memopt.emit.engines import file_names
+from memopt.environment.files import once
 from memopt.errors import ModelError, first_of
-from memopt.files import once
+from memopt.patches.checks import Check, Status
 from memopt.patches.registry import rows
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import modernised

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memopt.checks import Check, limited
+from memopt.patches.checks import Check, limited
 from memopt.torch_compat import storage_id
 from memopt.trace.storages import storages
 from memopt.trace.timeline import Timeline

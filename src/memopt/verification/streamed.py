@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from memopt.api import load
 from memopt.checkpoint.sources.source import open_source
-from memopt.checks import Check, worst_of_each
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.patches.capabilities import Checks
+from memopt.patches.checks import Check, worst_of_each
 from memopt.patches.registry import having
 from memopt.patches.swap import is_swapped, stock_forwards
 from memopt.reporting.text import Terminal

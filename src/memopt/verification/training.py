@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memopt.checks import Check, limited, skipped, worst_of_each
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
+from memopt.patches.checks import Check, limited, skipped, worst_of_each
 from memopt.verification.gradient import compare_gradients
 from memopt.verification.models import cast_inputs, floating_outputs
 from memopt.verification.modules import LIMITS, Worst, compare_steps, culprit

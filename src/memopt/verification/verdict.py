@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from memopt.checks import Check
+from memopt.patches.checks import Check
 from memopt.reporting.terminal import checks_table
 from memopt.reporting.text import as_text
 

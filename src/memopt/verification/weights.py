@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import Manifest, read_manifest
 from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source, sha256
-from memopt.checks import Check, Status
 from memopt.emit.engines import file_names
 from memopt.errors import ModelError, first_of
+from memopt.patches.checks import Check, Status
 from memopt.verification.reading import Reading, read_both
 from memopt.verification.recompute import TensorComparison
 from memopt.verification.side_files import files_of, verify_side_files

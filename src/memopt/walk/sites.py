@@ -159,7 +159,7 @@ class ActivationSite:
     @property
     def saves_its_output(self) -> bool:
         """Whether autograd saves its output, not its input."""
-        from memopt.activations import saves_its_output  # sites are read where torch is not imported
+        from memopt.torch_compat.activations import saves_its_output  # sites are read where torch is not imported
 
         return self.operations == 1 and saves_its_output(self.kind)
 

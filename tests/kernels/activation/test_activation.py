@@ -13,8 +13,8 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import activation, activation_backward, recomputed_activation
+from memopt.torch_compat.activations import ACTIVATIONS
 
 
 def gelu_new(z: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.errors import MemoptError
 from memopt.kernels.derivative_codes.codes import apply_code, code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.fit import KINDS, fit
 from memopt.kernels.derivative_codes.schemes import PUBLISHED, SCHEMES, CodeError, derivative
+from memopt.torch_compat.activations import ACTIVATIONS
 from tools import fit_codes
 from tools.fit_codes import differences
 

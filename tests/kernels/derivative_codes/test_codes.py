@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.derivative_codes.codes import apply_code, code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.schemes import FLAG_GROUP, PUBLISHED, fp32_below
+from memopt.torch_compat.activations import ACTIVATIONS
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 #: One of each width and family.

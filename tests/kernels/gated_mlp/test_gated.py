@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.gated_mlp.function import gated_product, gated_product_fused, product_backward_op, product_op
 from memopt.kernels.linear.function import linear
 from memopt.saved import RecomputeScope
+from memopt.torch_compat.activations import ACTIVATIONS
 from tests.support.compare import all_equal
 
 TOKENS, INTERMEDIATE, HIDDEN = 5, 12, 4

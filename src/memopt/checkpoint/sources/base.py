@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from memopt.checkpoint.sources.header import Header, TensorInfo
+from memopt.environment.files import parse_json
 from memopt.errors import ModelError
-from memopt.files import parse_json
 
 #: Names of the files that are written, and of safetensors checkpoints.
 SINGLE = "model.safetensors"

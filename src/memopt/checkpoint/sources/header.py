@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.environment.files import MAX_JSON_BYTES, check_side_file, parse_json
 from memopt.errors import ModelError
-from memopt.files import MAX_JSON_BYTES, check_side_file, parse_json
 
 if TYPE_CHECKING:
     import torch

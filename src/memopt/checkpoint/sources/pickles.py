@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from memopt.checkpoint.sources.base import Shard, named_shards, parse_index
 from memopt.checkpoint.sources.header import TensorInfo, build_header, torch_dtype
+from memopt.environment.files import MAX_JSON_BYTES, read_small
 from memopt.errors import ModelError
-from memopt.files import MAX_JSON_BYTES, read_small
 
 if TYPE_CHECKING:
     import torch

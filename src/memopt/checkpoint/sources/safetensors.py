@@ -10,8 +10,8 @@ from pathlib import Path
 
 from memopt.checkpoint.sources.base import INDEX, SINGLE, Shard, named_shards, parse_index
 from memopt.checkpoint.sources.header import Header, TensorInfo, read_header, read_headers
+from memopt.environment.files import MAX_JSON_BYTES, read_small
 from memopt.errors import ModelError
-from memopt.files import MAX_JSON_BYTES, read_small
 
 _LARGE = 1 << 20
 

@@ -20,8 +20,8 @@ from memopt.checkpoint.sources.header import TensorInfo, torch_dtype
 from memopt.checkpoint.sources.hub import OTHER_WEIGHTS, commit_of, locate
 from memopt.checkpoint.sources.pickles import PickleFormat
 from memopt.checkpoint.sources.safetensors import SafetensorsFormat
+from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, check_side_file, parse_json, read_small
 from memopt.errors import ModelError
-from memopt.files import MAX_CONFIG_NESTS, check_folder, check_side_file, parse_json, read_small
 from memopt.walk.models.adapter import refuse_adapter
 
 if TYPE_CHECKING:

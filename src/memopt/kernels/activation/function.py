@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import (
     DirectFunction,
     autocast_as,
@@ -33,6 +32,7 @@ from memopt.kernels.base.rows import laid_out_like
 from memopt.kernels.base.saved_inputs import SavedInputsFunction, Steps
 from memopt.recompute.rules import ELEMENTWISE, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
+from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
 #: (dtype of the input, that of autocast) -> dtype of the output.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
@@ -46,7 +46,8 @@ def recomputed_activation(
     Args:
         z: any shape, floating point.
         function: elementwise, without parameters and without randomness.
-        kind: the key of `memopt.activations.ACTIVATIONS` that `function` computes; None where it is none of them.
+        kind: the key of `memopt.torch_compat.activations.ACTIVATIONS` that `function` computes; None where it is none
+            of them.
         found: what calls of this function found out, for its next calls.
         specifies: the output carries a spec, which holds `z`. Where `z` is recomputed too, that would keep it.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.base.autograd import autocast_as
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.base.precision import accumulation_dtype
@@ -31,6 +30,7 @@ from memopt.kernels.derivative_codes.schemes import (
     published_code,
     require_scheme,
 )
+from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
 
 def encode(z: Tensor, code: DerivativeCode) -> Tensor:
@@ -83,7 +83,7 @@ def derivative_code(kind: str, scheme: str) -> DerivativeCode:
     """The code of a known activation.
 
     Args:
-        kind: a key of `memopt.activations.ACTIVATIONS` whose derivative is continuous, or nearly.
+        kind: a key of `memopt.torch_compat.activations.ACTIVATIONS` whose derivative is continuous, or nearly.
         scheme: one of :data:`SCHEMES`.
 
     Raises:

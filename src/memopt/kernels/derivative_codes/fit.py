@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS, Elementwise
 from memopt.kernels.derivative_codes.schemes import CodeError, bits_of, derivative
+from memopt.torch_compat.activations import ACTIVATIONS, Elementwise
 
 #: The kinds with a continuous derivative that has two different limits. With equal ones (tanh, sigmoid) the best steps
 #: are not unique: the mirror image is as good.

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memopt.activations import Elementwise
 from memopt.kernels.activation.function import differentiate, recompute_activation
 from memopt.kernels.base.autograd import autocast_dtype, refuse_double_backward
 from memopt.kernels.derivative_codes.codes import apply_code, encode
 from memopt.kernels.derivative_codes.schemes import RELU_MASK, DerivativeCode
 from memopt.recompute.rules import ELEMENTWISE, RULES, Rule, recomputable
+from memopt.torch_compat.activations import Elementwise
 
 
 class CodeSlot(Protocol):

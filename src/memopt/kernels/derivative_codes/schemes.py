@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopt.activations import Elementwise
 from memopt.errors import MemoptError
+from memopt.torch_compat.activations import Elementwise
 
 SCHEMES = ("published", "2bit", "3bit", "4bit", "8bit")
 #: Elements that share one flag for NaN.
@@ -52,7 +52,7 @@ class DerivativeCode:
 
     name: str
     kind: str
-    """The key of `memopt.activations.ACTIVATIONS`, or "other"."""
+    """The key of `memopt.torch_compat.activations.ACTIVATIONS`, or "other"."""
     bits: int
     """1, 2, 3, 4 or 8."""
     thresholds: tuple[float, ...]

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, may_be_overwritten
 from memopt.kernels.base.device import imported_once, runs_triton
 from memopt.kernels.base.saved_inputs import SavedInputsFunction, Steps
@@ -29,6 +28,7 @@ from memopt.kernels.linear.function import fused_linear, is_plain
 from memopt.recompute.rules import PRODUCT, register_operator
 from memopt.recompute.specs import Recomputed, attach_spec
 from memopt.torch_compat import is_legacy_batched
+from memopt.torch_compat.activations import ACTIVATIONS
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -36,7 +36,7 @@ def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
     Args:
         gate, up: (..., intermediate), floating point, of one shape; any strides.
-        kind: key of `memopt.activations.ACTIVATIONS`.
+        kind: key of `memopt.torch_compat.activations.ACTIVATIONS`.
 
     Returns:
         h in the dtype that gate and up promote to (under autocast too).

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from memopt.activations import ACTIVATIONS
-from memopt.checks import Check, limited
 from memopt.kernels.derivative_codes.codes import derivative_code
 from memopt.kernels.derivative_codes.schemes import DerivativeCode, derivative
 from memopt.patches.activation.module import ActivationRewrite
 from memopt.patches.capabilities import Trial
+from memopt.patches.checks import Check, limited
 from memopt.patches.swap import is_swapped, original_class, swap_state
+from memopt.torch_compat.activations import ACTIVATIONS
 
 _INPUTS, _SCALE = 8192, 3.0
 #: Of a level, from the nearest one: rounding in fp32.

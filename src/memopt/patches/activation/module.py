@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.activations import ACTIVATIONS
 from memopt.kernels.activation.function import Dtypes, recomputed_activation
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
@@ -25,6 +24,7 @@ from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute.specs import keep_producer
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
+from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
 

@@ -15,7 +15,7 @@ from memopt.walk.sites import ActivationSite, Sites, is_inside, parent
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.checks import Check
+    from memopt.patches.checks import Check
 
 
 class ActivationPatch(Patch, Checks):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from memopt.checks import Check, limited
 from memopt.kernels.quantize.layout import GROUP, LEVELS
 from memopt.patches.capabilities import Trial
+from memopt.patches.checks import Check, limited
 from memopt.patches.compression.compressor import Compressor
 from memopt.patches.running import RunningScopes
 

@@ -10,7 +10,7 @@ from memopt.patches.capabilities import Checks, Trial
 from memopt.walk.sites import parent
 
 if TYPE_CHECKING:
-    from memopt.checks import Check
+    from memopt.patches.checks import Check
 
 
 class CompressionRules(Rules):

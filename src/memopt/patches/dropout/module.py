@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.kernels.base.counter import draw_seed
 from memopt.kernels.dropout.function import seeded_dropout
 from memopt.patches.reads import observed_reads

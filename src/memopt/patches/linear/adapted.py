@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.generators import generators_kept
+from memopt.environment.generators import generators_kept
 from memopt.kernels.linear.adapted import adapted_linear
 from memopt.patches.swap import is_watched, steps_aside, with_attributes
 

@@ -91,9 +91,9 @@ class LinearPatch(Patch, Levels, Checks, Reports):
             )
 
     def apply(self, live: Live) -> None:
-        from memopt.activations import ACTIVATIONS
         from memopt.patches.linear.module import patch_linear, trains_as_linear
         from memopt.patches.linear.output import patch_output
+        from memopt.torch_compat.activations import ACTIVATIONS
 
         plan = live.plan
         for name, is_saved in _outputs(plan).items():

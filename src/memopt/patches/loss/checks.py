@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.checks import Check, limited
+from memopt.patches.checks import Check, limited
 from memopt.patches.loss.module import LossRewrite
 from memopt.patches.swap import is_swapped, stock_forwards, swap_state
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
-from memopt.partitioned import fetch_before
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.source import Source, note
 from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.generators import generators_kept
+from memopt.environment.generators import generators_kept
+from memopt.environment.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
 from memopt.patches.loss.rows import product_rows

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.environment.partitioned import is_partitioned
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype
-from memopt.partitioned import is_partitioned
 from memopt.patches.loss.lazy import HANDLERS, LazyLogits, stand_for
 from memopt.patches.loss.memory import empty
 from memopt.patches.loss.source import PLAIN_TYPES, Operation, Source, versions_of

@@ -14,7 +14,7 @@ from memopt.walk.sites import LossHead, Sites
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.checks import Check
+    from memopt.patches.checks import Check
 
 
 class LossRules(Rules):

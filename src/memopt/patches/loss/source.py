@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from memopt.environment.partitioned import is_partitioned, version_of_partitioned
 from memopt.kernels.base.autograd import autocast_as
-from memopt.partitioned import is_partitioned, version_of_partitioned
 from memopt.recompute.expression import Step, after
 from memopt.torch_compat import FakeTensor, storage_id
 

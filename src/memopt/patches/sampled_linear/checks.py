@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from memopt.checks import Check, limited
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.kernels.sampled_linear.sampling import Method
 from memopt.patches.capabilities import Checks, Trial
+from memopt.patches.checks import Check, limited
 from memopt.patches.record import record_of
 from memopt.patches.registry import having
 from memopt.patches.running import RunningScopes

@@ -23,7 +23,7 @@ from memopt.patches.sampled_linear.rules import SampledLinearRules
 from memopt.walk.sites import LinearSite, is_inside
 
 if TYPE_CHECKING:
-    from memopt.checks import Check
+    from memopt.patches.checks import Check
 
 #: An input of fewer channels than this part of the hidden state (an adapter's) is saved whole.
 _NARROW = 4

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from memopt.environment.forks import each, processes
 from memopt.errors import NegativeVerdict
-from memopt.forks import each, processes
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.plan.shipped import shipped

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from memopt.environment.generators import generators_kept
 from memopt.errors import ModelError
-from memopt.generators import generators_kept
 from memopt.patches.base import Effect
 from memopt.plan.recipe import Recipe
 from memopt.prediction.cards import Card, find_card, setup_on

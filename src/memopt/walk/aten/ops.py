@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.activations import OPERATIONS
+from memopt.torch_compat.activations import OPERATIONS
 
 
 def _names(text: str) -> frozenset[str]:

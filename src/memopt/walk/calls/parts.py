@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from memopt.saved_tensors import RunningModules
+from memopt.saved.observer import RunningModules
 from memopt.walk.calls.inputs import (
     VARIANTS,
     Call,

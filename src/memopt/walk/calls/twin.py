@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from memopt.environment.generators import seed_cpu
 from memopt.errors import InputsError, ModelError
-from memopt.generators import seed_cpu
 from memopt.walk.calls.batch import Batch, fitting, placed
 from memopt.walk.calls.inputs import runnable_calls
 from memopt.walk.models.instantiate import instantiate

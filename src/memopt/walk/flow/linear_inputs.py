@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.generators import seed_cpu
-from memopt.saved_tensors import ObservedTensor, Save, SavedTensorObserver
+from memopt.environment.generators import seed_cpu
+from memopt.saved.observer import ObservedTensor, Save, SavedTensorObserver
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key

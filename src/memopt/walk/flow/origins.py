@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from memopt.activations import OPERATIONS, kind_of_call
 from memopt.torch_compat import is_dropout, operator_schema
+from memopt.torch_compat.activations import OPERATIONS, kind_of_call
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.walk.aten.precision import Float64Mode, default_dtype
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.outputs import output_tensors

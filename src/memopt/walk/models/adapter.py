@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memopt.environment.files import parse_json, read_small
 from memopt.errors import ModelError
-from memopt.files import parse_json, read_small
 
 ADAPTER_CONFIG = "adapter_config.json"
 

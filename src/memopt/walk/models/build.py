@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from memopt.partitioned import shape_of
+from memopt.environment.partitioned import shape_of
 from memopt.torch_compat import is_traceable_wrapper_subclass, storage_id
 from memopt.walk.aten.rules import tensors_in
 from memopt.walk.models.instantiate import instantiate, numbers_in

@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
+from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
+from memopt.environment.hub import hub_answers
 from memopt.errors import ModelError
-from memopt.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
-from memopt.hub import hub_answers
 from memopt.walk.models.adapter import refuse_adapter
 from memopt.walk.models.hub import from_hub
 from memopt.walk.models.limits import check_counts, watched_build

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors
 
+from memopt.environment.hub import hub_answers, in_thread
 from memopt.errors import ModelError
-from memopt.hub import hub_answers, in_thread
 
 
 def from_hub(model: str, revision: str | None, what: str, download: Callable[[bool], str]) -> Path:

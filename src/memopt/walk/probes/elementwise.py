@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.activations import ACTIVATIONS
 from memopt.torch_compat import TorchDispatchMode, operator_name
+from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.aten.precision import Float64Mode
 from memopt.walk.probes.isolate import (
     Isolated,
@@ -33,7 +33,7 @@ _VIEWS_AND_CASTS = {
 @dataclass(frozen=True)
 class ActivationProbe:
     kind: str
-    """A key of `memopt.activations.ACTIVATIONS`, or ``other``."""
+    """A key of `memopt.torch_compat.activations.ACTIVATIONS`, or ``other``."""
     operations: int
     """Aten ops that its forward runs, views and casts not counted."""
     replays: bool

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from memopt.activations import ACTIVATIONS
+from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.isolate import Marker, random_linear, run_on
 from memopt.walk.sites import GatedForm, GatedMLPSite

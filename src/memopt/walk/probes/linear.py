@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from memopt.partitioned import shape_of
+from memopt.environment.partitioned import shape_of
 from memopt.walk.probes.isolate import with_stand_ins
 
 _WIDTH = 5

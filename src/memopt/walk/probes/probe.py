@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memopt.generators import seed_cpu
+from memopt.environment.generators import seed_cpu
 from memopt.walk.probes.elementwise import replays
 from memopt.walk.probes.isolate import Isolated, isolate, signature
 from memopt.walk.sites import BATCH_STATISTICS, CastOrder, NormKind

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from memopt import forks
-from memopt.forks import each, forking
+from memopt.environment import forks
+from memopt.environment.forks import each, forking
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.activations import ACTIVATIONS, OPERATIONS, OTHER, Operation, kind_of_call, saves_its_output
+from memopt.torch_compat.activations import ACTIVATIONS, OPERATIONS, OTHER, Operation, kind_of_call, saves_its_output
 
 KINDS = sorted(ACTIVATIONS)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memopt.environment.files import check_output, check_output_folder, write_output
 from memopt.errors import OutputError
-from memopt.files import check_output, check_output_folder, write_output
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,16 @@ from memopt.checkpoint.adapters.folder import Adapter, open_adapter
 from memopt.checkpoint.adapters.writer import Fit, write_adapter
 from memopt.checkpoint.fold import Fold, FoldPlan
 from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.original import folds_of, original_of, walk_source
 from memopt.checkpoint.patched import digest_of_affines, digest_of_folds, is_patched, patched_folder
 from memopt.checkpoint.sources.source import CheckpointSource, open_source
+from memopt.checkpoint.target import default_folder
+from memopt.environment.generators import generators_kept
 from memopt.errors import MemoptError, ModelError, NegativeVerdict
-from memopt.generators import generators_kept
-from memopt.pipeline import Note, default_folder, folds_of, original_of, walk_source
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""The model that a patched folder was made from, and how its norms were folded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memopt.checkpoint.fold import Fold, FoldPlan
+from memopt.checkpoint.manifest import CONFIG_KEY
+from memopt.checkpoint.patched import PatchedFolder, digest_of_affines, digest_of_folds, is_patched
+from memopt.checkpoint.sources.source import MANIFEST, CheckpointSource, needs_allow_pickle, open_source
+from memopt.errors import ModelError
+from memopt.plan.plan import make_plan
+from memopt.walk.calls.batch import Batch
+from memopt.walk.models.config import load_config
+from memopt.walk.observe import walk_folder
+from memopt.walk.sites import Sites
+
+
+def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle: bool) -> CheckpointSource:
+    """The model that a patched folder was made from."""
+    model, revision = (str(against), None) if against is not None else record.origin()
+    if model is None:
+        raise ModelError(
+            f"{record.base_model}, from which '{record.folder}' was made, is not where it was.",
+            "Give it with --against.",
+        )
+    read = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
+    source = open_source(model, revision=revision, allow_pickle=allow_pickle or read)
+    if is_patched(source.root):
+        raise ModelError(f"'{model}' is itself patched.", "Give the model that it was made from.")
+    return source
+
+
+def folds_of(
+    record: PatchedFolder, patched: CheckpointSource, original: CheckpointSource, trust_remote_code: bool
+) -> tuple[Fold, ...]:
+    """The folds of a patched folder; without memopt.json they are planned again, and must be those of the key."""
+    if record.manifest is not None:
+        folds = tuple(each.fold for each in record.manifest.folds)
+    else:
+        sites, _ = walk_source(original, None, trust_remote_code)
+        planned = FoldPlan.from_plan(make_plan(sites, record.recipe), original.tensors, original.weights.aliases)
+        folds = tuple(fold for fold in planned.folds if fold.norm in record.folded_norms())
+    key = patched.config.get(CONFIG_KEY)
+    expected = key if isinstance(key, dict) else {}
+    if record.manifest is None and digest_of_folds(folds) != expected.get("folds"):
+        raise ModelError(
+            f"How the norms of '{record.folder}' were folded cannot be told from '{original.model}' (it was patched by "
+            f"memopt {expected.get('version')}).",
+            f"Give the model that it was made from, or copy the {MANIFEST} of the patched folder into this one.",
+        )
+    there = all(name in original.tensors for fold in folds for name in fold.own)  # else they are kept, by name
+    if there and expected.get("affines", found := digest_of_affines(folds, original.read_range)) != found:
+        raise ModelError(
+            f"'{original.model}' is not the model that '{record.folder}' was made from: its norms have other weights.",
+            "Give that model with --against.",
+        )
+    return folds
+
+
+def walk_source(source: CheckpointSource, batch: Batch | None, trust_remote_code: bool) -> tuple[Sites, Batch | None]:
+    """Sites, and the batch that the walk ran with: the user's, the processor's, or None for guessed inputs."""
+    config = load_config(source.root, trust_remote_code=trust_remote_code)
+    return walk_folder(config, source.root, inputs=batch, trust_remote_code=trust_remote_code)
