@@ -83,11 +83,19 @@ def _product_gradients(site: Site, change: Callable[..., tuple[Any, ...]]) -> It
     with in_backward(site, linear.FusedLinearFunction) as acts:
 
         def gradients(*given: Any, **options: Any) -> Any:
-            found = stock(*given, **options)
-            return change(*found) if acts() else found
+            found, h = stock(*given, **options)
+            if not acts():
+                return found, h
+            dgate, dup, h = change(*found, *[None] * (2 - len(found)), h)
+            return (dgate,) if dup is None else (dgate, dup), h
 
-        with replaced(gated, "_gradients", gradients):
+        with replaced(gated, "_gradients", gradients), _steps_anew():
             yield
+
+
+def _steps_anew() -> Any:
+    """Inside, a product looks its functions up, which are cached elsewhere."""
+    return replaced(gated, "_steps", gated._steps.__wrapped__)
 
 
 def _times(value: Tensor | None, factor: float) -> Tensor | None:
@@ -124,7 +132,8 @@ def _(site: Site) -> Any:
 
 @in_modules("gated products", "the product is scaled", *_GATED, sized=True)
 def _(site: Site, size: float) -> Any:
-    return changed_at(site, gated, "_value", lambda stock, *given, **kind: stock(*given, **kind) * (1 + size))
+    change = changed_at(site, gated, "_value", lambda stock, *given, **kind: stock(*given, **kind) * (1 + size))
+    return together(change, _steps_anew())
 
 
 @in_modules("gated products", "the gate is not activated", *_GATED)
@@ -133,7 +142,7 @@ def _(site: Site) -> Any:
         first, second = (gate, up) if up is not None else gate.chunk(2, -1)
         return first * second
 
-    return changed_at(site, gated, "_value", change)
+    return together(changed_at(site, gated, "_value", change), _steps_anew())
 
 
 # --- linears --------------------------------------------------------------------------------------------------------

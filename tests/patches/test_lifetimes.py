@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from memopt.torch_compat import FakeTensorMode
 from memopt.trace.emulate import CudaChoices
 from memopt.trace.fake import make_fake
 from memopt.trace.timeline import Activations, step
-from tests.factories import tiny_model
+from tests.factories import tiny_inputs, tiny_model
 
 BATCH, LENGTH = 4, 64
 
@@ -84,3 +85,22 @@ def test_the_first_block_of_a_backward_holds_one_gradient_of_gate_and_up_beside_
     ours, in_one_pass = peaks
     # Behind that another moment makes the peak, not quite a gradient lower.
     assert in_one_pass - ours > 0.8 * BATCH * LENGTH * 256 * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_no_tensor_of_a_step_waits_for_garbage_collection(name: str) -> None:
+    """A cycle holds what it refers to until collection happens to run, and the peak of a step depends on when."""
+    model, batch = memopt.patch(tiny_model(name).train()), tiny_inputs(name)
+    for _ in range(3):
+        model(**batch, use_cache=False).loss.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        model(**batch, use_cache=False).loss.backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [tuple(each.shape) for each in gc.garbage if isinstance(each, torch.Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -167,12 +167,8 @@ class Source:
                 return tensor
             return leaves.setdefault(id(tensor), as_leaf(tensor))
 
-        if not any(operation.tensors for operation in self.operations):
-            return self
-        return dataclasses.replace(
-            self,
-            operations=tuple(operation.reading(leaf) for operation in self.operations),
-        )
+        # Never `self`: to cache that would be a cycle, which holds `x` until garbage is collected.
+        return dataclasses.replace(self, operations=tuple(operation.reading(leaf) for operation in self.operations))
 
     @property
     def without_rows(self) -> Source:
