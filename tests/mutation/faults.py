@@ -495,7 +495,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "an attribute that changed after the patch does not count",
-        "elif not _is_same(now, value):\n                return False",
+        "elif now is not value and not _is_same(now, value):\n                return False",
         "elif now is Missing:\n                return False",
         ("tests/patches/test_changed_later.py",),
     ),

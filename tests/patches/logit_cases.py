@@ -145,6 +145,7 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
 ORDERS = ("before", "after", "no handle kept")
 HEADS = ("plain", "tied", "bias")
 DTYPES = (torch.float32, torch.bfloat16)
+_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,11 @@ def cases(count: int) -> Iterator[Case]:
 
 
 class Model(nn.Module):
-    def __init__(self, head: str, dtype: torch.dtype) -> None:
+    """With a seed, its head is given another rounding of its input: each element is one rounding larger or smaller."""
+
+    def __init__(self, head: str, dtype: torch.dtype, rounding: int | None = None) -> None:
         super().__init__()
+        self.rounding = rounding
         torch.manual_seed(0)
         self.embedding = nn.Embedding(CLASSES, WIDTH, dtype=dtype)
         self.body = nn.Linear(WIDTH, WIDTH, dtype=dtype)
@@ -183,13 +187,17 @@ class Model(nn.Module):
             nn.init.normal_(self.head.weight, std=0.2)
 
     def forward(self) -> Tensor:
-        logits: Tensor = self.head(self.body(self.embedding(LABELS.view(BATCH, TOKENS))))
+        x = self.body(self.embedding(LABELS.view(BATCH, TOKENS)))
+        if self.rounding is not None:
+            up = torch.rand(x.shape, generator=torch.Generator().manual_seed(self.rounding)) < 0.5
+            x = x * torch.where(up, 1 + torch.finfo(x.dtype).eps, 1 - torch.finfo(x.dtype).eps).to(x.dtype)
+        logits: Tensor = self.head(x)
         return logits
 
 
-def outcome(case: Case, patched: bool) -> dict[str, Any]:
+def outcome(case: Case, patched: bool, rounding: int | None = None) -> dict[str, Any]:
     """Everything that a user can see of the case: values, gradients, memory, versions, and where which error is."""
-    model = Model(case.head, case.dtype)
+    model = Model(case.head, case.dtype, rounding)
     if patched:
         patch_head(model.head, WIDTH, CLASSES)
     found: dict[str, Any] = {}
@@ -249,6 +257,9 @@ def wrong(case: Case, stock: dict[str, Any]) -> list[str]:
 
     A loss that was read in parts before a change keeps the gradient of what it read. Stock raises an error in backward
     then, or takes changed values for those that it saved where they were changed behind ``.data``.
+
+    Products of other shapes round otherwise, and a program may amplify that: two right runs are at most twice as far
+    from each other as stock's from itself with another rounding of the head's input.
     """
     ours = outcome(case, patched=True)
     found = differences(ours, stock, case.dtype)
@@ -257,14 +268,25 @@ def wrong(case: Case, stock: dict[str, Any]) -> list[str]:
         stock = {name: each for name, each in stock.items() if not name.startswith(("gradient", "error"))}
         stock |= {name: each for name, each in unchanged.items() if name.startswith(("gradient", "error"))}
         found = differences(ours, stock, case.dtype)
-    return found
+    if not found or not all(_are_numbers(ours.get(name), stock.get(name)) for name in found):
+        return found
+    others = [outcome(case, patched=False, rounding=seed) for seed in range(_ROUNDINGS)]
+    return [
+        name for name in found if not _far(ours, stock, name) <= 2 * max(_far(each, stock, name) for each in others)
+    ]
+
+
+def _are_numbers(found: Any, expected: Any) -> bool:
+    both = isinstance(found, Tensor) and isinstance(expected, Tensor)
+    return both and found.is_floating_point() and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def _far(found: dict[str, Any], stock: dict[str, Any], name: str) -> float:
+    return float((found[name].double() - stock[name].double()).abs().max())
 
 
 def differences(ours: dict[str, Any], stock: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """What differs by more than 32 roundings of the largest element, or of 1 where larger terms cancel.
-
-    A gradient of 1 / (y * y + 2) has been seen to differ by 20: products of other shapes round y otherwise.
-    """
+    """What differs by more than 16 roundings of the largest element, or of 1 where larger terms cancel."""
     if ours.keys() != stock.keys():
         return [f"{sorted(ours.keys() ^ stock.keys())}: {ours.get('error')} for {stock.get('error')}"]
     return [name for name, expected in stock.items() if not _same(ours[name], expected, dtype)]
@@ -278,7 +300,7 @@ def _same(found: Any, expected: Any, dtype: torch.dtype) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     largest = max(1.0, float(expected.abs().nan_to_num().amax())) if expected.numel() else 0.0
-    bound = 32 * torch.finfo(dtype).eps * largest
+    bound = 16 * torch.finfo(dtype).eps * largest
     return torch.allclose(found.double(), expected.double(), rtol=0, atol=bound, equal_nan=True)
 
 

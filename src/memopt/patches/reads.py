@@ -53,7 +53,7 @@ class Reads:
                 found = _leaves(now)
                 if len(found) != len(leaves) or not all(map(_is_same, found, leaves)):
                     return False
-            elif not _is_same(now, value):
+            elif now is not value and not _is_same(now, value):
                 return False
         return not self.tensors or all(_has_value(module, seen) for seen in self.tensors)
 

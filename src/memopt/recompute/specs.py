@@ -33,7 +33,7 @@ Differentiate = Callable[
     [Callable[[], Tensor], tuple[Tensor, ...], Callable[[Tensor], None] | None, bool], tuple[Tensor, ...]
 ]
 
-_ATTRIBUTE, _METADATA_KEY = "_memopt_recompute_spec", "memopt"
+SPEC_ATTRIBUTE, _METADATA_KEY = "_memopt_recompute_spec", "memopt"
 
 
 class Recomputed:
@@ -196,7 +196,7 @@ def attach_spec(
     versions = None if are_private else versions_of(saved)
     is_recomputed = top is not None and not are_private and any(map(_is_recomputed, saved))
     spec = RecomputeSpec(saved, recomputed, differentiate, versions, hook, is_recomputed, narrow)
-    setattr(output, _ATTRIBUTE, spec)
+    setattr(output, SPEC_ATTRIBUTE, spec)
 
 
 def _is_recomputed(tensor: Tensor | None) -> bool:
@@ -205,18 +205,13 @@ def _is_recomputed(tensor: Tensor | None) -> bool:
     return rule is not None and rule.family in (LINEAR, NORMALISED)
 
 
-def carries_spec(x: object) -> bool:
-    """Whether `x` has a spec, which may be void."""
-    return getattr(x, _ATTRIBUTE, None) is not None
-
-
 def spec_of(x: object) -> RecomputeSpec | None:
     """The spec of this very tensor, unless the tensor or what it is recomputed from was changed in place.
 
     Nor where saved tensors go through other hooks than at the producer: checkpointing of the reader alone would find no
     spec in its second run.
     """
-    spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
+    spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or x._version or spec.saved is None:  # type: ignore[attr-defined]
         return None
     top = top_saved_tensors_hooks(False)
@@ -230,7 +225,7 @@ def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None
 
     It is made by the first of them, and has a spec of its own. `x` itself where its producer offers none.
     """
-    spec: RecomputeSpec | None = getattr(x, _ATTRIBUTE, None)
+    spec: RecomputeSpec | None = getattr(x, SPEC_ATTRIBUTE, None)
     if not spec or spec.narrow is None or x._version or not torch.is_grad_enabled():
         return x
     dtype, cast = autocast_dtype(x), spec.cast
@@ -240,13 +235,13 @@ def shared_cast(x: Tensor, autocast_dtype: Callable[[Tensor], torch.dtype | None
         assert spec.saved is not None
         spec.cast = cast = x.to(dtype)
         spec.recomputed.of_cast = own = Recomputed(spec.narrow)
-        setattr(cast, _ATTRIBUTE, RecomputeSpec(spec.saved, own, None, None, spec.hook, False, None))
+        setattr(cast, SPEC_ATTRIBUTE, RecomputeSpec(spec.saved, own, None, None, spec.hook, False, None))
     return cast if cast.dtype is dtype else x
 
 
 def keep_producer(output: Tensor) -> None:
     """No reader takes the place of the producer's backward: somebody wants `output` with its place in the graph."""
-    spec: RecomputeSpec | None = getattr(output, _ATTRIBUTE, None)
+    spec: RecomputeSpec | None = getattr(output, SPEC_ATTRIBUTE, None)
     if spec:
         spec.differentiate = None
 
@@ -289,7 +284,7 @@ _region = _Innermost()
 
 def _drop_specs(output: object) -> None:
     if isinstance(output, Tensor):
-        output.__dict__.pop(_ATTRIBUTE, None)
+        output.__dict__.pop(SPEC_ATTRIBUTE, None)
     elif isinstance(output, (tuple, list)):
         for each in output:
             _drop_specs(each)

@@ -41,7 +41,7 @@ def launch_forward(
     longer than the tile are read a second time, mostly from the cache. `copies`, which is contiguous, is filled with
     weight and bias, one after the other, by the first program: a launch of its own would take longer.
     """
-    has_output = arguments.recomputes(bare=weight is None and bias is None)
+    has_output = weight is not None or bias is not None or arguments.casts
     kept_dtype, rms = arguments.kept_dtype, arguments.spec.kind == "rms"
     x_hat = torch.empty_like(x, dtype=kept_dtype) if rms else x.new_empty(x.shape, dtype=kept_dtype)
     source, target = rows_of(x), rows_of(x_hat)

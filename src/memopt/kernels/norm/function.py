@@ -72,7 +72,7 @@ def ms_norm(
     saved: list[Any] = []
     y = NormFunction.apply(x, weight, bias, arguments, saved, residual)
     x_hat, scale, shift, recomputed = saved
-    if arguments.recomputes(bare=bare):
+    if arguments.casts or not bare:
         cast = narrow if shares and dtype is not kept_dtype else None
         recomputed.function = recompute
         attach_spec(y, (x_hat, scale, shift), recomputed, are_private=True, narrow=cast)
@@ -130,7 +130,7 @@ class NormFunction(DirectFunction):
     ) -> Tensor | None:
         """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
-        ctx.recomputes_output = arguments.recomputes(bare=weight is None and bias is None)
+        ctx.recomputes_output = weight is not None or bias is not None or arguments.casts
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
         if weight is None:

@@ -54,7 +54,7 @@ def forward(
     if residual is not None:
         x = x + residual
     exact, rstd = normalize(x, arguments.spec)
-    has_output = arguments.recomputes(bare=weight is None and bias is None)
+    has_output = weight is not None or bias is not None or arguments.casts
     y = _affine(exact, weight, bias, arguments) if has_output else None
     return y, exact.to(arguments.kept_dtype), rstd
 
@@ -75,7 +75,7 @@ def _forward_by_parts(
     residual: Tensor | None,
     rows: int,
 ) -> Norm:
-    has_output = arguments.recomputes(bare=weight is None and bias is None)
+    has_output = weight is not None or bias is not None or arguments.casts
     y = x.new_empty(x.shape, dtype=arguments.dtype) if has_output else None
     x_hat = x.new_empty(x.shape, dtype=arguments.kept_dtype)
     rstd = _fake_rstd(x)
@@ -93,7 +93,7 @@ def _forward_by_parts(
 
 def recompute_output(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, arguments: NormArguments) -> Tensor:
     """y from the kept x_hat."""
-    if not arguments.recomputes(bare=weight is None and bias is None):
+    if weight is None and bias is None and not arguments.casts:
         return x_hat
     if runs_triton(x_hat, weight, bias):
         y: Tensor = _kernels().launch_affine(x_hat, weight, bias, arguments)

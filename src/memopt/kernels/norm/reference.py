@@ -13,7 +13,7 @@ Statistics and sums are in fp32 for 16-bit and fp32 inputs, in fp64 for fp64. No
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -55,9 +55,11 @@ class NormArguments:
     kept_dtype: torch.dtype
     """Dtype of the saved x_hat."""
 
-    def recomputes(self, *, bare: bool) -> bool:
-        """Whether the output is another tensor than x_hat; `bare` is without weight and bias."""
-        return not bare or self.dtype is not self.kept_dtype
+    casts: bool = field(init=False)
+    """Whether the output is another tensor than x_hat even without weight and bias."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "casts", self.dtype is not self.kept_dtype)
 
 
 def normalize(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:

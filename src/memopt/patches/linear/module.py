@@ -19,7 +19,7 @@ from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_spec
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
-from memopt.recompute.specs import carries_spec, shared_cast
+from memopt.recompute.specs import SPEC_ATTRIBUTE, shared_cast
 from memopt.saved.scope import unseen
 from memopt.torch_compat import any_autocast_enabled, no_torch_function
 from memopt.walk.probes.linear import is_linear
@@ -108,7 +108,7 @@ def _forward(
     stock: Callable[..., Tensor], rewrite: LinearRewrite, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Tensor:
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
-    if not carries_spec(x) and (torch.compiler.is_compiling() or not any_autocast_enabled()):
+    if getattr(x, SPEC_ATTRIBUTE, None) is None and (torch.compiler.is_compiling() or not any_autocast_enabled()):
         return stock(module, *args, **kwargs)
     if unseen.depth:
         with no_torch_function():
