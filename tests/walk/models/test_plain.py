@@ -79,7 +79,10 @@ def test_a_trace_assumes_the_kernel_and_says_so(installed: list[str], monkeypatc
     stand_in = STAND_INS["chunk_gated_delta_rule"]
 
     def counting(query: Tensor, *given: Any, **options: Any) -> Any:
-        pack = lambda tensor: saved.append(tensor.numel() * tensor.element_size()) or tensor  # noqa: E731
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor.nbytes)
+            return tensor
+
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return stand_in(query, *given, **options)
 

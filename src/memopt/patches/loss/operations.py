@@ -125,8 +125,8 @@ def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
         dtype = operation.of(ones[0], ones, slice(0, 1)).dtype
     by_column = all(each.by_column for form in forms for each in form)
     done = dataclasses.replace(operation, forms=forms, by_column=by_column)
-    made = lambda value: operation.of(value, [value, *(each.fill() for each in logits[1:])])  # noqa: E731
-    return stand_for(dataclasses.replace(_untracked(one), operations=(done,), dtype=dtype), logits[0], made)
+    then = dataclasses.replace(_untracked(one), operations=(done,), dtype=dtype)
+    return stand_for(then, logits[0], lambda y: operation.of(y, [y, *(each.fill() for each in logits[1:])]))
 
 
 def _fits(value: Tensor, logits: LazyLogits) -> bool:
@@ -158,7 +158,10 @@ def _cast(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> A
         return NotImplemented
     if name == "type" and (not given or isinstance(given[0], str)):
         return NotImplemented
-    cast: Callable[[Tensor], Tensor] = lambda y: function(y, *args, **kwargs)  # noqa: E731
+
+    def cast(y: Tensor) -> Any:
+        return function(y, *args, **kwargs)
+
     one = _one_of(cast, logits)
     dtype = one.dtype
     if one.device != logits.device or logits.source.device is not None:
