@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Writes the checkpoint of argv[1] to argv[2], reports "ready" inside the second shard and waits there.
 STUCK = """
-    import signal, sys, time
+    import signal, sys, threading, time
     from pathlib import Path
     from memopt.checkpoint import writer
     from memopt.checkpoint.sources.source import open_source
@@ -44,6 +44,9 @@ STUCK = """
             return original(source, shard, operations, path, advance)
         path.write_bytes(b"half")
         print("ready", flush=True)
+        if len(sys.argv) > 3:
+            time.sleep(1)  # by then the main thread waits for this one
+            signal.pthread_kill(threading.get_ident(), int(sys.argv[3]))
         while True:
             advance(0)
             time.sleep(0.01)
@@ -114,6 +117,12 @@ def test_a_run_that_is_interrupted_removes_what_it_wrote(
     assert stuck.wait(timeout=30) != 0
     assert contents(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_an_interrupt_that_another_thread_receives_ends_the_run(tmp_path: Path, model: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(STUCK), str(model), str(tmp_path / "out"), str(int(signal.SIGTERM))]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_a_second_run_leaves_the_folder_of_a_living_one_alone(

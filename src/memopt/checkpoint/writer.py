@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from memopt.errors import NegativeVerdict, OutputError
 from memopt.plan.plan import Plan
 
 _MAX_WORKERS = 2  # shards at a time; each has two threads more for its digests
+_WAKE_SECONDS = 0.1
 Progress = Callable[[int, int], None]
 
 
@@ -145,6 +146,10 @@ class _Workers:
     def run(self, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Any]:
         """Results of `function` on every tuple of arguments, in order."""
         futures: list[Future[Any]] = [self._pool.submit(function, *arguments) for arguments in calls]
+        for future in futures:
+            # A signal that another thread receives, or that comes just before a wait, ends no wait without a timeout.
+            while not future.done():
+                wait([future], timeout=_WAKE_SECONDS)
         return [future.result() for future in futures]
 
 
