@@ -52,6 +52,7 @@ from memopt.torch_compat.dispatch import (
     known_values,
     makes_wrappers,
     no_dispatch,
+    no_modes,
     no_torch_function,
     operator_name,
     operator_schema,

@@ -64,11 +64,12 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
 
-    no_torch_function = DisableTorchFunction
+    no_torch_function, no_modes = DisableTorchFunction, _disable_current_modes
     device_read: object
 else:
     _FAKE, _NO_ESTIMATE = "torch._subclasses.fake_tensor", "bytes cannot be estimated without running the model"
@@ -84,6 +85,9 @@ else:
     no_dispatch = find(
         "torch.utils._mode_utils.no_dispatch", contextlib.nullcontext, "models with dropout cannot be estimated"
     )
+    no_modes = find(
+        "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, "a report counts proofs as well"
+    )
     no_torch_function = find("torch._C.DisableTorchFunction", contextlib.nullcontext, "traces of a step take longer")
     device_read = find("torch.ops.prim.device.default", object(), "traces of a step take longer")
     tree_map = find("torch.utils._pytree.tree_map", _own_tree_map, _TREES)
@@ -95,6 +99,7 @@ else:
 #: FakeTensor, FakeTensorMode      tensors with a shape and device but no memory, and the mode that makes them
 #: unset_fake_temporarily          inside it that mode is off
 #: no_dispatch                     inside it no mode sees what is called
+#: no_modes                        the same, and modes that are entered inside of it see it
 #: no_torch_function               inside it no function mode sees what is called
 #: device_read                     the operator that modes see where the device of a fake tensor is read
 #: tree_map, tree_leaves           every tensor in nested containers

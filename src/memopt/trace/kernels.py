@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.models.plain import kernels_of
+from memopt.walk.models.plain import kernels_of, standing_for_kernel
 
 #: The distribution of a package, and the version whose code was read.
 _READ = {"fla": ("flash-linear-attention", "0.6.0")}
@@ -40,6 +40,7 @@ def _new(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return like.new_empty(tuple(shape), dtype=dtype)
 
 
+@standing_for_kernel
 def _delta_rule(
     query: Tensor,
     key: Tensor,

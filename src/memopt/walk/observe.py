@@ -185,6 +185,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
         linears=linears,
         dropouts=labels.dropout_sites(),
         softmaxes=labels.softmax_sites(),
+        functions=observed.functions,
         loss_heads=tuple(heads),
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),

@@ -248,6 +248,20 @@ class LossHead:
 
 
 @dataclass(frozen=True)
+class FunctionSite:
+    """A module whose forward calls pure functions that save more for backward than their arguments."""
+
+    name: str
+    functions: tuple[tuple[str, str], ...]
+    """(name of a Python module, name of a function in it)"""
+
+    @property
+    def called(self) -> str:
+        """The names of the functions, for a row."""
+        return ", ".join(name for _, name in self.functions)
+
+
+@dataclass(frozen=True)
 class Sites:
     """All sites of one model."""
 
@@ -260,6 +274,7 @@ class Sites:
     dropouts: tuple[DropoutSite, ...] = ()
     softmaxes: tuple[str, ...] = ()
     """Names of the modules in whose forward a softmax over more than rows of classes ran; fused attention has none."""
+    functions: tuple[FunctionSite, ...] = ()
     loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""

@@ -24,6 +24,8 @@ from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
 from memopt.walk.calls.inputs import Call, run_once
+from memopt.walk.flow.functions import FunctionCalls
+from memopt.walk.sites import FunctionSite
 
 #: Names of Python's operators -> those of torch's functions.
 _OPERATORS = {"rdiv": "div", "rpow": "pow", "rmatmul": "matmul"}
@@ -44,8 +46,8 @@ class InputUse(NamedTuple):
 
 def input_uses(
     model: nn.Module, calls: Sequence[Call], weights: Collection[str], table: ParameterTable
-) -> dict[str, InputUse]:
-    """For each of `weights`, the other uses of its linear's input.
+) -> tuple[dict[str, InputUse], tuple[FunctionSite, ...]]:
+    """For each of `weights`, the other uses of its linear's input; and the functions that save much.
 
     `calls` of `model`, whose parameters `table` names, run one after the other, in train mode and with gradients, until
     every linear was reached. The input of a linear that runs several times counts as saved only if every one of its
@@ -54,20 +56,24 @@ def input_uses(
     """
     missing = set(weights)
     uses: dict[str, InputUse] = {}
+    functions: dict[str, FunctionSite] = {}
     # Padded and odd variants mostly reach the same linears: they come last.
     for seed, call in enumerate(sorted(calls, key=lambda call: "plain" not in call.label.split())):
         if not missing:
             break
         try:
-            found = _uses_in(model, call, table, seed)
+            found, called = _uses_in(model, call, table, seed)
         except Exception:  # a forward that runs without gradients may raise with them: it writes into a leaf
             continue
         uses = {**found, **uses}
+        functions = {site.name: site for site in called} | functions
         missing -= found.keys()
-    return uses
+    return uses, tuple(functions.values())
 
 
-def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> dict[str, InputUse]:
+def _uses_in(
+    model: nn.Module, call: Call, table: ParameterTable, seed: int
+) -> tuple[dict[str, InputUse], list[FunctionSite]]:
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
@@ -81,7 +87,7 @@ def _uses_in(model: nn.Module, call: Call, table: ParameterTable, seed: int) -> 
     try:
         with _trained(model):
             output = run_once(model, call, run, training=True)
-        found = watch.uses()
+        found = watch.uses(), watch.functions()
         del output  # its graph owns the saved tensors
         return found
     finally:
@@ -127,10 +133,16 @@ class _Watch:
             left=self._leave,
             stand_ins={F.scaled_dot_product_attention: _attention},
         )
+        self._functions = FunctionCalls(model, self._observer.modules.current, lambda: self._observer.functions.called)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._observer, saved_tensors_hooks(self._observer.pack, _no_backward), _Contractions(self):
+        with (
+            self._observer,
+            saved_tensors_hooks(self._observer.pack, _no_backward),
+            _Contractions(self),
+            self._functions.active(),
+        ):
             yield
 
     def read(self, weight: nn.Parameter, source: Tensor, out: Any) -> None:
@@ -165,6 +177,11 @@ class _Watch:
             before = found.get(reading.weight)
             found[reading.weight] = now if before is None else _in_both(before, now)
         return found
+
+    def functions(self) -> list[FunctionSite]:
+        """To be called while the graph of the forward is alive."""
+        parameters = {storage_key(parameter) for parameter in self.table.by_name.values()}
+        return self._functions.sites(list(self._observer.saves()), parameters)
 
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
         self._calls.append(_Call(name, frozenset(storage_key(each) for each in args if isinstance(each, Tensor))))

@@ -19,6 +19,7 @@ from memopt.walk.flow.origins import Labels
 from memopt.walk.flow.shadow import ShadowMode
 from memopt.walk.probes.elementwise import probe_activation
 from memopt.walk.probes.probe import NO_AFFINE, NormProbe, probe_norm
+from memopt.walk.sites import FunctionSite
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Observed:
     traces: list[tuple[str, str]]
     inputs: Mapping[str, InputUse]
     """Weight of a linear -> what else uses its input; only for linears that ran with gradients."""
+    functions: tuple[FunctionSite, ...]
+    """Only those that ran with gradients."""
     unseen: str = ""
     """Why some branch was not observed; empty where all were, or none was looked for."""
 
@@ -61,9 +64,9 @@ def observe(
                 calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
             unseen = branches.take(model)  # nothing without branches, since nothing was noted
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
-        uses = input_uses(model, calls, weights, mode.parameters)
+        uses, functions = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces, uses, unseen)
+    return Observed(mode, labels, lookalikes, calls, traces, uses, functions, unseen)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:

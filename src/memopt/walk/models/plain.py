@@ -10,11 +10,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 _DECORATORS = "transformers.integrations.hub_kernels"
+_STANDS_FOR_KERNEL = "_memopt_stands_for_kernel"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextlib.contextmanager
@@ -26,7 +28,7 @@ def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] 
     Args:
         instead: kernel -> what is called in the place of its plain function, where its package is installed.
     """
-    exchanged = [(vars(home), *found) for home in _homes(model) for found in _kernels(home)]
+    exchanged = [(vars(home), *found) for home in homes(model) for found in _kernels(home)]
     for names, name, value, kernel, package in exchanged:
         other = (instead or {}).get(kernel) if package else None
         names[name] = _wrapper(value).__wrapped__ if other is None else other
@@ -39,13 +41,13 @@ def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] 
 
 def kernels_of(model: nn.Module) -> dict[str, str]:
     """Kernel -> the package that it is taken from, of those that the code of `model` calls where they can run."""
-    return {kernel: package for home in _homes(model) for _, _, kernel, package in _kernels(home) if package}
+    return {kernel: package for home in homes(model) for _, _, kernel, package in _kernels(home) if package}
 
 
-def _homes(model: nn.Module) -> list[ModuleType]:
+def homes(model: nn.Module) -> list[ModuleType]:
     """The modules in which the classes of `model` are defined."""
     names = {each.__module__: None for cls in {type(module) for module in model.modules()} for each in cls.__mro__}
-    return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+    return [sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] != "torch"]
 
 
 def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
@@ -56,6 +58,20 @@ def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
             known = inspect.getclosurevars(wrapper).nonlocals
             kernel = str(known.get("func_name", name))
             yield name, value, kernel, str(known.get("package", "")) if known.get("is_new_implementation") else ""
+
+
+def is_kernel(value: Any) -> bool:
+    """Whether `value` calls a kernel, or what stands for one where a step is traced, and not a plain function."""
+    wrapper = _wrapper(value)
+    if wrapper is None:
+        return getattr(value, _STANDS_FOR_KERNEL, False)
+    return bool(inspect.getclosurevars(wrapper).nonlocals.get("is_new_implementation"))
+
+
+def standing_for_kernel(function: F) -> F:
+    """Mark a function that stands for a kernel (:func:`is_kernel`)."""
+    setattr(function, _STANDS_FOR_KERNEL, True)
+    return function
 
 
 def _wrapper(value: Any) -> Any:

@@ -1,0 +1,107 @@
+"""A call of a pure function that keeps its arguments only, and runs again in backward.
+
+Linear attention in plain PyTorch (the gated delta rule, state space models) saves dozens of fp32 intermediates for each
+chunk of tokens, more than the rest of its block. Value and gradients are those of the function to the last bit; the
+price is its forward once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
+from memopt.torch_compat import tree_map
+
+#: run(tensors) -> what the function returns: tensors and plain values, in tuples and lists.
+Run = Callable[[Sequence[Tensor]], Any]
+
+
+def replayed_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], differentiable: Sequence[bool]
+) -> Any:
+    """``function(*args, **kwargs)``, keeping the tensors among its arguments only. It can be differentiated once.
+
+    Args:
+        function: pure (`memopt.recompute.pure`).
+        differentiable: of each tensor that it returns, in order, whether it has a gradient.
+    """
+    tensors: list[Tensor] = []
+    template = _without_tensors((tuple(args), dict(kwargs)), tensors)
+
+    def run(given: Sequence[Tensor]) -> Any:
+        each = iter(given)
+        positional, named = tree_map(lambda value: next(each) if value is _SLOT else value, template)
+        return function(*positional, **named)
+
+    returned: list[Any] = []
+    outputs = iter(ReplayedCallFunction.apply(run, tuple(differentiable), returned, *tensors))  # type: ignore[no-untyped-call]
+    return tree_map(lambda value: next(outputs) if value is _SLOT else value, returned[0])
+
+
+_SLOT = object()
+
+
+def _without_tensors(values: Any, tensors: list[Tensor]) -> Any:
+    """`values` with a slot in the place of each tensor, which is added to `tensors`."""
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _SLOT
+
+    return tree_map(taken, values)
+
+
+class ReplayedCallFunction(torch.autograd.Function):
+    """Keeps the tensors that go in; differentiates `run` again in backward."""
+
+    __memopt_saves__ = "function input"
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, differentiable: tuple[bool, ...], returned: list[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Before it runs: an argument that it changed would then be an error in backward.
+        ctx.save_for_backward(*tensors)
+        ctx.run, ctx.autocast = run, autocast_dtype(tensors[0])
+        ctx.set_materialize_grads(False)
+        outputs: list[Tensor] = []
+        returned.append(_without_tensors(run(tensors), outputs))
+        constants = (each for each, known in zip(outputs, differentiable, strict=True) if not known)
+        ctx.mark_non_differentiable(*constants)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        needs = ctx.needs_input_grad[3:]
+        saved = ctx.saved_tensors
+        given = [each for each in gradients if each is not None]
+        if not given:
+            return (None,) * (3 + len(needs))
+        if is_batched(given):
+            # A transform refuses new leaves, and holds for the thread that entered it.
+            with ThreadPoolExecutor(1) as outside:
+                leaves, outputs = outside.submit(_run_again, ctx, saved).result()
+        else:
+            leaves, outputs = _run_again(ctx, saved)
+        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        reached = [output for output, dy in zip(outputs, gradients, strict=True) if dy is not None]
+        found = iter(torch.autograd.grad(reached, wanted, given, allow_unused=True))
+        return None, None, None, *(next(found) if need else None for need in needs)
+
+
+def _run_again(ctx: Any, saved: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves with the values of `saved`, and the tensors that the function makes of them."""
+    needs = ctx.needs_input_grad[3:]
+    leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
+    outputs: list[Tensor] = []
+    with torch.enable_grad(), autocast_as(ctx.autocast, leaves[0]):
+        _without_tensors(ctx.run(leaves), outputs)
+    return leaves, outputs

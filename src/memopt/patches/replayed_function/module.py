@@ -1,0 +1,120 @@
+"""Functions that a module's forward calls by name, and that run again in backward.
+
+While such a module runs, the names of these functions in the Python module of its code are exchanged for wrappers. A
+wrapper called by another thread, or outside of such a module, calls the function as it is. So is a function called for
+which a kernel of another package is installed: a kernel saves little more than its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from memopt.kernels.replay.call import replayed_call
+from memopt.patches.swap import steps_aside
+from memopt.recompute.pure import NotPureError, Outputs, form_of, outputs_of
+from memopt.walk.models.plain import is_kernel
+
+#: (name of a Python module, name of a function in it)
+Name = tuple[str, str]
+
+
+class ReplayedFunctions:
+    """The context around calls of one module. A copy of the module proves anew."""
+
+    __slots__ = ("_known", "names")
+
+    def __init__(self, names: Sequence[Name]) -> None:
+        self.names = tuple(names)
+        self._known: dict[Hashable, Outputs | None] = {}
+        """Of a function and the form of a call: what it returns; None where it is not pure."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayedFunctions, (self.names,)
+
+    def __call__(self, module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
+        return nullcontext() if steps_aside() else _Inside(self)
+
+    def call(self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, run again in backward where that is the same."""
+        outputs = None if is_kernel(function) else self._outputs(name, function, args, kwargs)
+        if outputs is None:
+            return function(*args, **kwargs)
+        return replayed_call(function, args, kwargs, outputs.differentiable)
+
+    def _outputs(
+        self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Outputs | None:
+        try:
+            form = name, function, form_of(args, kwargs)
+            if form not in self._known:
+                self._known[form] = outputs_of(function, args, kwargs)
+            outputs = self._known[form]
+        except NotPureError:
+            outputs = self._known[form] = None
+        return outputs if outputs is not None and any(outputs.differentiable) else None
+
+
+class _Thread(threading.local):
+    functions: ReplayedFunctions | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+#: Name -> what stands there now, what stood there before, and how many modules run that need it.
+_exchanged: dict[Name, tuple[Any, Any, int]] = {}
+
+
+class _Inside:
+    def __init__(self, functions: ReplayedFunctions) -> None:
+        self._functions, self._outer = functions, _thread.functions
+
+    def __enter__(self) -> None:
+        _thread.functions = self._functions
+        with _lock:
+            for name in self._functions.names:
+                _exchange(name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _thread.functions = self._outer
+        with _lock:
+            for name in self._functions.names:
+                _give_back(name)
+
+
+def _exchange(name: Name) -> None:
+    home = vars(sys.modules[name[0]])
+    now, before, users = _exchanged.get(name, (None, None, 0))
+    if home[name[1]] is not now:
+        now, before = _looking(name, home[name[1]]), home[name[1]]
+        home[name[1]] = now
+    _exchanged[name] = now, before, users + 1
+
+
+def _give_back(name: Name) -> None:
+    home = vars(sys.modules[name[0]])
+    now, before, users = _exchanged.pop(name)
+    if users > 1:
+        _exchanged[name] = now, before, users - 1
+    elif home[name[1]] is now:
+        home[name[1]] = before
+
+
+def _looking(name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called through what the thread is inside of."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inside = _thread.functions
+        if inside is None or name not in inside.names or steps_aside():
+            return function(*args, **kwargs)
+        return inside.call(name, function, args, kwargs)
+
+    return call

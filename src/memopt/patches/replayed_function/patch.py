@@ -1,0 +1,59 @@
+"""Functions of a model's own code in which it saves more than goes in: they run again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.walk.sites import FunctionSite, Sites
+
+
+class ReplayedFunctionRules(Rules):
+    """Whether pure functions of a model's code run again in backward."""
+
+    key = "functions"
+
+    method: Literal["none", "recompute"] = "none"
+    """``recompute``: what they save inside is not saved, for their forward once more."""
+
+
+class ReplayedFunctionPatch(Patch):
+    """Linear attention, state space models and the like, where no kernel of another package computes them."""
+
+    name = "replayed_function"
+    after = ("softmax",)
+    requires = ("replay",)
+    rows = Rows("function", {"recompute": "run again"}, noun="module's functions", plural="modules' functions")
+    rules = ReplayedFunctionRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, FunctionSite]]:
+        return ((site.name, site) for site in sites.functions)
+
+    def decide(self, site: FunctionSite, plan: PlanView) -> tuple[str, str]:
+        if plan.recipe.rules(ReplayedFunctionRules).is_off:
+            return LEFT, f"{site.called} saves more than its arguments; not rewritten by this recipe"
+        if not plan.recipe.selects(site.name):
+            return LEFT, EXCLUDED
+        if not site.name or any(block.startswith(f"{site.name}.") for block in plan.sites.blocks):
+            return LEFT, "called by what surrounds the blocks"
+        return "recompute", f"{site.called}: keeps its arguments and runs again, where no kernel is installed for it"
+
+    def scope(self, plan: PlanView) -> InScopes:
+        chosen = plan.chosen("function")
+        if not chosen:
+            return InScopes()
+        from memopt.patches.replayed_function.module import ReplayedFunctions
+
+        return InScopes(modes={site.name: ReplayedFunctions(site.functions) for site in chosen})
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.functions import patch_functions
+        from memopt.patches.replayed_function.module import ReplayedFunctions
+
+        for site in live.plan.chosen("function"):
+            if site.name not in live.scopes:  # a scope has them in its modes
+                live.attempt(self.name, site.name, patch_functions, ReplayedFunctions(site.functions))
+
+
+PATCH = ReplayedFunctionPatch()

@@ -1,0 +1,111 @@
+"""Is a function pure: may it be called once more in backward, in the place of what autograd saves inside it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from memopt.torch_compat import TorchDispatchMode, no_modes, no_torch_function, storage_id, tree_leaves
+
+_COMPARED = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
+_PLAIN = (*_COMPARED, int)
+
+
+class NotPureError(Exception):
+    """Why a function is not called again."""
+
+
+def form_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What two calls have in common that take the same way through a function, the sizes of tensors aside.
+
+    Raises:
+        NotPureError: an argument is an object that may hold anything.
+    """
+    return _form(tuple(args)), tuple((name, _form(value)) for name, value in kwargs.items())
+
+
+def _form(value: Any) -> Hashable:
+    if type(value) in (tuple, list, torch.Size):
+        return tuple([_form(each) for each in value])
+    if isinstance(value, Tensor):
+        return Tensor, value.dim(), value.dtype, value.requires_grad
+    if isinstance(value, _PLAIN):
+        # Lengths differ from batch to batch; a probability of 0 is a way of its own.
+        kind: type = type(value)
+        return (kind, value) if isinstance(value, _COMPARED) else kind
+    raise NotPureError(f"it takes a {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a pure function returns."""
+
+    differentiable: tuple[bool, ...]
+    """Of each tensor in it, in the order of `torch.utils._pytree.tree_leaves`."""
+
+
+def outputs_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+    """What ``function(*args, **kwargs)`` returns, found by a call on meta tensors like those given.
+
+    The function draws no random numbers, changes none of its arguments and returns new tensors. State that it keeps
+    elsewhere (globals, closures) is not seen.
+
+    Raises:
+        NotPureError: one of these does not hold, or the function does not run without values.
+    """
+    with no_modes(), no_torch_function(), saved_tensors_hooks(_itself, _itself):
+        copies: dict[int, Tensor] = {}
+        given, named = _on_meta(tuple(args), copies), {name: _on_meta(value, copies) for name, value in kwargs.items()}
+        versions = [copy._version for copy in copies.values()]
+        try:
+            with torch.enable_grad(), _Random() as random:
+                returned = tree_leaves(function(*given, **named))
+        except Exception as error:
+            raise NotPureError(f"it does not run without values ({type(error).__name__})") from error
+        if random.found:
+            raise NotPureError("it draws random numbers")
+        if versions != [copy._version for copy in copies.values()]:
+            raise NotPureError("it changes its arguments")
+        return Outputs(tuple(_differentiable(returned, copies)))
+
+
+def _differentiable(returned: Sequence[Any], given: Mapping[int, Tensor]) -> list[bool]:
+    tensors = [each for each in returned if isinstance(each, Tensor)]
+    storages = {storage_id(each.untyped_storage()) for each in (*tensors, *given.values())}
+    if len(storages) < len(tensors) + len({storage_id(each.untyped_storage()) for each in given.values()}):
+        raise NotPureError("it returns what it was given")
+    if not all(isinstance(each, (Tensor, *_PLAIN)) for each in returned):
+        raise NotPureError("it returns other objects than tensors")
+    return [each.requires_grad for each in tensors]
+
+
+def _on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)([_on_meta(each, copies) for each in value])
+    if not isinstance(value, Tensor):
+        return torch.device("meta") if isinstance(value, torch.device) else value
+    if id(value) not in copies:
+        like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        copies[id(value)] = like.requires_grad_() * 1 if value.requires_grad else like
+    return copies[id(value)]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Random(TorchDispatchMode):
+    """Whether any operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,123 @@
+"""Functions of a model's own code that save more for backward than what goes in and comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from memopt.recompute.pure import NotPureError, form_of, outputs_of
+from memopt.saved.observer import Save
+from memopt.torch_compat import tree_leaves
+from memopt.walk.aten.parameters import storage_key
+from memopt.walk.models.plain import homes
+from memopt.walk.sites import FunctionSite
+
+#: (name of a Python module, name of a function in it)
+Name = tuple[str, str]
+
+
+class _FunctionCall(NamedTuple):
+    module: str
+    name: Name
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: Any
+    begun: int
+    ended: int
+    """How many functions of PyTorch had been called before it, and until its end."""
+
+
+class FunctionCalls:
+    """Records calls of the functions in the Python modules of a model's classes.
+
+    Args:
+        here: name of the module that is running.
+        called: how many functions of PyTorch have been called so far.
+    """
+
+    def __init__(self, model: nn.Module, here: Callable[[], str], called: Callable[[], int]) -> None:
+        self._homes = homes(model)
+        self._here, self._called = here, called
+        self._calls: list[_FunctionCall] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        exchanged = [
+            (vars(home), name, value)
+            for home in self._homes
+            for name, value in list(vars(home).items())
+            if isinstance(value, FunctionType)
+        ]
+        for names, name, value in exchanged:
+            names[name] = self._recorded((str(names["__name__"]), name), value)
+        try:
+            yield
+        finally:
+            for names, name, value in exchanged:
+                names[name] = value
+
+    def _recorded(self, name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = self._called()
+            returned = function(*args, **kwargs)
+            if any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())):
+                self._calls.append(
+                    _FunctionCall(self._here(), name, function, args, kwargs, returned, begun, self._called())
+                )
+            return returned
+
+        return call
+
+    def sites(self, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> list[FunctionSite]:
+        """The functions that save much, the outermost of nested ones, by the module that calls them."""
+        proved: dict[Name, bool] = {}
+        chosen: list[_FunctionCall] = []
+        # A function that another one calls ends first.
+        for call in reversed(self._calls):
+            inner = any(each.begun <= call.begun and call.ended <= each.ended for each in chosen[-1:])
+            if inner or not _saves_much(call, saves, parameters):
+                continue
+            if call.name not in proved:
+                proved[call.name] = _is_pure(call)
+            if proved[call.name]:
+                chosen.append(call)
+        found: dict[str, dict[Name, None]] = {}
+        for call in reversed(chosen):
+            found.setdefault(call.module, {})[call.name] = None
+        return [FunctionSite(module, tuple(names)) for module, names in found.items()]
+
+
+def _saves_much(call: _FunctionCall, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> bool:
+    """Whether it saves inside half as much as goes in and comes out, beyond what would be kept instead."""
+    first, last = (bisect_left(saves, n + 1, key=_position) for n in (call.begun, call.ended))
+    inside = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor, _ in saves[first:last]}
+    given, returned = _storages((call.args, call.kwargs)), _storages(call.returned)
+    known = {*given, *returned, *parameters}
+    saved = sum(size for key, size in inside.items() if key not in known)
+    kept_instead = sum(size for key, size in given.items() if key not in inside and key not in parameters)
+    return 2 * (saved - kept_instead) >= sum((given | returned).values()) > 0
+
+
+def _position(saved: tuple[Tensor, Save]) -> int:
+    return saved[1].functions_called
+
+
+def _storages(values: Any) -> dict[int | None, int]:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
+    return {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
+
+
+def _is_pure(call: _FunctionCall) -> bool:
+    try:
+        form_of(call.args, call.kwargs)
+        return any(outputs_of(call.function, call.args, call.kwargs).differentiable)
+    except NotPureError:
+        return False
