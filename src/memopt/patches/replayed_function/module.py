@@ -54,12 +54,19 @@ class ReplayedFunctions:
     ) -> Outputs | None:
         try:
             form = name, function, form_of(args, kwargs)
-            if form not in self._known:
-                self._known[form] = outputs_of(function, args, kwargs)
-            outputs = self._known[form]
         except NotPureError:
-            outputs = self._known[form] = None
-        return outputs if outputs is not None and any(outputs.differentiable) else None
+            return None
+        if form not in self._known:
+            self._known[form] = _proved(function, args, kwargs)
+        return self._known[form]
+
+
+def _proved(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
+    try:
+        outputs = outputs_of(function, args, kwargs)
+    except NotPureError:
+        return None
+    return outputs if any(outputs.differentiable) else None
 
 
 class _Thread(threading.local):

@@ -99,10 +99,10 @@ def _saves_much(call: _FunctionCall, saves: Sequence[tuple[Tensor, Save]], param
     """Whether it saves inside half as much as goes in and comes out, beyond what would be kept instead."""
     first, last = (bisect_left(saves, n + 1, key=_position) for n in (call.begun, call.ended))
     inside = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor, _ in saves[first:last]}
-    given, returned = _storages((call.args, call.kwargs)), _storages(call.returned)
+    given, returned = (_storages(each, parameters) for each in ((call.args, call.kwargs), call.returned))
     known = {*given, *returned, *parameters}
     saved = sum(size for key, size in inside.items() if key not in known)
-    kept_instead = sum(size for key, size in given.items() if key not in inside and key not in parameters)
+    kept_instead = sum(size for key, size in given.items() if key not in inside)
     return 2 * (saved - kept_instead) >= sum((given | returned).values()) > 0
 
 
@@ -110,9 +110,11 @@ def _position(saved: tuple[Tensor, Save]) -> int:
     return saved[1].functions_called
 
 
-def _storages(values: Any) -> dict[int | None, int]:
+def _storages(values: Any, parameters: Collection[int | None]) -> dict[int | None, int]:
+    """The storages of tensors in `values`, beside those of parameters -> bytes of a tensor in it."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
-    return {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
+    found = {storage_key(each): each.nbytes for each in tensors}  # not those of what it is a view of
+    return {key: size for key, size in found.items() if key not in parameters}
 
 
 def _is_pure(call: _FunctionCall) -> bool:
