@@ -20,6 +20,7 @@ from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates
+from memopt.walk.calls.arguments.plain import token_ids
 from memopt.walk.calls.arguments.request import Size, forward_parameters, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
@@ -149,9 +150,19 @@ def runnable_calls(
         tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
     elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
         tried = list(proposed(model, variants, seed))
-    else:
-        return Calls(errors=[("inputs", f"{type(model).__name__} has no transformers config: pass inputs")])
+    elif not (tried := list(plain_calls(model, variants, seed))):
+        why = "has no transformers config, and its forward names no token ids of an embedding: pass inputs"
+        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
     return first_to_run(model, tried, run)
+
+
+def plain_calls(model: nn.Module, variants: Sequence[str], seed: int) -> Iterator[Call]:
+    """Calls to try of a model without a transformers config, with token ids; those with targets too are one more."""
+    device, _ = _place(model)
+    for variant in variants:
+        for name, kwargs in token_ids(inner_model(model), variant, seed):
+            for form in _forms(kwargs, device):
+                yield Call(f"{variant} {name}".rstrip(), form)
 
 
 def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:
