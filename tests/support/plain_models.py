@@ -1,11 +1,11 @@
 """Language models without transformers, which return their logits in the forms that people write.
 
-    Pair       (logits, loss), the loss computed inside, one row of logits without targets      as nanoGPT
-    Capped     padded vocabulary cut off, fp32, soft-capped; the loss alone, of any reduction    as nanochat
-    Bare       logits; the caller computes the loss                                              as torchtitan
-    Fields     a dataclass
-    Nested     logits inside tuples, lists and dicts, beside what is no logits
-    LossAlone  takes one row of tokens and targets, returns nothing but the loss                 as modded-nanogpt
+Pair       (logits, loss), the loss computed inside, one row of logits without targets      as nanoGPT
+Capped     padded vocabulary cut off, fp32, soft-capped; the loss alone, of any reduction    as nanochat
+Bare       logits; the caller computes the loss                                              as torchtitan
+Fields     a dataclass
+Nested     logits inside tuples, lists and dicts, beside what is no logits
+LossAlone  takes one row of tokens and targets, returns nothing but the loss                 as modded-nanogpt
 """
 
 from __future__ import annotations

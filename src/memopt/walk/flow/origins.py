@@ -134,8 +134,8 @@ class Labels:
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
         """A call returned `output`: find the linears that compute its logits.
 
-        Logits are what a mapping calls so, and a row for each token, in any form of output, over the vocabulary that the
-        model's own inputs are of. Those of a part that was called alone (`of_the_model` is False) come after the model's.
+        Logits are what a mapping calls so and, in an output of any form, a row for each token over the vocabulary of
+        the model's inputs. Those of a part that was called alone (`of_the_model` is False) come after the model's.
         """
         if self.training:
             return
