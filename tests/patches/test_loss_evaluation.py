@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from memopt.plan.recipe import load_recipe
 from tests.factories import tiny_inputs, tiny_model
 from tests.patches.test_loss import CLASSES, LOSS_ONLY, ROWS, WIDTH, Model, labels
 from tests.support.largest import Largest
+from tests.support.ranks import run_ranks
 
 RECIPE = load_recipe("exact-unfolded", LOSS_ONLY)
 OFF = [torch.no_grad, torch.inference_mode]
@@ -334,3 +336,54 @@ def test_trainer_evaluates_as_with_the_stock_model(name: str, tmp_path: Path) ->
     logits = 2 * 42 * 300
     assert largest[0] >= logits
     assert (largest[1] < logits) is not bool(more)
+
+
+# -- two ranks ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(rank: int, folder: str, ways: list[str]) -> None:
+    from accelerate import PartialState
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    assert PartialState(cpu=True).num_processes == 2
+    for module in (rows, plain):
+        module.chunk_bytes = lambda x: 64 * 12
+    mesh = init_device_mesh("cpu", (2,))
+    for how in ways:
+        stock, ours = (_gathered(rank, how, mesh, patched) for patched in (False, True))
+        for name, expected in stock.items():
+            torch.testing.assert_close(ours[name], expected, rtol=1e-6 if name == "loss" else 0, atol=0, msg=how)
+    torch.distributed.destroy_process_group()
+
+
+def _gathered(rank: int, how: str, mesh: Any, patched: bool) -> dict[str, Tensor]:
+    """The loss of an evaluation, and the logits of both ranks, read when the forward is over."""
+    from accelerate.utils import gather, pad_across_processes
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: Any = built("llama")
+    if patched:
+        memopt.patch(model, RECIPE)
+    if "fsdp" in how:
+        fully_shard(model, mesh=mesh, reshard_after_forward="reshard" in how)
+    else:
+        model = DistributedDataParallel(model)
+    given: dict[str, Any] = dict(tiny_inputs("llama", 2, 9 + rank))
+    given["labels"] = given["input_ids"].clone()
+    with torch.no_grad():
+        output = model(**given)
+        assert (type(output.logits) is LazyLogits) is (patched and "reshard" not in how), how
+        padded = pad_across_processes(output.logits.detach(), dim=1, pad_index=-100)
+        one = gather(output.logits[:, :9].contiguous())
+        assert padded.shape[1] == 10
+        assert len(one) == 4
+        return {"loss": output.loss, "logits": gather(padded), "of one length": one}
+
+
+@pytest.mark.slow
+def test_what_two_ranks_gather_is_stock(tmp_path: Path) -> None:
+    run_ranks(evaluate, tmp_path, ["ddp", "fsdp", "fsdp reshard"])
