@@ -387,3 +387,23 @@ def _gathered(rank: int, how: str, mesh: Any, patched: bool) -> dict[str, Tensor
 @pytest.mark.slow
 def test_what_two_ranks_gather_is_stock(tmp_path: Path) -> None:
     run_ranks(evaluate, tmp_path, ["ddp", "fsdp", "fsdp reshard"])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_head_that_runs_again_under_reentrant_checkpointing(inside: bool) -> None:
+    """Its first run records nothing."""
+    found = []
+    for model in pair(torch.float64):
+        h = model.body(model.x)
+
+        def run(h: Tensor, head: nn.Module = model.head) -> Tensor:
+            return LOSSES["mean"](head(h)) if inside else head(h)
+
+        output = torch.utils.checkpoint.checkpoint(run, h, use_reentrant=True)
+        loss = output if inside else LOSSES["mean"](output)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # logits that a region returns are whole, and said to be
+            loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for ours, stock in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-8)

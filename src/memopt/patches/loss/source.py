@@ -109,7 +109,7 @@ class Evaluation:
     def _read(tensors: Sequence[Tensor]) -> list[Tensor]:
         """Bytes of about 8 numbers along each dimension."""
         few = [tensor[tuple(slice(None, None, max(1, n // 8)) for n in tensor.shape)] for tensor in tensors]
-        return [each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in few]
+        return [each.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for each in few]
 
 
 @dataclass(frozen=True, eq=False)
