@@ -266,11 +266,14 @@ class _Needs(Body):
 
 
 def test_inputs_that_are_missing_are_said_and_may_be_given() -> None:
-    with pytest.warns(UserWarning, match=r"knows little of this model: .*bias has the wrong width.*Pass inputs="):
+    with pytest.warns(
+        UserWarning,
+        match=r"knows little of this model: .*with guessed token ids: .*bias has the wrong width.*Pass inputs=",
+    ):
         memopt.patch(_Needs())
     given = memopt.patch(_Needs(), inputs={"idx": batch()[0], "bias": torch.zeros(WIDTH)})
     assert "1 loss: 1 chunked" in str(memopt.summary(given))
-    with pytest.warns(UserWarning, match="has no transformers config, and its forward names no token ids"):
+    with pytest.warns(UserWarning, match="has no transformers config, and token ids cannot be guessed for it"):
         memopt.patch(_OfImages())
 
 

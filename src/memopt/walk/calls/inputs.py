@@ -150,19 +150,25 @@ def runnable_calls(
         tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
     elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
         tried = list(proposed(model, variants, seed))
-    elif not (tried := list(plain_calls(model, variants, seed))):
-        why = "has no transformers config, and its forward names no token ids of an embedding: pass inputs"
-        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
+    else:
+        return _with_token_ids(model, variants, seed, run)
     return first_to_run(model, tried, run)
 
 
-def plain_calls(model: nn.Module, variants: Sequence[str], seed: int) -> Iterator[Call]:
-    """Calls to try of a model without a transformers config, with token ids; those with targets too are one more."""
+def _with_token_ids(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
+    """Calls of a model without a transformers config; those with targets too are one more of each variant."""
     device, _ = _place(model)
-    for variant in variants:
-        for name, kwargs in token_ids(inner_model(model), variant, seed):
-            for form in _forms(kwargs, device):
-                yield Call(f"{variant} {name}".rstrip(), form)
+    tried = [
+        Call(f"{variant} {name}".rstrip(), form)
+        for variant in variants
+        for name, kwargs in token_ids(inner_model(model), variant, seed)
+        for form in _forms(kwargs, device)
+    ]
+    if not tried:
+        why = "has no transformers config, and token ids cannot be guessed for it: pass inputs"
+        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
+    calls = first_to_run(model, tried, run)
+    return Calls(calls, [(label, f"with guessed token ids: {error}") for label, error in calls.errors])
 
 
 def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:
