@@ -24,8 +24,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(2, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        x = x + self.mlp(x)
-        return x
+        y: Tensor = x + self.mlp(x)
+        return y
 
 
 class GPT(nn.Module):

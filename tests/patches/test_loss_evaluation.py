@@ -407,3 +407,29 @@ def test_a_head_that_runs_again_under_reentrant_checkpointing(inside: bool) -> N
         found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for ours, stock in zip(*found, strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, teacher: F.cross_entropy(y.flatten(0, 1), teacher.flatten(0, 1).softmax(-1)),
+        lambda y, teacher: F.cross_entropy(y.flatten(0, 1), target=teacher.flatten(0, 1).argmax(-1)),
+        lambda y, teacher: -(teacher.softmax(-1) * y.log_softmax(-1)).sum(),
+    ],
+)
+def test_a_teacher_is_read_as_values(loss: Any) -> None:
+    found = []
+    for student, teacher in zip(pair(torch.float64), pair(torch.float64), strict=True):
+        with torch.no_grad():
+            teacher.head.weight.mul_(2)
+            known = teacher()
+        logits = student()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = loss(logits, known)
+        value.backward()
+        found.append([value.detach(), *(parameter.grad for parameter in student.parameters())])
+        if isinstance(logits, LazyLogits) and "log_softmax" not in loss.__code__.co_names:
+            assert logits.value is None
+    for ours, stock in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-10, atol=1e-12)

@@ -76,8 +76,6 @@ def patch_head(module: nn.Module, inputs: int, classes: int, *, lean: bool = Fal
     if not makes_wrappers:
         raise ValueError("this version of PyTorch makes no tensor that stands for others")
     transposed = False if is_linear(module) else True if is_linear(module, transposed=True) else None
-    if transposed is None and not _maps_rows(module, inputs):
-        raise ValueError("the forward that computes its product does more than map rows of hidden states to logits")
     is_known = transposed is None or type(module) is nn.Linear
     reads = None if is_known else observed_reads(module, None)  # any other function is called as it is
     swap_forward(module, _forward, LossRewrite(transposed, inputs, classes, lean, room), reads)
@@ -129,10 +127,17 @@ def say_who_computes_it(block: nn.Module) -> None:
         warn_once(model, replaced_forwards(model))
 
 
-def _maps_rows(module: nn.Module, width: int) -> bool:
-    """:func:`_is_by_rows` of a module with others inside; one without is the layer of a library, and quantised."""
+def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options: Any) -> None:
+    """:func:`patch_head` of the module that contracts the head's weight. One with others inside may be a whole model.
+
+    Raises:
+        ValueError: it does more than to map rows, or `patch_head` says why not.
+    """
     parameter = next(module.parameters(), None)
-    return next(module.children(), None) is None or parameter is None or _is_by_rows(module, width, parameter)
+    is_layer = next(module.children(), None) is None
+    if not (is_layer or parameter is None or _is_by_rows(module, inputs, parameter)):
+        raise ValueError("the forward that computes its product does more than map rows of hidden states to logits")
+    patch_head(module, inputs, classes, **options)
 
 
 @torch.no_grad()
