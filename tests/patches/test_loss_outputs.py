@@ -260,14 +260,6 @@ def test_who_read_them_whole_is_said_once_a_place() -> None:
     assert "test_loss_outputs.py" in str(seen[0].message)
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_head_is_stock(off: Any) -> None:
-    model = Model()
-    patch_head(model.head, WIDTH, CLASSES)
-    with off():
-        assert type(model()) is Tensor
-
-
 @pytest.mark.parametrize(
     "metric",
     [

@@ -13,10 +13,10 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = {"encoder": "all-MiniLM-L6-v2"}
 #: Modules that run memopt's forward at least: the norms, and the product of each block's MLP where it is patched.
-LEAST = {"encoder": 19, "qlora": 62}
+LEAST = {"encoder": 19, "qlora": 62, "plain": 14}
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo"])
+@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo", "plain"])
 def test_an_example_trains_a_patched_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,5 +38,5 @@ def test_an_example_trains_a_patched_model(
 
 def test_an_example_is_short() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert max(lines.values()) < 60

@@ -130,9 +130,13 @@ def steps_aside(*, off: str = "") -> bool:
     Args:
         off: as in `memopt.patches.compiled.is_being_compiled`.
     """
+    return not is_grad_enabled() or is_in_transform(off=off)
+
+
+def is_in_transform(*, off: str = "") -> bool:
+    """Whether a compiler or a transform records what runs, as in :func:`steps_aside`."""
     return (
-        not is_grad_enabled()
-        or (is_compiling() and is_being_compiled(off))
+        (is_compiling() and is_being_compiled(off))
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,15 @@ _CALL = nn.Module.__call__.__code__
 def is_module_call(frame: FrameType) -> bool:
     """Whether `frame` is a call of a module, which is its local variable ``self``."""
     return frame.f_code is _CALL
+
+
+def modules_that_run() -> Iterator[nn.Module]:
+    """The modules that are being called, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_module_call(frame):
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 _WATCHED = "modules whose children may have hooks run their stock forward"
@@ -93,8 +102,19 @@ def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
     state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     resharded = any(getattr(group, "post_forward_mesh_info", group) is not None for group in groups)
-    ours = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks)
+    ours = all(map(_is_of_fsdp, hooks))
     return state is not None and None not in groups and ours and not resharded
+
+
+def fsdp_takes_back(module: nn.Module) -> bool:
+    """Whether hooks of `module` are FSDP2's and shard its parameters again at the end of its forward."""
+    forward, forward_pre, *_ = module_hooks(module)
+    found = [each for each in (*forward.values(), *forward_pre.values()) if _is_of_fsdp(each)]
+    return bool(found) and not fsdp_leaves_gathered(module, found)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def compiled_module(module: object) -> object | None:

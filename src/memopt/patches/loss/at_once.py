@@ -81,7 +81,9 @@ def _computed(
         if dweight is not None:
             add_product_(plain.into(dweight, every), dy.t(), rows[part], first=not part.start)
         if sums[0] is not None:
-            sums[0] += dy.sum(0, dtype=sums[0].dtype)
+            sums[0][every] += dy.sum(0, dtype=sums[0].dtype)
         del dy  # before the next is computed
+    if dweight is not None:
+        plain.into(dweight, slice(every.stop, None)).zero_()  # columns that were left out
     losses, _ = row_losses(statistics, target, arguments, every.stop)
     return losses.sum() * factor, (dx, *sums, dweight)

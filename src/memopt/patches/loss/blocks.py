@@ -106,5 +106,10 @@ class _BlocksFunction(DirectFunction):
                 if dbias is not None:
                     dbias[columns] = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
                 del dy, matrix  # before the next are computed
+        left_out = slice(plain.source.width, None)
+        if dweight is not None:
+            plain.into(dweight, left_out).zero_()
+        if dbias is not None:
+            dbias[left_out] = 0
         done = (None if total is None else total.to(other.dtype) for total, other in zip(dothers, others, strict=True))
         return None, None, None, None if dx is None else dx.to(x.dtype), dweight, dbias, *done

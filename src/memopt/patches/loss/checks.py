@@ -56,7 +56,7 @@ def _batches(classes: int) -> dict[str, tuple[Tensor, dict[str, Any]]]:
 def _step(
     module: nn.Module, rewrite: LossRewrite, target: Tensor, reduction: str, options: dict[str, Any]
 ) -> list[Tensor]:
-    """The loss, its gradient by the head's input, and those by its parameters; zeros where there is none."""
+    """The loss, also without gradients, its gradient by the input, and those by parameters; zeros where none is."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     like = next(module.parameters())
     generator = torch.Generator().manual_seed(1)
@@ -65,9 +65,11 @@ def _step(
     with torch.enable_grad():
         losses = F.cross_entropy(module(x), target.to(like.device), reduction=reduction, **options)
         loss = (losses * weights).sum() if losses.dim() else losses
+    with torch.no_grad():
+        evaluated = F.cross_entropy(module(x), target.to(like.device), reduction=reduction, **options)
     found = torch.autograd.grad(loss, (x, *parameters), allow_unused=True)
     pairs = zip((x, *parameters), found, strict=True)
-    return [loss.detach(), *(torch.zeros_like(p) if each is None else each for p, each in pairs)]
+    return [loss.detach(), evaluated, *(torch.zeros_like(p) if each is None else each for p, each in pairs)]
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -24,31 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
 from memopt.patches.loss.memory import Memory, empty, shares_memory
+from memopt.patches.loss.metadata import FACTORIES, METADATA
 from memopt.patches.loss.source import Source, note
 from memopt.torch_compat import tensor_hooks_slot, tree_leaves, tree_map, wrapper
 
 #: A function of PyTorch -> what answers it for logits that were not computed, or returns NotImplemented.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
-_READ = """
-    shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_mps is_xpu is_meta is_sparse
-    is_quantized is_nested is_mkldnn itemsize nbytes names retains_grad output_nr _base
-"""
-_CALLED = """
-    size dim numel nelement ndimension element_size is_floating_point is_complex is_signed is_contiguous stride
-    get_device is_inference __len__ __hash__ storage_offset has_names is_same_size _is_view
-"""
-#: What reads no value.
-_METADATA = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)} | {
-    getattr(owner, name) for name in _CALLED.split() for owner in (Tensor, torch) if hasattr(owner, name)
-}
-
 _GRAPH, _VERSION = (getattr(Tensor, name).__get__ for name in ("grad_fn", "_version"))
-
-_LIKE = "empty_like full_like ones_like zeros_like rand_like randint_like randn_like"
-_NEW = "new_empty new_full new_ones new_zeros"
-#: What reads no value, either, and makes a tensor of the same shape, or dtype and device.
-_FACTORIES = {getattr(torch, name) for name in _LIKE.split()} | {getattr(Tensor, name) for name in _NEW.split()}
 
 
 class LazyLogits(Tensor):
@@ -83,7 +66,7 @@ class LazyLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         lazy = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
         pending = [each for each in lazy if each.value is None]
-        for each in () if func in _METADATA else pending:
+        for each in () if func in METADATA else pending:
             each.look_through_fetches()
         if func in _WANT_GRADIENTS:
             hook: Any = (*args[1:], kwargs.get("hook"))[0] if func is Tensor.register_hook else None
@@ -100,11 +83,15 @@ class LazyLogits(Tensor):
                         "them, or patch with loss.method=none."
                     )
         if pending:
-            if func in _METADATA:
+            if func in METADATA:
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if func in _FACTORIES:
+            if func in FACTORIES:
                 return func(*tree_map(_shaped, args), **tree_map(_shaped, kwargs))
             handler = HANDLERS.get(func)
+            trained = [each for each in pending if each.source.head.evaluation is None]
+            if handler is not None and 0 < len(trained) < len(pending) and not _writes(func, kwargs):
+                # A teacher's logits are values, so that the loss of the trained ones stays in parts.
+                return func(*tree_map(_evaluated, args), **tree_map(_evaluated, kwargs))
             away = any(each.source.device is not None for each in pending) and func is not Tensor.to
             if handler is not None and away and not _writes(func, kwargs):
                 return _where_the_head_is(func, args, kwargs, pending[0].device)
@@ -124,7 +111,8 @@ class LazyLogits(Tensor):
                                 each.source.losses.append(func.__name__)
                                 each.source.pass_moments_to(found)
                     return answer
-            note(func, pending[0].source.head.module)
+            if trained:
+                note(func, trained[0].source.head.module)
         for each in lazy:
             each.compute()
         family = [member for each in lazy for member in each.family]
@@ -369,6 +357,11 @@ def _where_the_head_is(func: Any, args: Any, kwargs: Any, device: torch.device) 
 
 def _value(leaf: Any) -> Any:
     return leaf.compute() if isinstance(leaf, LazyLogits) else leaf
+
+
+def _evaluated(leaf: Any) -> Any:
+    """:func:`_value` of logits that nothing is recorded of."""
+    return _value(leaf) if isinstance(leaf, LazyLogits) and leaf.source.head.evaluation is not None else leaf
 
 
 def _shaped(leaf: Any) -> Any:

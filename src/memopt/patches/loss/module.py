@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from memopt.environment.generators import generators_kept
 from memopt.environment.partitioned import gathers_for_its_calls, is_only_moved, is_partitioned
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.patches.loss import operations, readers  # noqa: F401 - they register what they answer
 from memopt.patches.loss.lazy import stand_for
-from memopt.patches.loss.rows import product_rows
-from memopt.patches.loss.source import PLAIN_TYPES, Head, Inside, Source, say_whole, tensors_of, versions_of, whole
+from memopt.patches.loss.rows import fits, product_rows
+from memopt.patches.loss.source import (
+    PLAIN_TYPES,
+    Evaluation,
+    Head,
+    Inside,
+    Source,
+    say_whole,
+    tensors_of,
+    versions_of,
+    whole,
+)
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import warn_once
-from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
+from memopt.patches.swap import is_in_transform, is_swapped, replaced_by, swap_forward, swap_state
 from memopt.torch_compat import (
     fsdp_leaves_gathered,
+    fsdp_takes_back,
     is_dropout,
-    is_module_call,
     makes_wrappers,
     module_hooks,
+    modules_that_run,
 )
 from memopt.walk.probes.linear import is_linear
 
+_NOT_ONE_TENSOR = "their head is called with something else than one tensor of hidden states"
 _WHOLE = (
     "the logits are whole; to have the loss in parts, compile the blocks instead of the model "
     "(`for block in model.model.layers: block.compile()`)"
@@ -109,13 +121,23 @@ def whole_logits(model: nn.Module) -> Iterator[str]:
 
 def say_who_computes_it(block: nn.Module) -> None:
     """Warn of :func:`replaced_forwards` in the model that is running: trainers put theirs there after the patch."""
-    model, frame = block, sys._getframe().f_back
-    while frame is not None:
-        model = frame.f_locals["self"] if is_module_call(frame) else model
-        frame = frame.f_back
+    model = ([block, *modules_that_run()])[-1]
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
         warn_once(model, replaced_forwards(model))
+
+
+def patch_that_contracts(module: nn.Module, inputs: int, classes: int, **options: Any) -> None:
+    """:func:`patch_head` of the module that contracts the head's weight. One with others inside may be a whole model.
+
+    Raises:
+        ValueError: it does more than to map rows, or `patch_head` says why not.
+    """
+    parameter = next(module.parameters(), None)
+    is_layer = next(module.children(), None) is None
+    if not (is_layer or parameter is None or _is_by_rows(module, inputs, parameter)):
+        raise ValueError("the forward that computes its product does more than map rows of hidden states to logits")
+    patch_head(module, inputs, classes, **options)
 
 
 @torch.no_grad()
@@ -125,7 +147,7 @@ def _is_by_rows(module: nn.Module, width: int, like: Tensor) -> bool:
     x = torch.randn((3, width), dtype=like.dtype, device=like.device)
     try:
         together, alone = module(x), [module(x[row : row + 1]) for row in range(3)]
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+    except Exception:  # a forward that takes something else may raise anything
         return False
     if not isinstance(together, Tensor) or together.dim() != 2 or len(together) != 3:
         return False
@@ -140,28 +162,62 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
     if len(args) == 2 and isinstance(args[1], Inside):
         return args[1].function(args[0])
     x: Any = args[0] if len(args) == 1 and not kwargs else None
+    if not is_grad_enabled() and (is_compiling() or not _is_large(rewrite, x)):
+        return stock(module, *args, **kwargs)
     tensors = tensors_of(module)
-    if steps_aside(off=_WHOLE) or not any(each.requires_grad for each in (*args, *tensors) if isinstance(each, Tensor)):
+    records = is_grad_enabled() and any(t.requires_grad for t in (*args, *tensors) if isinstance(t, Tensor))
+    if is_in_transform(off=_WHOLE) or not (records or (_is_large(rewrite, x) and _may_wait(rewrite, module, x))):
         return stock(module, *args, **kwargs)
     own = [tensor for tensor in module._parameters.values() if tensor is not None]
     transposed = rewrite.transposed if len(own) == len(tensors) else None
     gathers = any(map(is_partitioned, tensors))
     why = _why_whole(rewrite, module, x, tensors)
-    if not why and gathers and transposed is None:
+    if not why and gathers and (transposed is None or not records):
         why = "modules inside their head gather weights of their own"
+    if not why and records and x.is_inference():
+        why = _NOT_ONE_TENSOR
     if why:
-        say_whole(module, why)
+        if records:
+            say_whole(module, why)
         return stock(module, *args, **kwargs)
     if transposed is not None and x.dtype != tensors[0].dtype and autocast_dtype(x) is None:
-        return stock(module, *args, **kwargs)  # which says what is wrong
+        transposed = None  # its own forward casts, or says what is wrong
     autocast = None if x.dtype == torch.float64 else autocast_dtype(x)
-    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), rewrite.lean, gathers, rewrite.room)
+    read = None if records else Evaluation((x, *tensors))
+    options = (rewrite.lean, gathers, rewrite.room, read)
+    head = Head(module, stock, transposed, autocast, tensors, versions_of(tensors), *options)
     with torch.no_grad():
         one = head(x.reshape(-1, x.shape[-1])[:1]) if transposed is None else None
     dtype = one.dtype if one is not None else autocast or x.dtype
     width = tensors[0].shape[1 if transposed else 0] if one is None else one.shape[-1]  # its rows may have been resized
-    source = Source(head, x, width, dtype, True, versions=versions_of((x,)))
+    x = x if records else x.detach()
+    source = Source(head, x, width, dtype, records, versions=versions_of((x,)), product_width=width)
     return stand_for(replace(source, product_rows=product_rows(source)))
+
+
+def _is_large(rewrite: LossRewrite, x: Any) -> bool:
+    """Whether logits that nothing is recorded of take more than a loss in parts: several for each row of a batch.
+
+    What generates tokens reads the last ones, and calls the stock head.
+    """
+    if type(x) is not Tensor or x.dim() < 2 or (x.dim() > 2 and x.shape[-2] == 1) or rewrite.lean:
+        return False
+    return not fits(x, rewrite.classes, rewrite.room)
+
+
+def _may_wait(rewrite: LossRewrite, module: nn.Module, x: Tensor) -> bool:
+    """Whether logits that nothing is recorded of will be the stock ones when somebody reads them later.
+
+    A head that is more than a linear may have switches (adapters) or random numbers. A graph that is captured has to
+    hold what is read. FSDP2 may take weights back at the end of the model's forward.
+    """
+    if rewrite.transposed is None or x.is_meta or is_partitioned(next(module.parameters())):
+        return False
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized()) or not any(
+        fsdp_takes_back(around) for around in modules_that_run()
+    )
 
 
 def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequence[Tensor]) -> str:
@@ -171,8 +227,8 @@ def _why_whole(rewrite: LossRewrite, module: nn.Module, x: Any, tensors: Sequenc
     leave them gathered. Under ZeRO-3's the chunks are computed in a call of the module. Hooks for all modules see the
     tensor that stands for the logits.
     """
-    if type(x) not in PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested or x.is_inference():
-        return "their head is called with something else than one tensor of hidden states"
+    if type(x) not in PLAIN_TYPES or x.dim() < 2 or not x.is_floating_point() or x.is_nested:
+        return _NOT_ONE_TENSOR
     if "parametrizations" in module._modules or ("forward" in vars(module) and not is_only_moved(module)):
         return "the forward of their head was replaced"
     forward, forward_pre, *backward = module_hooks(module)

@@ -115,7 +115,7 @@ def _elementwise(function: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 def _of_two(logits: list[LazyLogits], operation: Operation) -> Any:
     """A function of two forms of the same rows, as in p * log p."""
     one, *others = (each.source for each in logits)
-    if any(other.rows is not one.rows or other.tracked != one.tracked for other in others):
+    if any((other.rows, other.width, other.tracked) != (one.rows, one.width, one.tracked) for other in others):
         return NotImplemented
     if any(each.form.stride() != logits[0].form.stride() for each in logits):
         return NotImplemented
@@ -313,8 +313,9 @@ def _select(function: Any, name: str, logits: Any, index: Any) -> Any:
     width, has_ellipsis = logits.form.shape[-1], any(part is ... for part in parts)
     if sum(map(_dimensions, parts)) == logits.dim() or (has_ellipsis and parts[-1] is not ...):
         last = parts.pop()
-        if not isinstance(last, slice) or last.indices(width) != (0, width, 1):
-            return NotImplemented
+        first, count, by = last.indices(width) if isinstance(last, slice) else (0, 0, 0)
+        if (first, by) != (0, 1) or count < width:
+            return _narrowed(function, logits, parts, count) if (first, by) == (0, 1) else NotImplemented
         parts.append(slice(None))
     chosen = tuple(map(_number, parts))
     copies = any(isinstance(part, Tensor) for part in chosen)
@@ -324,6 +325,18 @@ def _select(function: Any, name: str, logits: Any, index: Any) -> Any:
     # Numbers and slices choose a view, other tensors a copy.
     form = empty((*x.shape[:-1], width)) if copies else _formed(function, logits, chosen)
     return moved(logits, x, lambda y: y[chosen], form)
+
+
+def _narrowed(function: Any, logits: LazyLogits, rows: list[Any], count: int) -> Any:
+    """The first `count` columns of all rows, as where a vocabulary is padded: those of a head with fewer classes."""
+    source = _untracked(logits.source)
+    if not count or not _all_rows(rows, logits.dim() - 1):
+        return NotImplemented
+    index = (..., slice(count))
+    done: Step = (Tensor.__getitem__, (VALUE, index), ())
+    operation = Operation(f"first {count} columns", done, narrows=True)
+    then = dataclasses.replace(source, operations=(*source.operations, operation), width=count)
+    return stand_for(then, logits, lambda y: y[index], _formed(function, logits, index))
 
 
 def _number(part: Any) -> Any:

@@ -56,7 +56,7 @@ class LossPatch(Patch, Levels, Checks, Reports):
         return {"all logits in 16 bits": (f"{LossRules.key}.method=lean",)} if plan.chosen(self.name, "chunked") else {}
 
     def apply(self, live: Live) -> None:
-        from memopt.patches.loss.module import head_of, patch_head
+        from memopt.patches.loss.module import head_of, patch_head, patch_that_contracts
 
         rules = live.plan.recipe.rules(LossRules)
         options = {"lean": rules.method == "lean", "room": rules.room << 20}
@@ -64,7 +64,8 @@ class LossPatch(Patch, Levels, Checks, Reports):
         for head in live.plan.chosen("loss"):
             linear = linears[head.parameter]
             name = head_of(live.modules, head.module, linear.given_to, linear.width)
-            live.attempt(self.name, name, patch_head, linear.width, head.vocab_size, **options)
+            rewrite = patch_that_contracts if name == head.module else patch_head
+            live.attempt(self.name, name, rewrite, linear.width, head.vocab_size, **options)
 
     def scope(self, plan: PlanView) -> InScopes:
         first = plan.sites.blocks[:1]

@@ -69,6 +69,7 @@ def _cross_entropy(
 
 def _loss(source: Source, target: Tensor, arguments: LossArguments, reduction: str) -> Tensor:
     soft = target.is_floating_point()
+    source.check(values=True)
     if source.head.lean and not soft:
         with torch.set_grad_enabled(source.tracked and torch.is_grad_enabled()):
             options: Any = {**vars(arguments), "reduction": reduction}
@@ -171,7 +172,7 @@ def _nll_loss(function: Any, name: str, logits: Any, target: Any, *args: Any, **
 @handles(" ".join(_REDUCTIONS))
 def _reduction(function: Any, name: str, logits: Any, *args: Any, **kwargs: Any) -> Any:
     position = _REDUCTIONS[name]
-    if not isinstance(logits, LazyLogits):
+    if not isinstance(logits, LazyLogits) or logits.source.head.evaluation is not None:
         return NotImplemented
     given = dict(kwargs)
     if len(args) > position:

@@ -44,6 +44,11 @@ def chunk_bytes(x: Tensor) -> int:
     return max(own, SMALLEST_CHUNK, min(ACTIVATIONS * own, GPU_CHUNK) if is_on_gpu(x) else 0)
 
 
+def fits(x: Tensor, width: int, room: int) -> bool:
+    """Whether all logits of `x` take no more than a chunk, or than `room` bytes."""
+    return x.shape[:-1].numel() * width * x.itemsize <= max(chunk_bytes(x), room)
+
+
 def is_on_gpu(x: Tensor) -> bool:
     """Whether `x` lies there, or is a fake tensor that stands for one that does."""
     return x.is_cuda or (isinstance(x, FakeTensor) and runs_triton(x))
@@ -101,7 +106,7 @@ class _Plan:
 
     def chunks(self, x: Tensor, arguments: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
         room = max(chunk_bytes(x), self.source.head.room)
-        rows = self.rows or in_tiles(room // (self.logit_bytes * self.source.width))
+        rows = self.rows or in_tiles(room // (self.logit_bytes * self.source.product_width))
         for start in range(0, max(1, len(x)), rows):
             part = slice(start, min(start + rows, len(x)))
             yield part, x[part], [argument[part] for argument in arguments]

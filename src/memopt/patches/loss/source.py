@@ -49,6 +49,8 @@ class Operation:
     """Whether columns do not mix either."""
     casts_up: bool = False
     """Whether it does nothing but to widen the dtype."""
+    narrows: bool = False
+    """Whether it does nothing but to leave columns out behind the first ones."""
     versions: Versions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,8 @@ class Operation:
 
     def of(self, logits: Tensor, forms: Sequence[Tensor] = (), columns: slice | None = None) -> Tensor:
         """Its step from `logits`, where `forms` are already computed."""
+        if self.narrows and columns is not None:
+            return logits  # of columns that it leaves
         own = [each if columns is None or each.numel() == 1 else each[columns] for each in self.own]
         return after(logits, (self.step,), [*own, *forms])
 
@@ -84,6 +88,28 @@ def run(operations: Iterable[Operation], logits: Tensor, columns: slice | None =
 def tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
     """Its parameters and buffers."""
     return tuple(chain(module.parameters(), module.buffers()))
+
+
+class Evaluation:
+    """What a call without gradients read: whoever reads its logits later gets the stock ones, or an error.
+
+    No version counter tells that weights were exchanged through ``.data``, as averaged weights often are, or that a
+    tensor of inference mode was written to. A few numbers of each tensor do.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._numbers = tensors, self._read(tensors)
+
+    @property
+    def is_unchanged(self) -> bool:
+        return all(map(torch.equal, self._read(self._tensors), self._numbers))
+
+    @staticmethod
+    @torch.no_grad()
+    def _read(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Bytes of about 8 numbers along each dimension."""
+        few = [tensor[tuple(slice(None, None, max(1, n // 8)) for n in tensor.shape)] for tensor in tensors]
+        return [each.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for each in few]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +130,8 @@ class Head:
     """Whether its weights are whole in its calls alone."""
     room: int = 0
     """Bytes that its loss may take beside the gradients of `x` and of the weight, at least."""
+    evaluation: Evaluation | None = None
+    """Of a call without gradients, whose logits are the stock ones to whoever reads them."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -144,6 +172,8 @@ class Source:
     """Hooks that wait for the moment when backward reaches these logits, whatever their gradient is."""
     device: torch.device | None = None
     """To which the logits were moved; None where that is the head's."""
+    product_width: int = 0
+    """Columns of the head's product: more than `width` where some of them were left out."""
     fetches: tuple[Callable[[Tensor], Any], ...] = ()
     """Such hooks of the modules that returned these logits, the outermost first."""
 
@@ -214,6 +244,7 @@ class Source:
         return self.in_call(Source._whole).to(self.device or self.x.device)
 
     def _whole(self) -> Tensor:
+        self.check(values=True)
         y = self.head(self.x)
         if self.read and self.x.shape[:-1].numel() != self.product_rows:
             flat, rows = y.detach().view(-1, y.shape[-1]), self.x.detach().reshape(-1, self.x.shape[-1])
@@ -231,8 +262,11 @@ class Source:
         for hook in (*self.moments.values(), *self.fetches) if tensor.requires_grad else ():
             tensor.register_hook(hook)
 
-    def check(self) -> None:
+    def check(self, *, values: bool = False) -> None:
         """
+        Args:
+            values: a call without gradients is looked at more closely, for which a GPU is waited for.
+
         Raises:
             RuntimeError: what the logits are computed from was changed in place.
         """
@@ -244,7 +278,8 @@ class Source:
                     "in logits + bias.clone(), or patch with loss.method=none."
                 )
         same = versions_of(self.head.tensors) == self.head.versions and versions_of((self.x,)) == self.versions
-        if same and self.head.is_unchanged:
+        known = self.head.evaluation
+        if same and self.head.is_unchanged and (known is None or not values or known.is_unchanged):
             return
         raise RuntimeError(
             "These logits were never computed, and the weights of their head, or its input, were changed in place "

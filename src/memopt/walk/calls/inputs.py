@@ -20,6 +20,7 @@ from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates
+from memopt.walk.calls.arguments.plain import token_ids
 from memopt.walk.calls.arguments.request import Size, forward_parameters, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
@@ -150,8 +151,24 @@ def runnable_calls(
     elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
         tried = list(proposed(model, variants, seed))
     else:
-        return Calls(errors=[("inputs", f"{type(model).__name__} has no transformers config: pass inputs")])
+        return _with_token_ids(model, variants, seed, run)
     return first_to_run(model, tried, run)
+
+
+def _with_token_ids(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
+    """Calls of a model without a transformers config; those with targets too are one more of each variant."""
+    device, _ = _place(model)
+    tried = [
+        Call(f"{variant} {name}".rstrip(), form)
+        for variant in variants
+        for name, kwargs in token_ids(inner_model(model), variant, seed)
+        for form in _forms(kwargs, device)
+    ]
+    if not tried:
+        why = "has no transformers config, and token ids cannot be guessed for it: pass inputs"
+        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
+    calls = first_to_run(model, tried, run)
+    return Calls(calls, [(label, f"with guessed token ids: {error}") for label, error in calls.errors])
 
 
 def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:

@@ -12,17 +12,22 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from memopt.torch_compat import is_dropout, operator_schema
+from memopt.torch_compat import is_dropout, operator_schema, tree_leaves
 from memopt.torch_compat.activations import OPERATIONS, kind_of_call
 from memopt.walk.aten.ops import MOVEMENT, NORM_FUNCTIONS, PADS
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
+from memopt.walk.calls.outputs import output_tensors
 from memopt.walk.probes.elementwise import ActivationProbe
 from memopt.walk.sites import ActivationSite, DropoutSite, GatedMLPSite, LinearSite, LossHead
 
 _ONE_A_SAMPLE = "its logits are not a row of classes for each token, and small"
-#: Ops whose output has the origin of their input.
 _SOFTMAXES = frozenset({"softmax", "_softmax"})
+#: By how much the classes of a head may differ from the rows of the table of its model's inputs: one may be padded.
+_PADDED = 0.1
+#: What :meth:`Labels._see_scores` takes note of.
+_OF_SCORES = frozenset({"embedding", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward"})
+#: Ops whose output has the origin of their input.
 _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dropout", "dropout"}
 
 
@@ -30,7 +35,8 @@ _KEEP_ORIGIN = MOVEMENT | PADS | {"clamp", "clamp_min", "clamp_max", "native_dro
 class _Origin:
     """The producer of a tensor. `part` distinguishes the pieces of a fused linear's output."""
 
-    kind: Literal["norm", "linear", "activation", "gated"]
+    kind: Literal["norm", "linear", "activation", "gated", "scores"]
+    """`scores`: the log_softmax of a linear's output."""
     name: str
     part: tuple[int, ...] = ()
     scaled: bool = False
@@ -71,8 +77,15 @@ class Labels:
         self._softmaxes: dict[str, None] = {}
         self._heads: dict[str, tuple[int, bool, int, tuple[str, ...]]] = {}
         """Weight -> of its logits: dimensions, whether the model itself returns them, number, what was done to them."""
+        self._inputs: tuple[Tensor, ...] = ()
+        self._vocabularies: set[int] = set()
+        """Numbers of rows of the tables from which integers among the model's inputs choose."""
 
     # -- events -------------------------------------------------------------------------------------------------
+
+    def begins(self, inputs: Mapping[str, Any]) -> None:
+        """A call with these arguments begins."""
+        self._inputs = tuple(leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor))
 
     def norm(self, name: str, output: Tensor) -> None:
         self._set(output, _Origin("norm", name))
@@ -89,7 +102,7 @@ class Labels:
         if self.training:
             return
         origin = self._origin(source)
-        if origin is not None:
+        if origin is not None and origin.kind != "scores":
             self._feeds(origin, weight, module)
         key = storage_key(source)
         if key is not None:
@@ -113,34 +126,69 @@ class Labels:
             self._softmaxes.setdefault(here)
         if self.training:
             self._see_dropout(call, here)
+        elif name in _OF_SCORES:
+            self._see_scores(name, call)
         elif here not in self.activations_by_module and call.outputs and call.tensors:
             self._see(name, call, here, parameters)
 
     def outputs(self, output: Any, *, of_the_model: bool = True) -> None:
         """A call returned `output`: find the linears that compute its logits.
 
-        The logits of a part that was called alone (`of_the_model` is False) come after those of the model.
+        Logits are what a mapping calls so and, in an output of any form, a row for each token over the vocabulary of
+        the model's inputs. Those of a part that was called alone (`of_the_model` is False) come after the model's.
         """
-        if self.training or not isinstance(output, Mapping):
+        if self.training:
             return
-        for key, tensor in output.items():
-            if not (isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() in (2, 3)):
-                continue
-            operations: tuple[str, ...] = ()
-            origin = self._origin(tensor)
-            if origin is not None and origin.kind == "activation":  # a soft cap
-                name, operations = self._activations[origin.name].site.kind, origin.operations
-                origin = self._activations[origin.name].reads
-                operations = _capped(origin.operations if origin is not None else (), name, operations)
-            elif origin is not None:
-                operations = origin.operations
-            if origin is not None and origin.kind == "linear":
-                found = (tensor.dim(), of_the_model, tensor.shape[-1], operations)
-                self._heads[origin.name] = max(found, self._heads.get(origin.name, found))
+        named = output.items() if isinstance(output, Mapping) else ()
+        for key, tensor in named:
+            if isinstance(tensor, Tensor) and str(key).endswith("logits") and tensor.dim() in (2, 3):
+                self._head(tensor, tensor.dim(), of_the_model=of_the_model)
+        for _, tensor in output_tensors(output) if of_the_model else ():
+            if tensor.dim() == 3 and any(_is_near(tensor.shape[-1], size) for size in self._vocabularies):
+                self._head(tensor, tensor.dim())
+
+    def _head(self, logits: Tensor, dimensions: int, *, of_the_model: bool = True, read: int = 0) -> None:
+        """`logits` are the output of a head, if they are one of a linear; the last `read` operations are of a loss."""
+        if (found := self._logits(logits)) is not None:
+            weight, operations = found
+            head = (dimensions, of_the_model, logits.shape[-1], operations[: len(operations) - read])
+            self._heads[weight] = max(head, self._heads.get(weight, head))
+
+    def _logits(self, tensor: Tensor) -> tuple[str, tuple[str, ...]] | None:
+        """The weight of the linear whose output this is, and what was done to it."""
+        origin = self._origin(tensor)
+        if origin is None:
+            return None
+        operations = origin.operations
+        if origin.kind == "activation":  # a soft cap
+            kind, origin = self._activations[origin.name].site.kind, self._activations[origin.name].reads
+            operations = _capped(origin.operations if origin is not None else (), kind, operations)
+        is_one = origin is not None and origin.kind in ("linear", "scores")
+        return (origin.name, operations) if origin is not None and is_one else None
+
+    def _see_scores(self, name: str, call: OpCall) -> None:
+        """An embedding of the model's inputs, a log_softmax, or a loss that reads one."""
+        first = call.tensors[0]
+        if name == "embedding":
+            keys = {storage_key(each) for each in self._inputs}
+            if storage_key(call.tensors[1]) in keys:
+                self._vocabularies.add(first.shape[0])
+        elif name == "_log_softmax":
+            if (found := self._logits(first)) is not None:
+                self._set(call.outputs[0], _Origin("scores", found[0], operations=(*found[1], "log_softmax")))
+        elif (origin := self._origin(first)) is not None and origin.kind == "scores":
+            self._head(first, 3 if len(first) > self._samples else 2, read=1)
+
+    @property
+    def _samples(self) -> int:
+        """How many the call has: a single row of tokens is one."""
+        most = max((tensor.dim() for tensor in self._inputs), default=0)
+        return max((len(tensor) for tensor in self._inputs if tensor.dim() == most), default=1) if most > 1 else 1
 
     def forget(self) -> None:
         """Release the tensors of past forwards."""
         self._origins.clear()
+        self._inputs = ()
         self._readers.clear()
         self._alive.clear()
 
@@ -292,6 +340,10 @@ class Labels:
 
 def _site(name: str, probe: ActivationProbe) -> ActivationSite:
     return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters, probe.linear)
+
+
+def _is_near(classes: int, vocabulary: int) -> bool:
+    return abs(classes - vocabulary) <= _PADDED * vocabulary
 
 
 def _in_words(name: str, number: object) -> str:

@@ -60,6 +60,7 @@ class ShadowMode(TorchDispatchMode):
         self._call = call
         if self.labels is not None:
             self.labels.training = model.training
+            self.labels.begins(call.kwargs)
         try:
             with self:
                 output = call.run(model)
