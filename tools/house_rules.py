@@ -24,7 +24,7 @@ PRIVATE_ATTRIBUTES = re.compile(
     r"|_backward_pre_hooks)"
 )
 COMPAT = "torch_compat"
-#: Expressions for which the field has a term; see the glossary in docs/architecture.md.
+#: Expressions for which the field has a term; see docs/glossary.md.
 WORDS = {
     r"ma(?:de|kes?|king) (?:\w+ )?again": "recompute",
     r"what stays|that stays": "saved tensors that cannot be recomputed",
