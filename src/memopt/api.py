@@ -232,7 +232,7 @@ def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | Non
     plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
     if plan.accumulation > 1:
         warnings.warn(
-            f"A batch of {batch} rows fits in the budget as {plan.accumulation} micro-batches alone: train with "
+            f"A batch of {batch} rows fits in the budget only as {plan.accumulation} micro-batches: train with "
             f"per_device_train_batch_size={plan.batch}, gradient_accumulation_steps={plan.accumulation}.",
             stacklevel=3,
         )
@@ -280,7 +280,7 @@ def _say(model: nn.Module, plan: PlanView) -> None:
         _logger.addHandler(handler)
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
-    undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
+    undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
     _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
     warn_once(model, summary(model).remarks)
 
@@ -290,17 +290,18 @@ def _finish(model: nn.Module, applied: Applied) -> None:
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
         names = [name or "the model" for name, why in applied.refused if why == reason]
-        was = "it was" if len(names) == 1 else "they were"
-        warnings.warn(f"memopt left {first_of(names)} as {was}: {reason}", stacklevel=3)
+        warnings.warn(f"memopt did not change {first_of(names)}: {reason}", stacklevel=3)
     sites = applied.plan.sites
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
-        warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
+        warnings.warn(
+            f"memopt could observe little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3
+        )
     elif sites.unseen:
         warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. Pass inputs=...", stacklevel=3)
     if not applied.patched and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
-            "Nothing was patched, since memopt could not run this model.", "Pass inputs=..., a batch as in training."
+            "Nothing was patched, because memopt could not run this model.", "Pass inputs=..., a training batch."
         )
     if not applied.patched:
         raise NegativeVerdict(

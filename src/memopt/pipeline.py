@@ -275,7 +275,7 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
     base = patched_folder(source.root).base_model
     raise NegativeVerdict(
         f"'{model}' is already patched: it was made from {base}, loaded and saved again.",
-        f"Train it on with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
+        f"Continue training with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
     )
 
 

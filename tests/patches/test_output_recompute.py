@@ -361,7 +361,7 @@ def test_rows_say_what_is_recomputed_from_what_and_why_the_others_are_not():
         "not saved by mul in model.layers.0.mlp: recomputed from its input, "
         "which model.layers.0.post_attention_layernorm saves anyway"
     )
-    reads = "saves no input of its own: {} saves it, or what it is recomputed from"
+    reads = "saves no input of its own: {} saves it, or the tensors that it is recomputed from"
     down, value = (found[f"model.layers.0.{name}.weight"] for name in ("mlp.down_proj", "self_attn.v_proj"))
     why = f"{reads.format('model.layers.0.mlp')}; output not recomputed: nothing saves it"
     assert down == ("read recomputed", why)
@@ -377,7 +377,7 @@ def test_experts_are_left_alone_with_a_reason():
     plan = memopt.plan_for(transformers.MixtralForCausalLM(config), recipe("*"))
     reasons = {reason for site, (_, reason) in rows(plan).items() if "experts" in site}
     assert {reason.split("; ")[-1] for reason in reasons} == {
-        "output not recomputed: its weight is not one matrix, so no module runs it alone"
+        "output not recomputed: its weight is not one matrix, so no module computes it alone"
     }
 
 

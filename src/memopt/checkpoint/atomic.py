@@ -107,7 +107,7 @@ class _Stage:
             for parent in () if written else self.parents:
                 parent.rmdir()
         except OSError as error:
-            note(f"'{error.filename or self.root}' was left behind, since it cannot be removed: {error.strerror}.")
+            note(f"'{error.filename or self.root}' was left behind, because it cannot be removed: {error.strerror}.")
             return False
         finally:
             os.close(self.lock)
@@ -206,7 +206,9 @@ def _remove(root: Path) -> None:
 def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
     present = list_files(out) if out.is_dir() else {}
     if present != (files or {}):
-        raise OutputError(f"'{out}' was changed while its replacement was written.", "Look at it, and try again.")
+        raise OutputError(
+            f"'{out}' was changed while its replacement was written.", "Check it and run the command again."
+        )
     if out.is_dir():  # a folder that was private is private again
         restrict(stage.new, out)
     if files is None:
@@ -228,7 +230,7 @@ def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
             remove_files(old, files)
         except OSError as error:
             stage.abandon()
-            note(f"'{out}' was written; what was in it before is left in '{old}': {error.strerror}.")
+            note(f"'{out}' was written; its old content is in '{old}': {error.strerror}.")
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -299,6 +301,6 @@ def _shielded() -> Iterator[None]:
 def _explain(error: OSError, out: Path, clean: bool) -> OutputError:
     hint = "Nothing was left behind." if clean else None
     if error.errno in _FULL:
-        return OutputError(f"The disk became full while '{out}' was written. Free some space.", hint)
+        return OutputError(f"The disk is full, so '{out}' was not written. Free some space.", hint)
     at = f" ('{error.filename}')" if error.filename else ""
     return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", hint)

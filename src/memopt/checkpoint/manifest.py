@@ -106,7 +106,7 @@ class Manifest:
         try:
             return None if self.inputs is None else from_description(self.inputs.arguments)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(f"The inputs in {MANIFEST} have no form that memopt writes: {error}.") from None
+            raise ModelError(f"The inputs in {MANIFEST} have a form that memopt does not write: {error}.") from None
 
     def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
         """(name, what happened to it) of the files that are not those of `folder` any more.

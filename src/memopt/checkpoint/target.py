@@ -105,7 +105,7 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
     found = list_files(out)
     foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})
     if foreign:
-        raise OutputError(f"'{out}' holds what memopt did not write there: {first_of(foreign)}.", _MOVE)
+        raise OutputError(f"'{out}' has files that memopt did not write: {first_of(foreign)}.", _MOVE)
 
     def changed(name: str) -> bool:
         record, path = records[name], out / name

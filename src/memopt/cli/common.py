@@ -37,12 +37,10 @@ def optional(help: str, metavar: str | None = None, *names: str, **more: Any) ->
 
 InputsOption = Annotated[
     Path | None,
-    optional(
-        "A batch (.pt or .safetensors: arguments of the model's forward), where inputs cannot be guessed.", "FILE"
-    ),
+    optional("A batch (.pt or .safetensors: arguments of the model's forward), if memopt cannot guess inputs.", "FILE"),
 ]
 RevisionOption = Annotated[str | None, optional("Branch, tag or commit on the hub.")]
-AgainstOption = Annotated[str | None, optional("The original, if it is not where memopt.json says.", "MODEL")]
+AgainstOption = Annotated[str | None, optional("The original, if it is not at the place in memopt.json.", "MODEL")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
 ]  # fmt: skip
@@ -168,7 +166,7 @@ def _as_stream_error() -> Iterator[None]:
         raise
     except OSError as error:
         message = f"The result cannot be written to stdout: {error.strerror}."
-        raise StreamError(message, "Send it somewhere else and run the command again.") from error
+        raise StreamError(message, "Redirect it to another place and run the command again.") from error
 
 
 @contextlib.contextmanager

@@ -19,15 +19,17 @@ def unpatch(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="A folder that `memopt patch` wrote, trained since or not.", show_default=False
+            metavar="DIR", help="A folder that `memopt patch` wrote, before or after training.", show_default=False
         ),
     ],
     against: common.AgainstOption = None,
-    out: Annotated[Path | None, common.optional("Folder to write, else ./NAME-unpatched.", None, "--out", "-o")] = None,
+    out: Annotated[
+        Path | None, common.optional("Folder to write; default: ./NAME-unpatched.", None, "--out", "-o")
+    ] = None,
     adapter: AdapterOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL where it has no safetensors file.")
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL if it has no safetensors file.")
     ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
@@ -78,5 +80,5 @@ def _summary(result: UnpatchResult) -> list[str]:
         lines.append(f"{common.plural(len(done.computed), 'trained tensor')} divided by the scales, rounded once.")
     if done.kept:
         norms = ", ".join(name for name, _ in done.kept)
-        lines.append(f"It computes the same, but these norms keep their folded form, see the notes: {norms}")
+        lines.append(f"It computes the same function, but these norms keep their folded form (see the notes): {norms}")
     return [*lines, "Next:", f"  memopt patch {common.quoted(result.out)}"]

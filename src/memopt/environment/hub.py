@@ -45,7 +45,7 @@ def hub_answers(model: str, revision: str | None = None) -> bool:
         answered = _answers(f"{endpoint}/{model}/resolve/{quote(revision or 'main', safe='')}/config.json")
         _asked[endpoint] = (time.monotonic(), answered)
         if not answered:
-            logger.info("the hub does not answer: only what is in its cache can be used")
+            logger.info("the hub does not answer: only files in its cache can be used")
     return answered
 
 

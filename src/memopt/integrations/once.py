@@ -50,7 +50,7 @@ class Patching:
         before = summary(model)
         with contextlib.nullcontext() if say else _silent():
             if before.modules:
-                logger.info("the model is patched already, by recipe '%s', and is left as it is", before.recipe)
+                logger.info("the model is already patched by recipe '%s'; it was not changed", before.recipe)
                 return
             sizes = {} if self.budget is None else {"batch": self.batch or batch, "seq": self.seq or seq}
             patch(model, self.recipe, inputs=self.inputs, budget=self.budget, **sizes)

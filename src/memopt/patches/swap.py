@@ -56,14 +56,14 @@ def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Read
         ValueError: the module is already swapped, or its forward was replaced on the instance.
     """
     if hasattr(type(module), _ORIGINAL):
-        raise ValueError("it is already patched, or a tool has built its own class on a patched one")
+        raise ValueError("it is already patched, or a tool has made its own class from a patched one")
     if "forward" in vars(module):
         raise ValueError("its forward was replaced on the instance; patch the model before that tool wraps it")
     try:
         swapped = _subclass(type(module), forward)
         module.__class__ = swapped
     except TypeError as error:
-        raise ValueError(f"its class does not admit another forward: {error}") from None
+        raise ValueError(f"its class cannot get another forward: {error}") from None
     module.__dict__[_STATE] = state
     if reads is not None:
         module.__dict__[_READS] = reads

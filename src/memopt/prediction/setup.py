@@ -52,7 +52,7 @@ class Setup:
         if self.sharding.startswith("zero") and self.optimizer not in ("adamw", "sgd"):
             # It steps flat fp32 parts, which have no rows, columns or small tensors.
             raise ValueError(
-                f"Sharding '{self.sharding}' is predicted for adamw and sgd alone, not for {self.optimizer}."
+                f"Sharding '{self.sharding}' is predicted only for adamw and sgd, not for {self.optimizer}."
             )
 
     def __str__(self) -> str:

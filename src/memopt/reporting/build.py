@@ -76,7 +76,9 @@ def _compare(subject: Subject, batch: Batch | None) -> Comparison:
     before, after = each([partial(trace_account, way, whole=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
-        notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
+        notes.append(
+            f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, because {plan.why_nothing}."
+        )
     notes += plan.notes
     return Comparison(
         model=str(subject.request.model),

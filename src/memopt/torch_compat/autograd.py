@@ -69,7 +69,7 @@ current_node: Callable[[], Any] = find(
 """The node whose backward this thread is running; None where it runs none."""
 
 _BACKWARD_CLASS = "torch.autograd.Function._backward_cls"
-find(_BACKWARD_CLASS, None, "backward of memopt's operators looks up how it is written each time, which takes longer")
+find(_BACKWARD_CLASS, None, "backward of memopt's operators takes longer")
 
 
 def call_its_backward(function: Any) -> None:

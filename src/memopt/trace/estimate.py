@@ -206,7 +206,7 @@ def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collect
         if norm.name in folded:
             _hold_identity(model.get_submodule(norm.name), norm)
     applied = apply(model, make_plan(sites, recipe), folded=folded)
-    return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
+    return [f"{name or 'The model'} is unchanged: {reason}." for name, reason in applied.refused]
 
 
 def _hold_identity(module: nn.Module, norm: NormSite) -> None:

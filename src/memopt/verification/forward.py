@@ -277,7 +277,7 @@ def _compare(
 
 def _left_out(rows: list[Tensor] | None) -> str:
     count = sum(int(each.sum()) for each in rows or ())
-    return f"; {count} rows in which a choice hangs on a rounding are left out" if count else ""
+    return f"; {count} rows in which a choice depends on one rounding are left out" if count else ""
 
 
 def _changed(patched: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], field: str, reference: str) -> Check:

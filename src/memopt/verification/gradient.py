@@ -164,7 +164,7 @@ def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str
         len(wrong),
         0,
         "parameters whose gradient is missing or extra",
-        "only what a fold made constant is not trained",
+        "only parameters that a fold made constant are not trained",
         "stock modules, less the folds in memopt.json",
         len(stock),
         first_of(wrong, between="; "),
@@ -227,7 +227,7 @@ def compare_gradients(
         found[worst],
         limits[worst],
         "worst RMS error / stock modules' own",
-        "2, times what chance adds to so many independent errors",
+        "2, times the quantile of the ratio for so many independent errors",
         reference,
         truth[worst].numel(),
     )

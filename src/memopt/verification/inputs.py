@@ -126,12 +126,12 @@ def _processed(model: nn.Module, folder: Path, errors: list[str], trust_remote_c
     record = manifest.inputs if manifest is not None else None
     if record is not None and record.file is not None:
         raise NoInputs(
-            f"{type(model).__name__} runs with no inputs that are made here; this checkpoint was patched with --inputs "
-            f"{record.file}.",
+            f"{type(model).__name__} runs with none of the inputs that memopt makes; this checkpoint was patched with "
+            f"--inputs {record.file}.",
             f"Pass --inputs {record.file}.",
         )
     why = f" ({errors[0]})" if errors else ""
-    raise NoInputs(f"{type(model).__name__} runs with no inputs that are made here{why}.", PASS_INPUTS)
+    raise NoInputs(f"{type(model).__name__} runs with none of the inputs that memopt makes{why}.", PASS_INPUTS)
 
 
 def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:

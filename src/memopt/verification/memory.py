@@ -225,7 +225,7 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
     worst = max(more, key=lambda name: more[name], default="")
     yield _no_bytes(
         "memory.module", worst, max(more.get(worst, 0), 0), "bytes that a module saves beyond its plan",
-        "a norm saves x_hat, a number a row and its affine; others no more than stock", len(patched.modules),
+        "a norm saves x_hat, a number a row and its affine; others save no more than stock", len(patched.modules),
     )  # fmt: skip
     linears = {linear.module for linear in plan.sites.linears}
     kept = Counter[str]()

@@ -82,7 +82,7 @@ def verify_modules(
         metric="modules that are planned and could not be patched",
         value=len(refused),
         threshold=0,
-        threshold_reason="what is left as it was is not compared",
+        threshold_reason="modules that are unchanged are not compared",
         reference="the plan",
         n=len(swapped),
         detail="; ".join(f"{name}: {reason}" for name, reason in refused[:3]),

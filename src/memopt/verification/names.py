@@ -27,7 +27,7 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
         metric="tensors that the model and the files do not share",
         value=len(names.wrong),
         threshold=0,
-        threshold_reason="what is missing is drawn at random by whoever loads the folder",
+        threshold_reason="a load of the folder draws missing tensors at random",
         reference="the model of config.json, as transformers loads it",
         detail=first_of(names.wrong, SHOWN, "; ") or "; ".join(names.notes),
     )

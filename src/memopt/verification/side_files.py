@@ -149,7 +149,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.entries:
         its = known.get(entry.kind)
         if its is not None and entry.rewritten and entry.action not in its.actions:
-            yield f"{entry.site}: '{entry.action}' is nothing that is done to a {its.noun}"
+            yield f"{entry.site}: '{entry.action}' is not an action for a {its.noun}"
     planned = {e.site for e in manifest.entries if (its := known.get(e.kind)) is not None and e.action == its.fold}
     folded = [record.fold.norm for record in manifest.folds]
     for name in sorted(planned.symmetric_difference(folded)):
@@ -218,7 +218,7 @@ def _card_differences(
         if source_card(found) != before:
             yield f"{CARD} differs"
         elif found != card and not older:
-            yield f"{CARD} differs in what memopt wrote"
+            yield f"{CARD} differs in the part that memopt wrote"
     elif before is not None or not older:
         yield f"{CARD} is missing"
 

@@ -30,10 +30,10 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 
 _CHECKS = {
-    "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward lets go of what it read"),
+    "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward frees what it read"),
     "second": ("memory.second_step", "bytes that a second step adds to that beyond stock", "no step adds to a cache"),
     "peak": ("memory.peak", "peak of live bytes in a step beyond stock", "patching must save"),
-    "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "tensors hold what is saved"),
+    "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "saved values are in tensors"),
 }  # fmt: skip
 _STOCK = "stock modules, same weights and inputs"
 #: Tensors of a module's largest size that its forward may allocate and free beyond stock: without kernels an operator
@@ -89,8 +89,8 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
     subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"
     return limited(
         "memory.transient", subject, value, _TRANSIENT,
-        "bytes that come and go in a forward beyond stock / largest tensor",
-        "two results of steps, in fp32, on a CPU", _STOCK, len(excess),
+        "bytes allocated and freed in a forward beyond stock / largest tensor",
+        "two intermediate results, in fp32, on a CPU", _STOCK, len(excess),
     )  # fmt: skip
 
 

@@ -223,8 +223,8 @@ _METRICS = {
     "training.steps": ("largest relative difference of an output or gradient", "only roundings of fp64 may differ"),
     "training.rounding": ("worst RMS error / stock modules' own, over its limit", "as of gradient.worst_error_ratio"),
     "training.evaluation": ("largest relative difference without gradients", "patched modules run stock code there"),
-    "training.random_numbers": ("whether generators are left in another state", "dropouts have p = 0"),
-    "training.dropout": ("slope of the loss / what the gradient says, less 1", "central differences in fp64"),
+    "training.random_numbers": ("random generators left in another state", "dropouts have p = 0"),
+    "training.dropout": ("slope of the loss / slope from the gradient, less 1", "central differences in fp64"),
 }
 
 

@@ -93,7 +93,7 @@ def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointS
     """(the source, or why it cannot be compared with)."""
     record = manifest.source
     if against is None and not os.path.isdir(record.path):
-        return None, f"'{record.path}' is gone: give it with --against"
+        return None, f"'{record.path}' does not exist: give it with --against"
     try:
         return open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files)), ""
     except ModelError as error:
@@ -116,7 +116,7 @@ def _check_original(
     if wrong:
         status = "warn" if given else "skip"
         detail = f"{', '.join(wrong)} changed since the patch"
-        detail += "; its tensors are compared all the same" if given else ": give the original with --against"
+        detail += "; its tensors are compared anyway" if given else ": give the original with --against"
     check = _check(
         "source",
         source.model,

@@ -139,7 +139,7 @@ def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) 
     folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases).folds
     if any(source.tensors[name].dtype == "F16" for fold in folds for name in fold.touched):
         raise ModelError(
-            f"Which folds of '{source.model}' overflow F16 is known once they are written.",
+            f"Some folds of '{source.model}' may overflow F16, which shows only when they are written.",
             "Patch it first, and give the patched folder.",
         )
     return _Forms(source, folds, str(default_folder(source.model).resolve()))
@@ -155,7 +155,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
             which = f"the {found.get('form')} form of {found.get('base_model')}" if found else "nothing"
             if all(found.get(key) == right[key] for key in ("folds", "affines")):
                 other = "unpatch" if found.get("form") == "folded" else "patch"
-                hint = f"Use it as it is, or convert it back with `memopt {other} --adapter`."
+                hint = f"Use it unchanged, or convert it back with `memopt {other} --adapter`."
                 raise ModelError(f"The adapter '{adapter.source.root}' fits {which} already.", hint)
             raise adapter.misfit(f"its memopt.json says that it fits {which}, with other weights or folds")
         return

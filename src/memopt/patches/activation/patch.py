@@ -34,13 +34,13 @@ class ActivationPatch(Patch, Checks):
         rules, recipe = plan.recipe.rules(ActivationRules), plan.recipe
         gated = site.gated_mlp is not None and recipe.selects(site.gated_mlp)
         if rules.is_off:
-            return LEFT, "the recipe leaves activations alone"
+            return LEFT, "the recipe does not patch activations"
         if not recipe.selects(site.name):
             return LEFT, EXCLUDED
         if site.saves_its_output and not gated:
             return _of_kept_output(site, rules, plan.sites)
         if not site.replays:
-            return LEFT, "random or different in train mode: it cannot be run again"
+            return LEFT, "random, or different in train mode: it cannot be recomputed"
         if rules.code != OFF and (kept := _code(site, rules, gated)):
             return "code", kept
         if gated:
@@ -50,7 +50,7 @@ class ActivationPatch(Patch, Checks):
         if site.next_linear is None:
             return LEFT, "no linear keeps its output: nothing to save"
         if site.copied and not site.is_module:
-            why = "a function, of whose output the next linear keeps a copy: nothing tells whether they are the same"
+            why = "a function, and the next linear saves a copy of its output: nothing shows whether the copy is equal"
             return LEFT, why
         return "recompute", "its output is recomputed from its input, which is kept anyway"
 

@@ -35,7 +35,7 @@ def set_implementation(model: nn.Module, implementation: str) -> None:
         ValueError: it does not support it, or this machine cannot run it; nothing has changed then.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError("it is no model of transformers, which alone has a switch for its attention")
+        raise ValueError("it is not a transformers model, so its attention has no switch")
     rewrite = AttentionRewrite(tuple(_settings(model)))
     try:
         model.set_attn_implementation(implementation)
@@ -46,7 +46,7 @@ def set_implementation(model: nn.Module, implementation: str) -> None:
     if model.config._attn_implementation != implementation:
         model_class = type(model).__name__
         rewrite.undo(model)
-        raise ValueError(f"{model_class} does not let its attention be set")
+        raise ValueError(f"{model_class} has no switch for its attention")
 
 
 def _settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:

@@ -24,7 +24,7 @@ class BatchNormalizationPatch(Patch):
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off(_NORMS):
-            return LEFT, "the recipe leaves norms alone"
+            return LEFT, "the recipe does not patch norms"
         if not plan.recipe.selects(site):
             return LEFT, EXCLUDED
         return "recompute", "its output is recomputed from its input and the statistics of the forward"

@@ -66,7 +66,7 @@ def patch_block(
         ValueError: the block cannot be swapped, or running it twice is not running it once.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
-        raise ValueError("a batch norm inside would count every batch twice if the block ran again")
+        raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
     swap_forward(block, _switched if has_switch(block) else _wrapped, BlockRewrite(scope, is_checkpointed, inputs))
 
 

@@ -83,14 +83,14 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
             return LEFT, f"not checkpointed: the first {rules.count} are"
         if rules.offload == "input" or (isinstance(rules.offload, tuple) and any_matches(site, rules.offload)):
             return OFFLOADED, "runs again in backward; its input waits in CPU memory"
-        return RUN_AGAIN, "keeps its input and runs again in backward"
+        return RUN_AGAIN, "saves only its input and runs again in backward"
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         rules = plan.recipe.rules(CheckpointingRules)
         if rules.is_off:
             return
         if not plan.sites.blocks:
-            yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and none were found in this model."
+            yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
         for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload)):
             for pattern in patterns if isinstance(patterns, tuple) else ():
                 if not any(matches(block, pattern) for block in plan.sites.blocks):

@@ -31,12 +31,12 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
     with _Observed(model) as seen:
         trial.step(model)
     if not seen.largest:
-        yield Check("quantised.steps", "gradient", "blocks", "skip", detail="nothing was quantised in this step")
+        yield Check("quantised.steps", "gradient", "blocks", "skip", detail="no tensor was quantised in this step")
         return
     worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
     yield limited(
         "quantised.steps", worst, seen.largest[worst], 1.0, "largest error of an element, in steps",
-        "what rounding to a level can cost", "what was saved, and steps computed from it", seen.elements,
+        "the largest error of rounding to a level", "the saved tensors, and steps computed from them", seen.elements,
         level="gradient",
     )  # fmt: skip
     bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}

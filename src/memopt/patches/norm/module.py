@@ -196,7 +196,7 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
         size = step * terms[rows].square().mean().sqrt()
         off = float((stock.double() - truth)[rows].square().mean().sqrt() / size)
         if not off <= _STOCK_ROUNDINGS:
-            raise ValueError(f"it does not compute the norm it looks like (off by {off:.1f} roundings)")
+            raise ValueError(f"it does not compute the norm that its site describes (off by {off:.1f} roundings)")
     # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
     if not our_error <= 2 * stock_error + 2:
         raise ValueError(f"its norm is less exact here than the stock one (error {float(our_error):.1f} roundings)")

@@ -97,11 +97,11 @@ class NormPatch(Patch, Checks):
 def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
     rules = plan.recipe.rules(NormRules)
     if rules.is_off:
-        return LEFT, "the recipe leaves norms alone"
+        return LEFT, "the recipe does not patch norms"
     if not plan.recipe.selects(norm.name):
         return LEFT, EXCLUDED
     if not (norm.has_formula or norm.intermediates or any(each.fed_by == norm.name for each in plan.sites.linears)):
-        return LEFT, "it keeps its input only, and no linear or convolution keeps its output"
+        return LEFT, "it saves only its input, and no linear or convolution saves its output"
     # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is recomputed.
     action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:

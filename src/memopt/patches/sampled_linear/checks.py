@@ -61,7 +61,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         yield _check(
             "sampling.linears", "linears", float(len(planned)), 0.0, "planned linears that are not sampled",
             reference="the plan", n=len(planned),
-            detail="no linear is sampled: each input is also held by somebody else, or can be recomputed",
+            detail="no linear is sampled: something else also holds each input, or it can be recomputed",
         )  # fmt: skip
         return
     reference_model = trial.patched(*alike, *trial.recipe.without("sampled"))
@@ -89,7 +89,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
     worst = _worst(weights)
     yield _check(
         "sampling.weights", worst or "samples", weights.get(worst, 0.0), _ROUNDING,
-        "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of what its row is drawn by",
+        "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of its row's probability",
         reference="the scores of all rows", n=len(weights),
     )  # fmt: skip
     yield from _each(draws, {f"{each.module}.weight": each.first for each in errors})

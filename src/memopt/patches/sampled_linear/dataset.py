@@ -30,7 +30,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
             InputsError: it is iterable only, or counts its samples already.
         """
         if isinstance(dataset, IndexedDataset):
-            raise InputsError("The data set is an IndexedDataset already.")
+            raise InputsError("The data set is already an IndexedDataset.")
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise InputsError(
                 f"{type(dataset).__name__} has no `len` and no `[]`, and samples of a stream have no number under "
@@ -86,7 +86,7 @@ def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_toke
         raise ModelError("Several models inside this one are patched; call remember_gradients on each of them.")
     if not known:
         raise ModelError(
-            "No linear of the model is sampled, so no gradients are to be remembered.",
+            "No linear of the model is sampled, so there are no gradients to remember.",
             "Patch it with a recipe that samples linears; memopt.plan_for(model, recipe).refusals says why none is.",
         )
     count = samples if isinstance(samples, int) else len(samples)

@@ -73,7 +73,7 @@ class GradientMemory:
             raise InputsError(
                 f"A batch holds sample {int(rows.max() if rows.min() >= 0 else rows.min())}, but gradients are "
                 f"remembered for samples 0 to {self.samples - 1}.",
-                "Make the memory with the dataset that is trained on.",
+                "Create the memory with the data set of the training.",
             )
         self.indexed += 1
         return Step(self, rows, self._table[rows])

@@ -117,7 +117,7 @@ def _longest(dataset: IndexedDataset) -> int:
         longest = max((_tokens(dataset[i]) for i in range(0, len(dataset), step)), default=0)
     if not longest:
         raise InputsError(
-            "How many tokens a sample has cannot be told from it.", "Give GradientMemoryCallback(max_tokens=...)."
+            "The samples do not show how many tokens they have.", "Give GradientMemoryCallback(max_tokens=...)."
         )
     return longest
 

@@ -37,8 +37,8 @@ class SoftmaxPatch(Patch):
             return LEFT, EXCLUDED
         # What surrounds the blocks would look at every function of the model for one softmax.
         if not site or any(block.startswith(f"{site}.") for block in plan.sites.blocks):
-            return LEFT, "called by what surrounds the blocks"
-        return "recompute", "its output is recomputed from the scores' factors, which the product saves anyway"
+            return LEFT, "called outside the blocks"
+        return "recompute", "its output is recomputed from queries and keys, which their product saves anyway"
 
     def scope(self, plan: PlanView) -> InScopes:
         if plan.recipe.rules(SoftmaxRules).is_off:
