@@ -22,7 +22,7 @@ import memopt
 from memopt.cli import common
 from memopt.errors import StreamError, UsageError
 
-_HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
+_HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same."
 #: Set by a shell that asks for completions of the line that it passes in other variables.
 _COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")

@@ -24,11 +24,11 @@ AdapterOption = Annotated[
     ),
 ]
 _FOLD_SENTENCE = (
-    "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
-    "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
+    "Folding keeps the function: the loss at step 0 is the same. It changes the parameters, so training then takes\n"
+    "another path than the stock model. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
 )
 _NO_FOLD_SENTENCE = (
-    "No weight changes, since no norm is folded: in Python, memopt.patch(model) does the same without a copy."
+    "No norm is folded, so no weight changes. In Python, memopt.patch(model) does the same without a copy."
 )
 
 
@@ -65,8 +65,8 @@ def patch(
 ) -> int:
     """Write a patched checkpoint of MODEL.
 
-    The result is a plain checkpoint with the same tensor names, which stock transformers loads too. With --adapter it
-    is an adapter: one that was trained on MODEL, for the patched folder (MODEL may be that folder).
+    The result is a plain checkpoint with the same tensor names; stock transformers loads it too. With --adapter the
+    result is an adapter for the patched folder, from one that was trained on MODEL (MODEL may be that folder).
     """
     if adapter is not None:
         if dry_run or force or emit or inputs is not None:

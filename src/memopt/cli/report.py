@@ -84,9 +84,9 @@ def report(
 ) -> int:
     """Show whether a training step fits, its peak, and what would change it.
 
-    Computed from the model's config alone: no weights, no GPU. With -v, which operation saves which bytes for backward,
-    before and after patching. Only for a recipe that samples, and where the weights are in a local folder, one training
-    step on the CPU measures the noise of the sampling.
+    It computes everything from the model's config: no weights, no GPU. With -v it lists which operation saves which
+    bytes for backward, before and after patching. Only if a recipe samples and the weights are in a local folder, it
+    runs one training step on the CPU to measure the noise of the sampling.
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 8192 --train lora --gpu rtx4090
     """

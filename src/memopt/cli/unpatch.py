@@ -33,10 +33,10 @@ def unpatch(
     ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
-    """Write the stock form of DIR: norms get their weights back, and the linears behind them are divided by these.
+    """Write the stock form of DIR: move folded weights from the linears back into their norms.
 
-    What was not trained is the original's bit by bit. Exits with 1 if a norm had to keep its folded form. With
-    --adapter the result is an adapter: one that was trained on DIR, for the stock model.
+    Tensors that were not trained are the original's, bit by bit. Exits with 1 if a norm had to keep its folded form.
+    With --adapter the result is an adapter for the stock model, from one that was trained on DIR.
     """
     if adapter is not None:
         return convert(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
-    are_given_once,
+    are_from_checkpoint,
     autocast_dtype,
     not_a_view,
     refuse_double_backward,
@@ -213,7 +213,7 @@ class FusedLinearFunction(DirectFunction):
     ) -> Tensor:
         """``value(*inputs)`` is the linear's input; no argument, because this function takes its place in the graph."""
         h = value(*inputs)
-        ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
+        ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_from_checkpoint()
         ctx.save_for_backward(weight, *inputs)
         y = to_be_computed(ctx, h, (*h.shape[:-1], weight.size(0)), h.dtype)
         return _linear(h, weight, bias) if y is None else y

@@ -156,7 +156,7 @@ class LinearCall:
         if real is not None:
             self._visits.padding.note(self._linear, norms, real, self._left_out)
         if step is not None and places is not None:
-            step.hear(self._linear, places, norms)
+            step.record(self._linear, places, norms)
 
 
 _visit: ContextVar[Visit | None] = ContextVar("memopt_visit", default=None)
