@@ -136,7 +136,7 @@ def report(
         except ModelError:
             if gpu is not None:
                 raise
-            # What is saved may be known all the same, or the report says why not.
+            # The saved bytes may be known anyway, or the report says why not.
         if comparison is None and (first is None or first.approximate):
             comparison = report_on(request, common.note)
         if comparison is not None:

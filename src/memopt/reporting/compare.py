@@ -24,7 +24,7 @@ from memopt.trace.events import Trace
 from memopt.trace.timeline import KINDS, Kind
 from memopt.trace.training import Step, Training
 
-#: Names of the parts, in the order in which a forward meets them.
+#: Names of the parts, in the order of the forward.
 PARTS: dict[Part, str] = {
     "embeddings": "before the blocks (embeddings)",
     "block": "blocks",
@@ -140,7 +140,7 @@ class Comparison:
         return self.before.trace, self.after.trace
 
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
-        """(kind, where, bytes before, bytes after) of what lives at the peak of the step, in the order of `KINDS`.
+        """(kind, where, bytes before, bytes after) of the live bytes at the peak of the step, in the order of `KINDS`.
 
         Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules.
         """
@@ -321,7 +321,7 @@ def _account(account: Account) -> dict[str, Any]:
 
 
 def _step(account: Account) -> dict[str, Any] | None:
-    """The peak of the step; None where it is not known."""
+    """The peak of the step; None if it is not known."""
     step = account.step
     if step is None:
         return None

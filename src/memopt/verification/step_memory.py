@@ -1,7 +1,8 @@
-"""What lives over a step: the peak, what is left behind backward, and what a second step adds; patched against stock.
+"""Live bytes over a step: the peak, the bytes alive after backward, and the bytes that a second step adds; patched
+against stock.
 
 Both models are small copies of one (`memopt.verification.pairs`); every storage that PyTorch allocates is followed, and
-NumPy's arrays by the interpreter's account. The module at fault is found by exchanging patched modules for stock ones.
+NumPy's arrays by the interpreter's account. The module at fault is found by replacing patched modules with stock ones.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
 
 
 def _culprit(pair: Pair, batch: Batch, name: str, allowed: int) -> str:
-    """The patched module from which on it is too much."""
+    """The first patched module with which the bytes exceed the limit."""
 
     def run(patched: int) -> Worst:
         with pair.with_stock(patched):
@@ -105,7 +106,7 @@ def _culprit(pair: Pair, batch: Batch, name: str, allowed: int) -> str:
 
 
 def lived(model: nn.Module, batch: Batch) -> Lived:
-    """What lives over two steps of `model`."""
+    """The live bytes over two steps of `model`."""
     model.zero_grad(set_to_none=True)
     started = not tracemalloc.is_tracing()
     if started:

@@ -1,4 +1,4 @@
-"""Linears that save a sample of the rows of their input for the gradient of their weight, where that frees bytes."""
+"""Linears that save a sample of the rows of their input for the gradient of their weight, if that frees bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NARROW = 4
 
 
 class SampledLinearPatch(Patch, Checks, Reports):
-    """Sampled linears: fields of the rules of linears, and other decisions in their rows."""
+    """Sampled linears: they add fields to the rules of linears, and revise rows of linears."""
 
     name = "sampled_linear"
     after = ("norm", "activation", "linear")
@@ -124,7 +124,7 @@ def _modules(plan: PlanView) -> set[str]:
 
 
 def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
-    """Weight -> why its linear saves its whole input, for those that do, but not for `outputs`, which do as well."""
+    """Weight -> why its linear saves its whole input, except linears in `outputs`, which always do."""
     rewritten = {entry.site: entry for entry in plan.rewrites if entry.kind != "linear"}
     refusals: dict[str, str] = {}
     for site in plan.sites.linears:
@@ -138,7 +138,7 @@ def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
 
 
 def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry]) -> str | None:
-    """Why a linear keeps its whole input, whoever else reads it; None where nothing is against a sample."""
+    """Why a linear saves its whole input, whatever else reads it; None if a sample is possible."""
     rules, sites = plan.recipe.rules(SampledLinearRules), plan.sites
     targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
     if not (targeted and plan.recipe.selects(site.module)):
