@@ -124,7 +124,7 @@ def test_an_input_that_an_operation_keeps_is_not() -> None:
     assert reasons(held) == {"fc2": "0 bytes: also held by scaled_dot_product_attention in layers.0.attn"}
 
 
-def test_an_input_that_is_made_again_is_not_unless_a_code_takes_the_place_of_what_it_is_made_from() -> None:
+def test_a_recomputed_input_is_not_sampled_unless_a_code_replaces_its_source() -> None:
     fed = replace(FC2, fed_by=GELU.name)
     assert reasons(fed, activations=(GELU,)) == {"fc2": "sample"}
     exact = reasons(fed, activations=(GELU,), settings=("activations.code=none",))
