@@ -109,7 +109,7 @@ def summary(model: nn.Module) -> Summary:
 
     swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
     remarks = [
-        f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in the place of memopt's: "
+        f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in place of memopt's: "
         f"{first_of([name or 'the model' for name in names])}"
         for owner, names in others.items()
     ]

@@ -268,7 +268,7 @@ def test_a_spectral_norm_that_is_a_hook_saves_its_output():
 
 
 def test_a_frozen_linear_whose_input_nobody_saves_keeps_its_output():
-    """Its input would have to be saved in the place of its output."""
+    """Its input would have to be saved in place of its output."""
     inputs, kept = tiny_inputs("gpt2", 2, 16), []
     for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("gpt2"), memopt.load_recipe(rules, ("norms.method=none",)))

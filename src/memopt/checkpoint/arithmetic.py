@@ -187,7 +187,7 @@ class RangeChanges:
 
 
 def _round_to_upper_half(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The upper 16 bits of fp32 numbers, rounded to nearest even, in the place of `bits`."""
+    """The upper 16 bits of fp32 numbers, rounded to nearest even, in place of `bits`."""
     odd = bits >> 16
     odd &= 1
     bits += odd

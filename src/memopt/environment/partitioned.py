@@ -72,7 +72,7 @@ def hooks_lifted(model: nn.Module) -> Iterator[None]:
     the modules' classes then.
 
     Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward. So do
-    those of a forward that somebody had put in the place of the class's.
+    those of a forward that somebody had put in place of the class's.
     """
     lifted = [each for each in model.modules() if _hooks_its_class(each) and not offloads(each)]
     forwards = [vars(each).pop("forward") for each in lifted]

@@ -72,7 +72,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def quantise(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """Put a `Linear4bit` in the place of every linear that transformers would quantise.
+    """Put a `Linear4bit` in place of every linear that transformers would quantise.
 
     Args:
         model: on the meta device; changed in place.
