@@ -47,7 +47,7 @@ def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
 
     Args:
         out: target folder; see :func:`memopt.checkpoint.target.check_target`.
-        force: replace a non-empty target; None where the command has no --force.
+        force: replace a non-empty target; None if the command has no --force.
         note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
             could not be removed, and where an interrupt ends the block.
 
@@ -166,7 +166,7 @@ def _prefix(out: Path) -> str:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[int | None]:
-    """A locked descriptor of a folder; None where it is none, is gone, or another run has locked it."""
+    """A locked descriptor of a folder; None if it is none, is gone, or another run has locked it."""
     try:
         lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # no folder: a link, a pipe
@@ -234,7 +234,7 @@ def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
+    """Swap two folders in one step; False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -1,4 +1,4 @@
-"""Whether a patched folder still is what it says of itself, before it is loaded: from headers, or by digests."""
+"""Check a patched folder against its own record before it is loaded: from headers, or by digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.errors import ModelError, first_of
 
 
 def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digests: bool) -> None:
-    """Compare the files of a patched folder, whose weights are safetensors, with what it lists.
+    """Compare the files of a patched folder, whose weights are safetensors, with its record.
 
     Args:
         config: of the model that is loaded, whose names and shapes the tensors must have; None for another class.

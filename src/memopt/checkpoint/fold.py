@@ -238,7 +238,7 @@ def _obstacle(
     aliases: Mapping[str, tuple[str, ...]],
     owners: Counter[str | None],
 ) -> str | None:
-    """Why the files do not allow the fold of `norm`; None where they do."""
+    """Why the files do not allow the fold of `norm`; None if they do."""
     if not norm.consumers:
         return "no linear reads it"
     if owners[norm.weight] > 1:

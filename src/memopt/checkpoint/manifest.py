@@ -1,4 +1,4 @@
-"""memopt.json: what was done to a checkpoint, enough to verify it. No weight is in it.
+"""memopt.json: the record of a patch, enough to verify it. It has no weights.
 
 Reading is strict: a file of another form is an error.
 """

@@ -64,7 +64,7 @@ def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
     """The JSON document of a command.
 
     Args:
-        command: its name; None where none was recognised.
+        command: its name; None if none was recognised.
         status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
         fields: the command's own.
     """

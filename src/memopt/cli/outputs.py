@@ -61,7 +61,7 @@ class Outputs:
 
     @property
     def planner(self) -> str | None:
-        """The option that asks the planner; None where neither is given."""
+        """The option that asks the planner; None if neither is given."""
         return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
 
     def check_options(self) -> None:

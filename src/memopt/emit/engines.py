@@ -82,7 +82,7 @@ class Planned:
 
     @property
     def lora(self) -> dict[str, int | str | list[str]] | None:
-        """Arguments of `peft.LoraConfig`; None where everything is trained."""
+        """Arguments of `peft.LoraConfig`; None if everything is trained."""
         if self.step.train == "full":
             return None
         names = self.step.lora_targets
@@ -151,7 +151,7 @@ class Kind:
     text: Callable[[str, Planned, Sharding], str]
     """Of the engine's name, the plan, and one of `ways`."""
     note: str = ""
-    """What a user has to know beside what the file says."""
+    """Notes for the user beside the file."""
 
 
 def check_kinds(names: Iterable[str]) -> tuple[str, ...]:

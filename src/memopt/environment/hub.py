@@ -1,4 +1,5 @@
-"""Access to the model hub: asked once whether it answers, and never waited for where Ctrl-C could not end the wait.
+"""Access to the model hub: one request finds out whether it answers, and memopt waits only where Ctrl-C can end the
+wait.
 
 A hub that accepts connections and stays silent would hold the request for every file, and every retry, to its timeout.
 """

@@ -1,5 +1,5 @@
-"""Models that other tools partition: ZeRO-3's parameters, empty here but for the time that they are gathered, models
-that transformers shards before it reads their weights, and forwards that accelerate's device maps have hooked."""
+"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), models that
+transformers shards before it reads their weights, and forwards with hooks of accelerate's device maps."""
 
 from __future__ import annotations
 

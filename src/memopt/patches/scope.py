@@ -103,7 +103,7 @@ class ScopeRewrite:
     compression: Compression | None = None
     """How to store saved tensors that are not recomputed; None: unchanged."""
     prepare: Callable[[nn.Module], None] | None = None
-    """Called for the module when the linears inside are new: lets them read recompute specs. None where tensors are
+    """Called for the module when the linears inside are new: lets them read recompute specs. None if tensors are
     kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
     modes: tuple[Mode, ...] = ()
     """The contexts around the forward, with and without gradients."""

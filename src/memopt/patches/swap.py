@@ -160,7 +160,7 @@ def is_watched(module: nn.Module) -> bool:
 def replaced_by(module: nn.Module) -> str | None:
     """The module of Python code whose function replaces the forward of `module`'s class, on the instance.
 
-    None where there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
+    None if there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
     names arguments does something with them: TRL's computes the loss where it is asked to, and calls the stock forward
     elsewhere.
     """

@@ -1,4 +1,4 @@
-"""What surrounds the training step that a prediction is about: optimizer, devices, allocator. Plain data, no torch."""
+"""The setup of a predicted training step: optimizer, devices, allocator. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA_CONTEXT = 512 * MIB
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained beside what `memopt.trace.training.Training` says."""
+    """How a model is trained, beside `memopt.trace.training.Training`."""
 
     optimizer: Optimizer = "adamw"
     """``adamw``, ``sgd``: those of PyTorch; ``adamw8bit``: bitsandbytes; ``adafactor``: transformers."""

@@ -99,7 +99,7 @@ class Comparison:
     after: Account
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
-    """Form of the given batch (`memopt.walk.calls.batch.describe`); None where one was made."""
+    """Form of the given batch (`memopt.walk.calls.batch.describe`); None if one was made."""
     sections: tuple[Section, ...] = ()
     """Sections that patches add."""
     step: Step | None = field(default=None, repr=False, compare=False)
@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """Relative change of the bytes: -0.47 for 47 % less; 0 where nothing is saved."""
+        """Relative change of the bytes: -0.47 for 47 % less; 0 if nothing is saved."""
         return self.after.total / self.before.total - 1 if self.before.total else 0.0
 
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -136,7 +136,7 @@ class Comparison:
 
     @property
     def traces(self) -> tuple[Trace | None, Trace | None]:
-        """The whole step, stock and patched; None where its backward fails."""
+        """The whole step, stock and patched; None if its backward fails."""
         return self.before.trace, self.after.trace
 
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:

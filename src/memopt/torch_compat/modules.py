@@ -98,7 +98,7 @@ def fsdp_leaves_gathered(module: nn.Module, hooks: Iterable[Any]) -> bool:
 
 
 def compiled_module(module: object) -> object | None:
-    """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
+    """The module that `torch.compile` wrapped as `module`; None if it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)
 
 

@@ -46,7 +46,7 @@ class Quantisation:
 
 
 def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
-    """How bitsandbytes holds the checkpoint of `config` in 4 bits; None where it does not."""
+    """How bitsandbytes holds the checkpoint of `config` in 4 bits; None if it does not."""
     settings = _settings(config)
     if settings.get("quant_method", "bitsandbytes") != "bitsandbytes" or not settings.get("load_in_4bit"):
         return None

@@ -107,7 +107,7 @@ def chosen_recipe(request: Request) -> Recipe:
 
 
 def record_of(model: str | Path) -> PatchedFolder | None:
-    """What the folder `model` says of itself; None where it is no patched folder."""
+    """What the folder `model` says of itself; None if it is no patched folder."""
     folder = Path(model).expanduser()
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 

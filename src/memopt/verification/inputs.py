@@ -66,7 +66,7 @@ class Probes:
     batches: tuple[dict[str, Any], ...]
     """Keyword arguments of the forward, without labels unless the user gave them."""
     targets: tuple[dict[str, Any], ...]
-    """Labels to add to each batch; empty where the batch has some or the model has no loss."""
+    """Labels to add to each batch; empty if the batch has some or the model has no loss."""
     source: str
     """A description in words."""
     guessed: bool = True

@@ -74,10 +74,10 @@ def convert_adapter(
     allow_pickle: bool = False,
     note: Note | None = None,
 ) -> AdapterResult:
-    """Write `adapter`, trained on a stock model, as one of the folded model; with `back`, the other way round.
+    """Write `adapter`, trained on a stock model, as an adapter of the folded model; with `back`, the other way round.
 
-    Both compute the same function, but for one rounding of each stored element. Training goes on from there on the
-    other side's path (docs/fine-tuning.md).
+    Both compute the same function, but for one rounding of each stored element. Further training follows the path of
+    the other model (docs/fine-tuning.md).
 
     Args:
         adapter: folder of a PEFT adapter.
@@ -146,7 +146,7 @@ def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) 
 
 
 def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> None:
-    """Raise where the adapter is known to be of another model, or of the other form of this one."""
+    """Raise if the adapter is known to be of another model, or of the other form of this one."""
     if adapter.record is not None:
         found = adapter.record.get("fits")
         right = {key: getattr(expected, key) for key in ("form", "folds", "affines")}
@@ -176,7 +176,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
 
 
 def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
-    """(folds, affines) of a patched folder, (affines,) of a stock one; empty where it cannot tell."""
+    """(folds, affines) of a patched folder, (affines,) of a stock one; empty if it cannot tell."""
     try:
         source = open_source(str(folder), allow_pickle=True)
         key = source.config.get(CONFIG_KEY)

@@ -1,4 +1,4 @@
-"""A checkpoint to read from: which files, which tensors, where their bytes are.
+"""A checkpoint to read from: its files, its tensors, and the places of their bytes.
 
 Opening a source reads headers only; tensors are read on demand, in ranges. The formats of weight files are in `base`.
 """

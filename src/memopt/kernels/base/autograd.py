@@ -126,7 +126,7 @@ def is_largest_yet(tensor: Tensor) -> bool:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast casts inputs of linears on this tensor's device; None where it is off."""
+    """The dtype to which autocast casts inputs of linears on this tensor's device; None if it is off."""
     if not any_autocast_enabled():
         return None
     # Reading the type of a device takes longer than the rest.

@@ -56,7 +56,7 @@ def is_plain(weight: object) -> bool:
 
 
 def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
-    """The spec by which :func:`linear` would recompute `x`; None where it would save `x`, or nothing.
+    """The spec by which :func:`linear` would recompute `x`; None if it would save `x`, or nothing.
 
     The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
     """
@@ -274,7 +274,7 @@ def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> 
     Args:
         y: any shape, floating point, with its graph. Nobody else refers to it.
         x: what it was computed from; saved.
-        run: gives y again, without a graph, in backward; raises where it cannot.
+        run: gives y again, without a graph, in backward; raises if it cannot.
     """
     output: Tensor = OutputFunction.apply(y, x, run)
     return output

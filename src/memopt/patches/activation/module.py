@@ -100,7 +100,7 @@ def _forward(
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
-    """None where nothing can tell whether the output is kept: outside of scopes."""
+    """None if nothing can tell whether the output is kept: outside of scopes."""
     if code == RELU_MASK:
         return save_as_code(
             lambda slot: MaskableReluFunction.apply(z, slot),  # type: ignore[no-untyped-call]

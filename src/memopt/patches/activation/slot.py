@@ -29,7 +29,7 @@ def save_as_code(
         encode: the code, one tensor, of that.
 
     Returns:
-        None where no scope is active; then nothing was run.
+        None if no scope is active; then nothing was run.
     """
     if not in_a_scope():
         return None

@@ -21,7 +21,7 @@ READS_CACHE = "_can_checkpoint_with_cache"
 def without_caches(
     block: nn.Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """`function`, a forward of `block`, and its arguments without caches; None where it reads states of a cache."""
+    """`function`, a forward of `block`, and its arguments without caches; None if it reads states of a cache."""
     keywords: dict[str, Any] = getattr(function, "keywords", {})
     names = (*_names(original_class(block).forward), *[""] * len(args))  # `*args` has no names
     given = [*keywords.items(), *zip(names, args, strict=False)]

@@ -74,7 +74,7 @@ def run_adapted(
 
 
 def _parts(module: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Weight, bias, A, B and scaling; None where the forward is to compute something else, or call watched modules."""
+    """Weight, bias, A, B and scaling; None if the forward is to compute something else, or call watched modules."""
     own, children = vars(module), module._modules
     name: Any = own.get("_active_adapter")
     if type(name) is list and len(name) == 1:

@@ -37,7 +37,7 @@ def recomputed_producers(plan: PlanView) -> set[str]:
 
 
 def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str] | None:
-    """Action and reason for the output of a linear; None where the recipe does not speak of it."""
+    """Action and reason for the output of a linear; None if the recipe does not speak of it."""
     recompute = plan.recipe.rules(LinearRules).recompute
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):

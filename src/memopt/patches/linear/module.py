@@ -52,7 +52,7 @@ def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
 
 
 def linear_reads(module: nn.Module) -> Reads | None:
-    """What is proved about a linear holds for its attributes; None where the forward is PyTorch's, which reads none."""
+    """What is proved about a linear holds for its attributes; None if the forward is PyTorch's, which reads none."""
     return None if type(module) is nn.Linear else observed_reads(module, None)
 
 

@@ -114,7 +114,7 @@ class _Again:
     """`torch.func.functional_call` puts other weights in for the time of a forward."""
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
-    """States of the generators that it drew from; empty where it drew nothing."""
+    """States of the generators that it drew from; empty if it drew nothing."""
     around: tuple[type[RepeatedMode], ...]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, 
 
 
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
-    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
+    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None if `module` has to run."""
     x = terms[0]
     weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
     bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
@@ -142,7 +142,7 @@ def _dtype_under_autocast(
     bias: Tensor | None,
     autocast: torch.dtype,
 ) -> torch.dtype | None:
-    """The dtype in which the stock module returns the norm of `x`, by its code and device; None where it raises."""
+    """The dtype in which the stock module returns the norm of `x`, by its code and device; None if it raises."""
     form = x.dtype, weight is not None and weight.dtype, bias is not None and bias.dtype, autocast, x.is_cuda
     if form not in rewrite.dtypes:
         try:

@@ -180,7 +180,7 @@ def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
 
 
 def _worst(values: dict[str, float]) -> str:
-    """The name with the largest value, NaN above all; empty where there is none."""
+    """The name with the largest value, NaN above all; empty if there is none."""
     return max(values, key=lambda name: (values[name] != values[name], values[name]), default="")
 
 

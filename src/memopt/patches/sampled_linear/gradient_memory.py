@@ -96,7 +96,7 @@ class GradientMemory:
         self._table, self._recorded = None, []
 
     def _write(self, rows: Tensor, linears: Sequence[int], norms: Tensor) -> None:
-        """`norms`: fp32 (batch, max_tokens, linears), 0 where nothing is known."""
+        """`norms`: fp32 (batch, max_tokens, linears), 0 if nothing is known."""
         if self._table is None:
             return
         self.written += 1
@@ -113,7 +113,7 @@ class Step:
         """
         Args:
             rows: int64 (batch,) on the host.
-            known: bf16 (batch, max_tokens, linears) on the host, 0 where nothing is known.
+            known: bf16 (batch, max_tokens, linears) on the host, 0 if nothing is known.
         """
         self.rows = rows
         self._memory, self._lock = memory, threading.Lock()
@@ -136,7 +136,7 @@ class Step:
 
     def recall(self, linear: int, places: Tensor) -> Tensor | None:
         """fp32 (batch * length,): the norms of a linear's gradient at the last visit, at least a twentieth of the mean
-        of those that are known, and that mean where none is; None where nothing is known."""
+        of those that are known, and that mean where none is; None if nothing is known."""
         if self._known is None or not self._is_known[linear]:
             return None
         table = self._there.get(places.device)

@@ -36,7 +36,7 @@ class GradientMemoryCallback(TrainerCallback):
         """
         Args:
             max_tokens: how many tokens of a sample are remembered; None takes the longest of 1,000 samples.
-            required: whether it is an error where there is nothing to remember, or no sample has a number.
+            required: whether it is an error if there is nothing to remember, or no sample has a number.
         """
         self.max_tokens, self.required = max_tokens, required
         self.memory: GradientMemory | None = None
