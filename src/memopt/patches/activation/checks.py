@@ -32,7 +32,7 @@ _REACH, _POINTS = 12.0, 240_001
 
 
 def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
-    """One check of what every coded module applies, one of the tables."""
+    """One check of the derivative that each coded module applies, one of the tables."""
     model = trial.patched(*settings)
     off, tables = {}, {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Caches that are given to a block which runs again in backward: it would write its states into them twice."""
+"""Caches among the arguments of a block that runs again in backward: it would write its states into them twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without_caches(
 
 
 def reads_cache(block: nn.Module) -> bool:
-    """Whether transformers says of `block` that it reads a cache and never writes it."""
+    """Whether transformers marks `block` as reading a cache and never writing it."""
     return bool(vars(block).get(READS_CACHE, getattr(original_class(block), READS_CACHE, False)))
 
 

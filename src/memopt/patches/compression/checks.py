@@ -1,7 +1,7 @@
-"""The proof that quantised tensors are off by their own rounding and nothing else, block by block.
+"""The proof that quantised tensors differ only by their own rounding, block by block.
 
-In one training step every tensor is compared, where backward reads it, with what was saved. An element may be off by a
-step, and the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
+In one training step every tensor that backward reads is compared with the saved one. An element may be off by a step,
+the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.patches.checks import Check, limited
 from memopt.patches.compression.compressor import Compressor
 from memopt.patches.running import RunningScopes
 
-#: Standard errors of the mean that a sum of unbiased roundings may be off by.
+#: Limit of the mean of unbiased roundings, in its standard errors.
 _STANDARD_ERRORS = 6.0
 
 

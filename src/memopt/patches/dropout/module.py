@@ -1,4 +1,4 @@
-"""Dropout modules made to keep a seed instead of their mask.
+"""Dropout modules that save a seed instead of their mask.
 
 A module qualifies by what it computes, not by its class: each element is dropped on its own, the others are divided by
 1 - p, p is a number that stands on the module. Dropping channels, paths or steps, in place, or with the same mask at

@@ -29,7 +29,7 @@ _FORWARD = ("peft.tuners.lora.layer", "Linear.forward")
 
 @dataclass(frozen=True)
 class AdaptedRewrite:
-    """What such a layer knows: nothing that it does not look up at every call."""
+    """State of such a layer: empty, because it looks up everything at every call."""
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Which linears have their output recomputed, and why the others do not."""
+"""Which linears have their output recomputed, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NARROW = 4
 
 
 def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:
-    """What happens to a linear, and why.
+    """The action for a linear, and the reason.
 
     Args:
         producers: as :func:`recomputed_producers` names them.

@@ -42,10 +42,10 @@ _WHY = ", since the module's output is recomputed. Change weights after backward
 
 @dataclass(frozen=True)
 class OutputRewrite:
-    """What a linear knows whose output is recomputed."""
+    """State of a linear whose output is recomputed."""
 
     input_is_saved: bool
-    """Somebody else saves its input, or what the input is recomputed from."""
+    """Another operation saves its input, or the tensors that the input is recomputed from."""
 
 
 def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:

@@ -1,4 +1,4 @@
-"""Norm modules that keep x_hat, which the linears behind them share, instead of their input.
+"""Norm modules that save x_hat instead of their input; the linears behind them share it.
 
 A norm whose affine was folded into the next linears holds an identity affine; its weight and bias become persistent
 buffers, so they keep their names in every saved checkpoint and are neither trained nor decayed.
@@ -38,7 +38,7 @@ _STOCK_ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class NormRewrite(Rewrite):
-    """What a patched norm knows: its family, the names of its parameters, and where its output goes."""
+    """State of a patched norm: its family, the names of its parameters, and the readers of its output."""
 
     spec: NormSpec
     weight: str | None

@@ -1,4 +1,4 @@
-"""How large the gradient of each token was at a sample's last visit, one number for each linear, on the host.
+"""The norm of each token's gradient at a sample's last visit, one number for each linear, on the host.
 
 A batch with an index of its samples is one :class:`Step`: it recalls what is known of them, and hears of their
 gradients in backward. Nothing waits for the device but the start of the next batch.
@@ -92,7 +92,7 @@ class GradientMemory:
                 self._write(step.rows, linears, norms)
 
     def forget(self) -> None:
-        """Let the table go; the linears go on without it."""
+        """Free the table; the linears go on without it."""
         self._table, self._recorded = None, []
 
     def _write(self, rows: Tensor, linears: Sequence[int], norms: Tensor) -> None:
