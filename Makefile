@@ -219,16 +219,18 @@ gpu-wheels: $(STAMP) ## fetch packages that a GPU machine lacks into build/gpu-w
 	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_WHEELS)
 	@echo "==> build/gpu-wheels holds, for Python $(GPU_PYTHON_VERSION) on x86-64: $$(ls build/gpu-wheels | grep dist-info | sed 's/.dist-info//' | tr '\n' ' ')"
 
-lint: $(STAMP) ## check style, formatting, types, the direction of imports and the rules of the house
+lint: $(STAMP) ## check style, formatting, types, the direction of imports, rules of the source tree, docs/
 	@echo "==> ruff check" && $(BIN)/ruff check .
 	@echo "==> ruff format --check" && $(BIN)/ruff format --check .
 	@echo "==> mypy" && $(BIN)/mypy
 	@echo "==> lint-imports" && PYTHONPATH=src $(BIN)/lint-imports --no-cache --no-logo
 	@echo "==> tools/house_rules.py" && $(BIN)/python tools/house_rules.py
+	@echo "==> tools/pages.py --check" && $(BIN)/python -m tools.pages --check
 
-format: $(STAMP) ## format the code and sort its imports
+format: $(STAMP) ## format the code, sort its imports, update the computed parts of docs/
 	@$(BIN)/ruff check --select I --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python -m tools.pages
 
 clean: ## remove what was built: patched models, caches, packages
 	rm -rf out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -206,7 +206,7 @@ def test_folds_that_cannot_be_planned_again_are_taken_from_memopt_json(folders: 
     config["memopt"]["folds"] = "0" * 64  # as another version of memopt would have folded
     (trained / "config.json").write_text(json.dumps(config))
     out = trained.with_name("out")
-    with pytest.raises(ModelError, match=r"cannot be told from.*memopt\.json"):
+    with pytest.raises(ModelError, match=r"cannot be planned again from.*memopt\.json"):
         memopt.unpatch_checkpoint(trained, folders / "original", out)
     shutil.copy(folders / "patched" / "memopt.json", trained)
     assert memopt.unpatch_checkpoint(trained, folders / "original", out).unfolded.kept == []

@@ -245,11 +245,11 @@ def test_sites_that_were_refused_count_as_left_with_the_reason():
         model.model.norm.weight.fill_(torch.nan)  # then no proof succeeds
     norms = "5 norms: 4 shared, 1 left"
     assert "5 norms: 5 shared" in coverage_totals(memopt.plan_for(model))
-    with pytest.warns(UserWarning, match=r"left model\.norm as it was"):
+    with pytest.warns(UserWarning, match=r"did not change model\.norm"):
         memopt.patch(model)
     text = str(memopt.summary(model))
     assert norms in text
-    assert "left as it was: model.norm" in text
+    assert "unchanged: model.norm" in text
     record = record_of(model)
     assert norms in coverage_totals(record.plan)
     (entry,) = (entry for entry in record.plan.refusals if entry.site == "model.norm")

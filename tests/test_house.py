@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import memopt
-from tools.house_rules import folder_rule
+from tools.house_rules import folder_rule, words
 
 SOURCE = Path(memopt.__file__).parent
 
@@ -48,3 +48,20 @@ def test_what_a_method_declares_it_may_name(tmp_path: Path, name: str, line: str
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{line}\n")
     assert list(folder_rule(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("src/a.py", "# the output is made~ again"),
+        ("docs/a.md", "The scope gives~ way."),
+        ("tests/test_a.py", "def test_an_output_is_made~_again() -> None: ..."),
+    ],
+)
+def test_an_expression_of_our_own_is_found_in_code_pages_and_names_of_tests(
+    tmp_path: Path, name: str, line: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text(line.replace("~", ""))  # this file is checked too
+    assert [found.startswith(f"{path}:1:") for found in words(tmp_path)] == [True]

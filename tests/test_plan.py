@@ -124,11 +124,11 @@ def test_an_input_that_an_operation_keeps_is_not() -> None:
     assert reasons(held) == {"fc2": "0 bytes: also held by scaled_dot_product_attention in layers.0.attn"}
 
 
-def test_an_input_that_is_made_again_is_not_unless_a_code_takes_the_place_of_what_it_is_made_from() -> None:
+def test_a_recomputed_input_is_not_sampled_unless_a_code_replaces_its_source() -> None:
     fed = replace(FC2, fed_by=GELU.name)
     assert reasons(fed, activations=(GELU,)) == {"fc2": "sample"}
     exact = reasons(fed, activations=(GELU,), settings=("activations.code=none",))
-    assert exact == {"fc2": f"0 bytes: recomputed from what {GELU.name} keeps anyway"}
+    assert exact == {"fc2": f"0 bytes: recomputed from tensors that {GELU.name} saves anyway"}
 
 
 def test_a_relu_holds_it_unless_it_keeps_a_mask() -> None:
@@ -161,8 +161,8 @@ def test_experts_adapters_and_heads_are_left() -> None:
     experts = replace(FC2, shape=(4, 8, 32))
     assert "not one matrix" in reasons(experts)["fc2"]
     head = LinearSite("head.weight", "head", (8, 8), 8)
-    assert "outside of the repeated blocks" in reasons(head)["head"]
-    assert "1 channels only" in reasons(replace(FC2, width=1))["fc2"]
+    assert "outside the repeated blocks" in reasons(head)["head"]
+    assert "has 1 channels" in reasons(replace(FC2, width=1))["fc2"]
 
 
 def test_the_exact_alternative_is_named_with_every_plan_that_samples() -> None:

@@ -287,7 +287,7 @@ def test_a_linear_that_got_no_gradient_claims_nothing() -> None:
     first = memory.begin(rows)
     assert first is not None
     places = first.places(2, 3, None, rows.device)
-    first.hear(1, places, torch.arange(1.0, 7.0))
+    first.record(1, places, torch.arange(1.0, 7.0))
     memory.flush()
     second = memory.begin(rows)
     assert second is not None

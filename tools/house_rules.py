@@ -24,13 +24,14 @@ PRIVATE_ATTRIBUTES = re.compile(
     r"|_backward_pre_hooks)"
 )
 COMPAT = "torch_compat"
-#: Expressions for which the field has a term; see the glossary in docs/architecture.md.
+#: Expressions for which the field has a term; see docs/glossary.md.
 WORDS = {
     r"ma(?:de|kes?|king) (?:\w+ )?again": "recompute",
     r"what stays|that stays": "saved tensors that cannot be recomputed",
     r"who keeps|who holds": "which operation saves it",
     r"gives? way": "is replaced",
     r"remade|remakes?\b": "recomputed",
+    r"\bhangs? on a\b": "depends on",
 }
 #: Folders of kernels/ that belong to no operator.
 SHARED_KERNELS = {"base"}
@@ -56,7 +57,7 @@ OPERATORS: dict[str | None, tuple[str, ...]] = {
     "gated_mlp": ("activation", "linear"),
     "sampled_linear": ("linear",),
 }
-PROSE = ("src", "docs", "README.md", "CONTRIBUTING.md", "configs")
+PROSE = ("src", "tests", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md", "configs")
 
 
 def main(root: Path) -> int:
@@ -107,12 +108,13 @@ def _private_name(node: ast.AST) -> str | None:
 
 
 def words(root: Path) -> Iterator[str]:
-    """Expressions of our own where the field has a term."""
+    """Expressions of our own where the field has a term, in names of tests too."""
     patterns = [(re.compile(pattern, re.IGNORECASE), term) for pattern, term in WORDS.items()]
     for path in _prose(root):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
+            text = line.replace("_", " ") if line.lstrip().startswith("def test_") else line
             for pattern, term in patterns:
-                if found := pattern.search(line):
+                if found := pattern.search(text):
                     yield f"{path}:{number}: '{found[0]}': the field says '{term}'"
 
 

@@ -260,7 +260,7 @@ def _read(path: Path, kind: type[Row] | type[LossRow]) -> dict[str, Any]:
     if not isinstance(rows, list) or any(
         not isinstance(row, dict) or not {"model_type", "status"} <= set(row) <= fields for row in rows
     ):
-        raise _Unusable(f"{path} was written by another version of this command; make it again.")
+        raise _Unusable(f"{path} was written by another version of this command; write a new one.")
     return dict(document)
 
 

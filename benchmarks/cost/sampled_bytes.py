@@ -133,7 +133,7 @@ def _is_mlp(row: SavedStorage, width: int) -> bool:
 
 
 def t5_lines() -> list[Line]:
-    """Every storage of an encoder block that is not tiny, by what it is and who holds it."""
+    """Every storage of an encoder block that is not tiny, by kind and holder."""
     unit = BATCH * TOKENS * HIDDEN * torch.float32.itemsize
     ids = torch.randint(3, 1000, (BATCH, TOKENS))
 

@@ -148,7 +148,7 @@ def measure(case: Case, trained: Trained, variant: str, *, recipe: memopt.Recipe
             ids = torch.randint(3, 500, ids.shape)
         labels = ids if "SequenceClassification" not in case.model.__name__ else ids[:, 0].clone().zero_()
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        only_loss = "cc" in VARIANTS[variant]  # its output has the head's input in the place of logits
+        only_loss = "cc" in VARIANTS[variant]  # its output has the head's input in place of logits
         found: Activations = step(model, partial(_loss if only_loss else _output, model, inputs))
     return Row(
         case.name,

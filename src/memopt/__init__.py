@@ -1,6 +1,6 @@
-"""memopt: patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same.
+"""memopt: patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same.
 
-Names are imported on first use, so that `import memopt` and the command line start without torch.
+Names are imported on first use, so `import memopt` and the command line start without torch.
 """
 
 from __future__ import annotations

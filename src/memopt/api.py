@@ -41,26 +41,26 @@ def patch(
     batch: int | None = None,
     seq: int | None = None,
 ) -> M:
-    """Patch a model in memory so that training it saves fewer bytes for backward; returns the same object.
+    """Patch a model in memory; training then saves fewer bytes for backward. Returns the same object.
 
     No weight changes: the loss and every gradient are the stock model's within rounding. Call it before or after
-    adding LoRA adapters, and before tools that shard modules (FSDP2, DeepSpeed). The logger
-    ``memopt`` says in one line what was done; ``logging.getLogger("memopt").setLevel("WARNING")`` silences it.
+    adding LoRA adapters, and before tools that shard modules (FSDP2, DeepSpeed). The logger ``memopt`` prints one line
+    about it; ``logging.getLogger("memopt").setLevel("WARNING")`` silences it.
 
     Args:
         model: any torch module; a Hugging Face model needs nothing else.
         recipe: name of a shipped recipe, a YAML file, or a Recipe, that folds nothing (``norms.fold: none``).
         inputs: keyword arguments for one forward on the CPU, or a file that holds them (`torch.save` or safetensors),
-            for models whose inputs cannot be guessed.
-        budget: memory of the device (``"24GiB"``, the name of a card, or a number of bytes): `recipe` is changed to the
-            fastest exact plan whose training step fits; ``memopt.summary(model)`` says it.
-        batch: rows of a step, for `budget`; else 1.
-        seq: tokens in a row, for `budget`; else what the config allows up to 2048.
+            for a model whose inputs memopt cannot guess.
+        budget: memory of the device (``"24GiB"``, the name of a card, or a number of bytes). `recipe` becomes the
+            fastest exact plan whose training step fits; ``memopt.summary(model)`` prints it.
+        batch: rows of a step, for `budget`; default: 1.
+        seq: tokens in a row, for `budget`; default: the config's limit, at most 2048.
 
     Raises:
-        NegativeVerdict: the model is already patched, nothing in it can be, or nothing fits in `budget`.
+        NegativeVerdict: the model is already patched, nothing in it can be patched, or nothing fits in `budget`.
         InputsError: the file of inputs cannot be read.
-        ModelError: a tool has partitioned the model, and left its parameters empty.
+        ModelError: a tool has partitioned the model, so its parameters are empty.
         RecipeError: the recipe is unknown, or folds weights.
     """
     warn_once_of_missing()
@@ -101,7 +101,7 @@ def unpatch(model: M) -> M:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What was patched in `model`, by which recipe, and what could not be; `print` shows a few lines.
+    """What was patched in `model`, by which recipe, and what could not be patched; `print` shows a few lines.
 
     A wrapper or copy of a patched model has the same summary.
     """
@@ -109,7 +109,7 @@ def summary(model: nn.Module) -> Summary:
 
     swapped, others = sum(is_swapped(module) for module in model.modules()), shadowed(model)
     remarks = [
-        f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in the place of memopt's: "
+        f"{len(names)} modules were patched, and later got a forward of {owner}, which runs in place of memopt's: "
         f"{first_of([name or 'the model' for name in names])}"
         for owner, names in others.items()
     ]
@@ -125,7 +125,7 @@ def plan_for(
     inputs: Mapping[str, Any] | str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Plan:
-    """What `recipe` would do to a model in memory, a local folder or a hub id; nothing is changed.
+    """What `recipe` would do to a model in memory, a local folder or a hub id; changes nothing.
 
     `inputs` are those of `patch`.
     """
@@ -150,21 +150,21 @@ def load(
     verify: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """Load a folder that `memopt patch` wrote, or that such a model was saved to, patched and ready to train.
+    """Load a folder that `memopt patch` wrote, or to which such a model was saved, and patch the model for training.
 
     Args:
         directory: the folder.
         model_class: class with `from_pretrained`, e.g. AutoModelForSequenceClassification; by default the class that
             the checkpoint names.
-        inputs: as in `patch`; by default of the form in memopt.json, else guessed.
+        inputs: as in `patch`; by default inputs of the form in memopt.json, else guessed ones.
         overrides: keys of the folder's recipe to change, as ``key=value``, except those of folding.
-        verify: compare the SHA-256 of every file with memopt.json first, which reads the weights once more. Names and
-            shapes of the tensors, and the list of folds, are compared always.
+        verify: first compare the SHA-256 of every file with memopt.json, which reads the weights once more. Names and
+            shapes of the tensors and the list of folds are always compared.
         **kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...). With
             ``distributed_config`` (FSDP2, tensor parallel) each rank reads its shards alone.
 
     Raises:
-        ModelError: the folder does not exist, was not written by `memopt patch`, or has files that do not fit.
+        ModelError: the folder does not exist, `memopt patch` did not write it, or its files do not fit together.
     """
     from memopt.checkpoint.affines import affines_read
     from memopt.checkpoint.fits import check_fits
@@ -226,13 +226,13 @@ def _check_values(model: nn.Module) -> None:
 
 
 def _within(model: nn.Module, budget: str | int, rules: Recipe, batch: int | None, seq: int | None) -> Recipe:
-    """The recipe of the fastest plan that fits; warns where that needs smaller micro-batches."""
+    """The recipe of the fastest plan that fits; warns if the plan needs smaller micro-batches."""
     from memopt.prediction.planner.training import plan_model
 
     plan = plan_model(model, budget, rules, batch=batch, seq=seq).plan
     if plan.accumulation > 1:
         warnings.warn(
-            f"A batch of {batch} rows fits in the budget as {plan.accumulation} micro-batches alone: train with "
+            f"A batch of {batch} rows fits in the budget only as {plan.accumulation} micro-batches: train with "
             f"per_device_train_batch_size={plan.batch}, gradient_accumulation_steps={plan.accumulation}.",
             stacklevel=3,
         )
@@ -273,34 +273,35 @@ def _same_norm(name: str, folded: frozenset[str]) -> str | None:
 
 
 def _say(model: nn.Module, plan: PlanView) -> None:
-    """Log what was done, and what was set on the model before."""
+    """Log the patch, and settings of the model that concern it."""
     if not _logger.hasHandlers():  # nobody configured logging, which then shows warnings alone
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("memopt: %(message)s"))
         _logger.addHandler(handler)
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.INFO)
-    undo_it = "memopt.summary(model) tells more, memopt.unpatch(model) undoes it"
+    undo_it = "memopt.summary(model) says more, memopt.unpatch(model) undoes it"
     _logger.info("patched %s by recipe '%s': %s; %s", type(model).__name__, plan.recipe.name, plan.done, undo_it)
     warn_once(model, summary(model).remarks)
 
 
 def _finish(model: nn.Module, applied: Applied) -> None:
-    """Warn of what could not be patched, and record on the model what was; an error where nothing was."""
+    """Warn of sites that could not be patched, and record the patch on the model; an error if nothing was patched."""
     reasons = dict.fromkeys(reason for _, reason in applied.refused)
     for reason in reasons:
         names = [name or "the model" for name, why in applied.refused if why == reason]
-        was = "it was" if len(names) == 1 else "they were"
-        warnings.warn(f"memopt left {first_of(names)} as {was}: {reason}", stacklevel=3)
+        warnings.warn(f"memopt did not change {first_of(names)}: {reason}", stacklevel=3)
     sites = applied.plan.sites
     if not sites.ran:
         # Norms are patched nevertheless; blocks are guessed from the module tree.
-        warnings.warn(f"memopt knows little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3)
+        warnings.warn(
+            f"memopt could observe little of this model: {' '.join(sites.notes)}. Pass inputs=...", stacklevel=3
+        )
     elif sites.unseen:
         warnings.warn(f"memopt has not seen all of this model: {sites.unseen}. Pass inputs=...", stacklevel=3)
     if not applied.patched and (sites.unseen or not sites.ran):
         raise NegativeVerdict(
-            "Nothing was patched, since memopt could not run this model.", "Pass inputs=..., a batch as in training."
+            "Nothing was patched, because memopt could not run this model.", "Pass inputs=..., a training batch."
         )
     if not applied.patched:
         raise NegativeVerdict(

@@ -12,7 +12,7 @@ _LONGEST = 1_200
 
 
 class MemoptError(Exception):
-    """It could not run: usage, missing or broken input, I/O (exit code 2)."""
+    """memopt could not run: usage, missing or broken input, I/O (exit code 2)."""
 
     exit_code = 2
 
@@ -44,7 +44,7 @@ def _printable(text: str) -> str:
 
 
 def first_of(texts: Sequence[str], shown: int = 5, between: str = ", ") -> str:
-    """The first `shown` of `texts`, and how many there are beside."""
+    """The first `shown` of `texts`, and the number of the others."""
     return between.join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
@@ -77,6 +77,6 @@ class StreamError(MemoptError):
 
 
 class NegativeVerdict(MemoptError):
-    """It ran, and the answer is no: nothing to patch, already patched, a check failed (exit code 1)."""
+    """memopt ran, and the answer is no: nothing to patch, already patched, a check failed (exit code 1)."""
 
     exit_code = 1

@@ -53,7 +53,7 @@ class PatchResult:
     source: CheckpointSource
     """The checkpoint that was read."""
     plan: Plan
-    """The plan as carried out: a norm whose fold the files refuse is shared."""
+    """The plan as carried out: a norm is shared if its files do not allow the fold."""
     out: Path
     """The folder."""
     written: WriteResult | None
@@ -82,9 +82,8 @@ def patch_checkpoint(
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> PatchResult:
-    """Write a patched checkpoint of `source`: same tensor names, loadable by stock transformers and `memopt.load`.
-
-    All of it is written or nothing.
+    """Write a patched checkpoint of `source`: same tensor names, loadable by stock transformers and `memopt.load`. It
+    is written as a whole or not at all.
 
     Args:
         source: a local folder or a hub id.
@@ -156,7 +155,7 @@ def patch_checkpoint(
 
 @generators_kept()
 def bytes_saved(result: PatchResult) -> Comparison | None:
-    """What a training step of the model saves for backward, stock and patched; None where its config cannot tell."""
+    """What a training step of the model saves for backward, stock and patched; None if the config does not show it."""
     try:
         return compare_bytes(result.source.model, load_config(result.source.root), result.plan)
     except MemoptError:
@@ -181,8 +180,8 @@ def report(
 ) -> Comparison:
     """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
 
-    Computed from the config alone. Only for a recipe that samples, and where the weights are in a local folder, one
-    training step on the CPU measures the noise of the gradients.
+    Computed from the config alone. Only if the recipe samples and the weights are in a local folder, one training step
+    on the CPU measures the noise of the gradients.
 
     Args:
         model: a local folder, a hub id, or a folder that `memopt patch` wrote.
@@ -223,10 +222,10 @@ def unpatch_checkpoint(
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> UnpatchResult:
-    """Write the stock form of a patched folder, trained or not: `memopt patch` works on it again.
+    """Write the stock form of a patched folder, trained or not. `memopt patch` accepts the result again.
 
-    What was not trained is the original's, bit by bit. What was trained is divided by the scales of the original norms,
-    one rounding an element.
+    Tensors that were not trained are the original's, bit by bit. Trained ones are divided by the scales of the original
+    norms, with one rounding an element.
 
     Args:
         folder: a folder that `memopt patch` wrote, or that such a model was saved to.
@@ -275,7 +274,7 @@ def _open(model: str, *, revision: str | None, allow_pickle: bool, weights: bool
     base = patched_folder(source.root).base_model
     raise NegativeVerdict(
         f"'{model}' is already patched: it was made from {base}, loaded and saved again.",
-        f"Train it on with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
+        f"Continue training with memopt.load, or restore it first: memopt unpatch {model} --against {base}",
     )
 
 

@@ -60,9 +60,9 @@ NORM = "model.layers.0.input_layernorm"
     ("change", "words"),
     [
         (lambda d: d["folds"][0]["fold"].update(weight="model.nowhere.weight"), "model.nowhere.weight"),
-        (lambda d: d["folds"].pop(), "other folds than config.json"),
-        (lambda d: d["folds"].append(d["folds"][0]), "other folds"),
-        (lambda d: d["folds"][0]["fold"].update(norm="model.nowhere"), "other folds"),
+        (lambda d: d["folds"].pop(), "folds that differ from config.json's"),
+        (lambda d: d["folds"].append(d["folds"][0]), "folds that differ"),
+        (lambda d: d["folds"][0]["fold"].update(norm="model.nowhere"), "folds that differ"),
     ],
     ids=["a norm that is not there", "one less", "one twice", "another name"],
 )

@@ -1,4 +1,4 @@
-"""A hub that is silent, refuses connections, or is slow: a local server in the place of the real one."""
+"""A hub that is silent, refuses connections, or is slow: a local server in place of the real one."""
 
 from __future__ import annotations
 

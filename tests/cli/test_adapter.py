@@ -60,7 +60,7 @@ def test_an_adapter_is_converted_for_the_patched_folder_and_back(memopt: Memopt,
     assert memopt("patch", llama).code == 0
     run = memopt("patch", "tiny-llama-memopt", "--adapter", trained)
     assert (run.code, run.err) == (0, "")
-    assert "Wrote lora-folded: an adapter of the folded model, 1 of 2 tensors changed" in run.out
+    assert "Wrote lora-folded: an adapter for the folded model, 1 of 2 tensors changed" in run.out
     assert "PeftModel.from_pretrained(memopt.load(" in run.out
     run = memopt("unpatch", "tiny-llama-memopt", "--adapter", "lora-folded", "--out", "back", "--json")
     document = json.loads(run.out)
@@ -73,7 +73,7 @@ def test_an_adapter_is_converted_for_the_patched_folder_and_back(memopt: Memopt,
     again = memopt("patch", "tiny-llama-memopt", "--adapter", "lora-folded")
     assert again.code == 2
     assert (
-        "fits the folded form of tiny-llama already. Use it as it is, or convert it back with `memopt unpatch"
+        "fits the folded form of tiny-llama already. Use it unchanged, or convert it back with `memopt unpatch"
         in again.err
     )
     again = memopt("unpatch", "tiny-llama-memopt", "--adapter", "lora-folded", "--out", "back")

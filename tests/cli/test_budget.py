@@ -110,7 +110,7 @@ def test_a_plan_and_a_frontier_can_be_drawn(
 @pytest.mark.parametrize("option", [("--lora-rank", "8"), ("--lora-targets", "q,v")])
 def test_options_of_lora_need_lora(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", *option]) == 2
-    assert f"error: {option[0]} is about LoRA, and --train is full. Add --train lora" in capsys.readouterr().err
+    assert f"error: {option[0]} needs LoRA, and --train is full. Add --train lora" in capsys.readouterr().err
 
 
 def test_a_recipe_that_is_there_is_replaced_only_with_force(

@@ -37,7 +37,7 @@ def test_patch_adds_files_that_verify_knows_and_unpatch_leaves_out(memopt: Memop
     assert "and beside them axolotl.yaml, deepspeed.json, recipe.yaml" in run.out
     run = memopt("patch", llama, *engines)
     assert run.code == 0, run.err
-    assert "has to be given batch, accumulation and bf16 or fp16 as in deepspeed.json" in run.err
+    assert "the batch, accumulation and bf16 or fp16 of deepspeed.json" in run.err
     assert "Beside them: axolotl.yaml, deepspeed.json, recipe.yaml." in run.out
     assert json.loads((OUT / "memopt.json").read_text())["emitted"] == ["axolotl.yaml", "deepspeed.json", "recipe.yaml"]
     assert yaml.safe_load((OUT / "axolotl.yaml").read_text())["base_model"] == str(OUT)

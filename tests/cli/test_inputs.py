@@ -116,10 +116,10 @@ def test_a_report_with_equal_columns_says_why(memopt: Memopt, llama: Path) -> No
     )
     document = json.loads(memopt("report", llama, "--recipe", "none.yaml", "--seq", 8, "--json").out)
     assert document["summary"]["change"] == 0
-    assert any("Both columns are equal" in note and "leaves norms alone" in note for note in document["notes"])
+    assert any("Both columns are equal" in note and "does not patch norms" in note for note in document["notes"])
 
 
-def test_a_remembered_form_that_does_not_run_gives_way_to_a_guess_and_says_so(memopt: Memopt, llama: Path) -> None:
+def test_a_remembered_form_that_does_not_run_is_replaced_by_a_guess_with_a_note(memopt: Memopt, llama: Path) -> None:
     ids = torch.arange(4, 20).reshape(2, 8)
     torch.save({"input_ids": ids}, "ids.pt")
     assert memopt("patch", llama, "--inputs", "ids.pt", "--out", "out", "--recipe", "exact-unfolded").code == 0

@@ -69,7 +69,7 @@ def test_an_optimizer_that_is_a_formula_is_refused_before_any_work(capsys: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--devices", "2"], "--devices 2 does not say what the devices share. Add --sharding"),
+        (["--devices", "2"], "--devices 2 needs --sharding, which says what the devices share. Add --sharding"),
         (["--sharding", "fsdp"], "--sharding fsdp needs more than one device. Add --devices N."),
         (["--train", "lora", "--lora-targets", ","], "--lora-targets names no linear. Give names, or all-linear."),
     ],

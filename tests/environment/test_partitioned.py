@@ -17,7 +17,7 @@ from tests.factories import tiny_inputs, tiny_model
 
 
 class Gathered:
-    """What `deepspeed.zero.GatheredParameters` does, with the whole in the place of the shards."""
+    """What `deepspeed.zero.GatheredParameters` does, with the whole in place of the shards."""
 
     largest = 0
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Values in the place of any other.
+#: Values in place of any other.
 SCALARS: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 1.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**53 + 1, 2**63 - 1, 2**64,
     10**30, "", "x", "0", "F32", "I8", "F4", "Q7", "../x", "/etc/passwd", "..", ".", "a/b", "a\x00b", "a\nb", "\x1b[2J",
     "\ud800", "é" * 300, [], {}, [[]], [None], {"a": 1}, {"": {}},
 )  # fmt: skip
-#: Names of fields and tensors in the place of any other.
+#: Names of fields and tensors in place of any other.
 NAMES = ("", "x", "__metadata__", "..", "../x", "/etc/passwd", "a\nb", "\x1b[2J", "\ud800", "dtype", "shape")
 
 

@@ -148,13 +148,13 @@ def test_a_model_that_is_patched_already_is_left_with_a_line(tmp_path: Path, cap
     with caplog.at_level(logging.INFO, "memopt"):
         trainer(tmp_path, model, memopt.TrainerCallback())
     assert [record.getMessage() for record in caplog.records] == [
-        "the model is patched already, by recipe 'exact-levels', and is left as it is"
+        "the model is already patched by recipe 'exact-levels'; it was not changed"
     ]
     assert memopt.summary(model).recipe == "exact-levels"
 
 
 def test_a_model_in_which_nothing_can_be_patched_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
-    with pytest.raises(NegativeVerdict), pytest.warns(UserWarning, match="knows little"):
+    with pytest.raises(NegativeVerdict), pytest.warns(UserWarning, match="could observe little"):
         trainer(tmp_path, nn.Linear(4, 4), memopt.TrainerCallback())
 
 

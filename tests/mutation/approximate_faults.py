@@ -144,7 +144,7 @@ _SAMPLE: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "the row with the largest score is dropped": _without_heaviest,
     "the rows with the largest scores, unscaled": _unscaled_best,
     "weights of other rows": lambda scores, rows, weights: (rows, weights.roll(1)),
-    "one row in the place of all": lambda scores, rows, weights: (rows[:1].expand_as(rows).contiguous(), weights),
+    "one row in place of all": lambda scores, rows, weights: (rows[:1].expand_as(rows).contiguous(), weights),
 }
 
 for _name, _change in _SAMPLE.items():

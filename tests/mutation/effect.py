@@ -72,7 +72,7 @@ def _run_with(folder: Path, site: Site, planted: Callable[[], AbstractContextMan
 def _run(folder: Path) -> _Run:
     def run(model: torch.nn.Module) -> _Run:
         probes = probe_inputs(model, folder)
-        # In the stored dtype: a module that stays in fp32 (T5's wo) saves a cast in it, whatever its producer saves.
+        # In the stored dtype: a module in fp32 (T5's wo) saves a cast in it, whatever its producer saves.
         inputs = cast_inputs({**probes.batches[0], **probes.targets[0]}, stored_dtype(model))
         live = live_bytes(lambda: training_loss(model, inputs))
         # Widened when it is patched: norms are proved against stock ones, which cast to fp32.

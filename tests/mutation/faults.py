@@ -458,7 +458,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/patches/test_batch_normalization.py", "-k", "account_sees"),
     ),
     Fault(
-        "a ReLU behind a batch norm is saved in the place of a mask of it",
+        "a ReLU behind a batch norm is saved in place of a mask of it",
         "if rewrite.code is not None and z.requires_grad and not is_recomputed:",
         "if rewrite.code is not None and z.requires_grad:",
         ("tests/patches/test_batch_normalization.py", "-k", "account_sees"),

@@ -29,7 +29,7 @@ _READERS = ("bert", "vit", "llama", "qwen3_moe")
 
 @dataclasses.dataclass
 class _Wrong:
-    """In the place of a handle."""
+    """In place of a handle."""
 
     handle: Handle
     change: Callable[[Tensor], Tensor]

@@ -33,7 +33,7 @@ class Site:
         self.acted = 0
         """How often the fault changed something there; faults count it."""
         self.around: Callable[..., Any] | None = None
-        """around(forward, module, *arguments) runs in the place of a patched module's forward."""
+        """around(forward, module, *arguments) runs in place of a patched module's forward."""
 
     def here(self) -> bool:
         """Whether the patched module whose forward runs is the one."""

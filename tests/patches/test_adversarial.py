@@ -47,7 +47,7 @@ class NormOutputChangedInPlace(Block):
 
 
 class NormOutputChangedAfterItWasRead(Block):
-    """Stock keeps the changed value and refuses to differentiate; what can be made again is what was read."""
+    """Stock keeps the changed value and refuses to differentiate; memopt recomputes the value that was read."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)

@@ -238,7 +238,7 @@ def test_a_cache_that_is_passed_by_position_is_switched_off_too():
 
 def test_a_block_that_counts_its_batches_is_left_with_the_reason():
     x = torch.randn(7, 16)
-    with pytest.warns(UserWarning, match="batch norm inside would count every batch twice"):
+    with pytest.warns(UserWarning, match="batch norm inside counts batches"):
         memopt.patch(_Model(batch_norm=True), recipe(FULL), inputs={"x": x})
 
 

@@ -334,7 +334,7 @@ def test_unpatching_leaves_a_class_that_was_put_on_top():
     assert layer.unshard() == "unsharded"
     assert not is_patched(model)
     assert model(**tiny_inputs("llama", 2, 8)).loss.isfinite()
-    with pytest.warns(UserWarning, match="a tool has built its own class"):
+    with pytest.warns(UserWarning, match="a tool has made its own class"):
         memopt.patch(model)
 
 

@@ -194,7 +194,7 @@ def test_anything_else_is_refused_with_a_reason(module: nn.Module, training: boo
         (nn.Dropout(P, inplace=True), "writes into its input"),
         (TheSameAtEveryCall(), "the same at every call"),
         (StraightThrough(), "gradient"),
-        (AlwaysOn(), "should be off"),
+        (AlwaysOn(), "although it is off"),
         (InFP32(), "another dtype"),
         (nn.Identity(), "no attribute"),
         (nn.Sequential(nn.Dropout(P)), "children"),

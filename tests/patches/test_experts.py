@@ -293,7 +293,7 @@ class ListOfExperts(nn.Module):
         return sums.reshape(x.shape)
 
 
-@pytest.mark.filterwarnings("error:memopt knows little")
+@pytest.mark.filterwarnings("error:memopt could observe little")
 def test_experts_in_a_list_are_found_with_adapters_too():
     model = base()
     with torch.random.fork_rng(devices=[]):

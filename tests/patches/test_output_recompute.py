@@ -268,7 +268,7 @@ def test_a_spectral_norm_that_is_a_hook_saves_its_output():
 
 
 def test_a_frozen_linear_whose_input_nobody_saves_keeps_its_output():
-    """Its input would have to be saved in the place of its output."""
+    """Its input would have to be saved in place of its output."""
     inputs, kept = tiny_inputs("gpt2", 2, 16), []
     for rules in (EXACT, recipe()):
         model = memopt.patch(model_of("gpt2"), memopt.load_recipe(rules, ("norms.method=none",)))
@@ -361,7 +361,7 @@ def test_rows_say_what_is_recomputed_from_what_and_why_the_others_are_not():
         "not saved by mul in model.layers.0.mlp: recomputed from its input, "
         "which model.layers.0.post_attention_layernorm saves anyway"
     )
-    reads = "saves no input of its own: {} saves it, or what it is recomputed from"
+    reads = "saves no input of its own: {} saves it, or the tensors that it is recomputed from"
     down, value = (found[f"model.layers.0.{name}.weight"] for name in ("mlp.down_proj", "self_attn.v_proj"))
     why = f"{reads.format('model.layers.0.mlp')}; output not recomputed: nothing saves it"
     assert down == ("read recomputed", why)
@@ -377,7 +377,7 @@ def test_experts_are_left_alone_with_a_reason():
     plan = memopt.plan_for(transformers.MixtralForCausalLM(config), recipe("*"))
     reasons = {reason for site, (_, reason) in rows(plan).items() if "experts" in site}
     assert {reason.split("; ")[-1] for reason in reasons} == {
-        "output not recomputed: its weight is not one matrix, so no module runs it alone"
+        "output not recomputed: its weight is not one matrix, so no module computes it alone"
     }
 
 

@@ -77,7 +77,7 @@ def test_a_padded_function_is_left_with_its_reason() -> None:
         entry for entry in entries(Functional(nn.Identity())) if "silu" in entry.reason or "copy" in entry.reason
     )
     assert entry.action == "keep"
-    assert "nothing tells" in entry.reason
+    assert "nothing shows" in entry.reason
 
 
 def test_mobilenet_keeps_a_third_less() -> None:

@@ -52,7 +52,7 @@ def llama(**more: Any) -> nn.Module:
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 #: What to build, with what, the recipe, and the linears that keep a sample, by their last names.
 CASES = [
-    (bert, {}, "wta-crs", set()),  # GELU's output is made again for nothing
+    (bert, {}, "wta-crs", set()),  # GELU's output is recomputed at no cost
     (bert, EAGER, "wta-crs", {"attention.output.dense"}),
     (opt, {}, "wta-crs", {"fc2"}),
     (opt, EAGER, "wta-crs", {"fc2", "out_proj"}),

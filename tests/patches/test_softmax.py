@@ -126,7 +126,7 @@ def random(self: Attention, query: Tensor, key: Tensor) -> Tensor:
 
 
 def with_a_large_bias(self: Attention, query: Tensor, key: Tensor) -> Tensor:
-    """It would have to be kept in the place of the probabilities."""
+    """It would have to be kept in place of the probabilities."""
     return F.softmax(torch.matmul(query, key.mT) + (query * key).sum(-1, keepdim=True).expand(SHAPE).exp(), -1)
 
 

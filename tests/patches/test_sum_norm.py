@@ -244,7 +244,7 @@ def test_outside_of_blocks_the_scope_around_the_module_holds(calls, monkeypatch)
     assert all(map(torch.equal, *results))
 
 
-def test_a_module_that_is_a_block_itself_keeps_no_output_that_can_be_made_again(calls):
+def test_a_module_that_is_a_block_itself_saves_no_output_that_can_be_recomputed(calls):
     class Stack(nn.Module):
         def __init__(self):
             super().__init__()

@@ -120,7 +120,7 @@ REFUSED = {
     ),
     "a sum of more than two terms in fp32": lambda m, h, r: m.norm(m.drop(m.dense(h)).float() + 0.5 * r + 0.5 * r),
     "a branch rounded to bf16": lambda m, h, r: m.norm(m.drop(m.dense(h)).bfloat16().to(h.dtype) + r),
-    "a sum that stays in fp32": lambda m, h, r: m.norm(m.drop(m.dense(h)).float() + r.float()).to(h.dtype),
+    "a sum in fp32": lambda m, h, r: m.norm(m.drop(m.dense(h)).float() + r.float()).to(h.dtype),
     "a flipped sum": lambda m, h, r: m.norm((m.drop(m.dense(h)) + r).flip(1)).flip(1).flip(0),
 }
 

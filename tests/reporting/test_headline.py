@@ -113,4 +113,4 @@ def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
     config = named_config("vit")
     about = Step(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
     remedy = headline(Request("a model"), gpu="40MiB", step=about).remedy
-    assert remedy == "nothing here fits: the CUDA context alone takes 512 MiB; a larger card"
+    assert remedy == "nothing fits: the CUDA context alone takes 512 MiB; a larger card"

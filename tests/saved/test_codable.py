@@ -304,7 +304,7 @@ class NormBefore(Block):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_input_that_can_be_made_again_costs_nothing(frozen: bool) -> None:
+def test_an_input_that_can_be_recomputed_costs_nothing(frozen: bool) -> None:
     model, x = built(NormBefore, frozen=frozen), inputs()
     (_, exact), (stock, patched) = pair(copy.deepcopy(model), "exact-unfolded"), pair(model)
     assert live_bytes(lambda: patched(x)) <= live_bytes(lambda: exact(x))

@@ -110,7 +110,7 @@ def test_what_only_autograd_refers_to_is_kept_in_few_bits() -> None:
     assert live_bytes(lambda: compressed(lambda: (w * 2).sin())) == bytes_of(ELEMENTS)
 
 
-def test_a_storage_that_stays_for_one_of_its_readers_is_not_compressed_for_others() -> None:
+def test_a_storage_that_one_reader_keeps_is_not_compressed_for_others() -> None:
     w = leaf(2 * TOKENS, WIDTH)
 
     class Sine(torch.autograd.Function):
@@ -385,7 +385,7 @@ def test_rounding_at_random_has_no_bias() -> None:
     assert float((total / runs - w.detach()).abs().max()) < 5 * 0.5 * float(step) / runs**0.5
 
 
-def test_a_gated_product_is_made_again_from_decoded_tensors() -> None:
+def test_a_gated_product_is_recomputed_from_decoded_tensors() -> None:
     torch.manual_seed(0)
     model, x = GatedMLP(), torch.randn(64, 8)
     with RecomputeScope(FAMILIES, Compressor, x):
@@ -395,7 +395,7 @@ def test_a_gated_product_is_made_again_from_decoded_tensors() -> None:
     torch.testing.assert_close(actual, torch.ones(8, 64) @ (F.silu(gate) * up), rtol=1e-5, atol=1e-5)
 
 
-def test_the_output_of_a_norm_is_made_again_from_decoded_tensors() -> None:
+def test_the_output_of_a_norm_is_recomputed_from_decoded_tensors() -> None:
     torch.manual_seed(0)
     w, reader = leaf(), nn.Linear(WIDTH, 8)
     gamma, beta = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Copies in another layout or dtype of what is kept anyway, or can be made again, are handles too."""
+"""Copies in another layout or dtype of tensors that are saved anyway, or can be recomputed, are handles too."""
 
 from __future__ import annotations
 

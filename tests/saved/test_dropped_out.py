@@ -1,4 +1,4 @@
-"""Dropped-out copies of what is kept anyway, or can be made again, are handles: source and seed make them again."""
+"""Dropped-out copies of tensors that are saved anyway, or can be recomputed, are handles of source and seed."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_checkpointing_around_a_scope_gives_the_same_gradients(use_reentrant: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_under_autocast_the_cast_of_a_dropped_out_copy_is_made_again(dtype: torch.dtype) -> None:
+def test_under_autocast_the_cast_of_a_dropped_out_copy_is_recomputed(dtype: torch.dtype) -> None:
     x, w = inputs = leaves((ROWS, WIDTH), (WIDTH, 7))
 
     def run() -> Tensor:

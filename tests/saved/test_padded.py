@@ -1,4 +1,4 @@
-"""Padded and cloned copies of what can be made again are handles where nobody can have changed what was copied."""
+"""Padded and cloned copies of recomputable tensors are handles if nothing can have changed the copied tensor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_two_borders_of_one_tensor_are_two() -> None:
     assert agrees(run, x, u, v)
 
 
-def test_two_readers_share_what_is_made_again() -> None:
+def test_two_readers_share_a_recomputed_tensor() -> None:
     x, u, v = leaf(4, 5), leaf(4, 7), leaf(4, 7)
 
     def run() -> Tensor:

@@ -30,7 +30,7 @@ def kept_shapes(run) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 @pytest.mark.parametrize("dim", [-1, 1, 0])
-def test_a_glu_is_made_again(dim):
+def test_a_glu_is_recomputed(dim):
     torch.manual_seed(0)
     x, w = torch.randn(4, 6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
@@ -72,7 +72,7 @@ def test_a_kept_result_read_without_a_cast_is_kept_once():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_batch_norms_output_is_made_again_by_the_statistics_of_the_forward(dtype, training):
+def test_a_batch_norms_output_is_recomputed_by_the_statistics_of_the_forward(dtype, training):
     torch.manual_seed(0)
     norm = torch.nn.BatchNorm2d(4, dtype=dtype).train(training)
     x = (1e-3 * torch.randn(3, 4, 5, 5, dtype=dtype)).requires_grad_()  # where eps is most of the variance

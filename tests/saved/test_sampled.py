@@ -102,7 +102,7 @@ def kept(model: nn.Module) -> int:
     return saved - account(short, lambda: short(x)).saved
 
 
-# --- who holds it ----------------------------------------------------------------------------------------------------
+# --- what holds it ---------------------------------------------------------------------------------------------------
 
 
 def test_an_activation_that_keeps_a_code_behind_a_sample() -> None:
@@ -263,7 +263,7 @@ def test_nan_goes_through_a_mask() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_in_a_checkpointed_block_nothing_is_sampled(use_reentrant: bool) -> None:
-    """Its inputs are made again, so a sample would free nothing."""
+    """Its inputs are recomputed, so a sample would free nothing."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         for layer in model.layers:

@@ -44,7 +44,7 @@ def linears() -> tuple[nn.Module, nn.Module]:
     return stock, patched
 
 
-# --- what the code is made of, and what is made again from it --------------------------------------------------------
+# --- the input of the code, and tensors recomputed from it ----------------------------------------------------------
 
 
 class KeptCopy(ReLUBlock):
@@ -62,7 +62,7 @@ class KeptCopy(ReLUBlock):
         return x + self.down(h) + self.other(d)
 
 
-def test_a_relu_does_not_keep_a_mask_where_a_copy_of_its_output_is_made_again() -> None:
+def test_a_relu_does_not_keep_a_mask_where_a_copy_of_its_output_is_recomputed() -> None:
     """Its other reader would take a sample, but the copy of somebody else's is made from what the ReLU keeps."""
     stock, patched = pair(KeptCopy)
     exact = memopt.load_recipe("exact-unfolded", ["dropouts.method=seed"])
@@ -87,7 +87,7 @@ class KeptOutput(Block):
         return x + self.down(h) + self.other(z)
 
 
-def test_an_activation_does_not_keep_a_code_where_its_output_is_made_again() -> None:
+def test_an_activation_does_not_keep_a_code_where_its_output_is_recomputed() -> None:
     stock, patched = pair(KeptOutput)
     assert not estimated(gradients(stock), gradients(patched))
 
@@ -216,7 +216,7 @@ class _Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- what stays ------------------------------------------------------------------------------------------------------
+# --- unchanged -------------------------------------------------------------------------------------------------------
 
 
 class Masked(Model):

@@ -43,7 +43,7 @@ def test_a_gated_mlp_keeps_gate_up_and_its_input_only():
     assert counts == [hidden + 4 * intermediate, hidden + 2 * intermediate]
 
 
-def test_squared_relu_is_made_again():
+def test_squared_relu_is_recomputed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     model[1].forward = lambda z: F.relu(z).pow(2)
@@ -130,7 +130,7 @@ def test_a_partial_backward_does_not_leave_a_recomputed_tensor_behind(monkeypatc
     assert loss_b.requires_grad
 
 
-def test_views_of_a_product_are_made_again_with_their_own_layout():
+def test_views_of_a_product_are_recomputed_with_their_own_layout():
     torch.manual_seed(0)
     gate, up, down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(3, 8)
     x = torch.randn(2, 5, 8, requires_grad=True)
@@ -176,7 +176,7 @@ def test_an_in_place_change_of_a_kept_tensor_is_still_an_error():
         loss.backward()
 
 
-def test_a_tensor_changed_in_place_is_not_made_again_from_old_operands():
+def test_a_tensor_changed_in_place_is_not_recomputed_from_old_operands():
     model, x = make_mlp()
 
     def forward() -> Tensor:

@@ -194,7 +194,7 @@ def install(walks: Walks) -> Callable[[], None]:
 
 
 def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Put `new` in the place of `old` in every module that has it under its name."""
+    """Put `new` in place of `old` in every module that has it under its name."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith(("memopt.", "tests.")):
             for name, function in old.items():

@@ -75,14 +75,18 @@ def test_a_checkpoint_in_4_bits_is_told_by_its_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "counted"), [("lora", "its weights count whole"), ("qlora", "its linears count in bitsandbytes' 4 bits")]
+    ("train", "counted"),
+    [
+        ("lora", "its weights are counted as not quantised"),
+        ("qlora", "its linears are counted in bitsandbytes' 4 bits"),
+    ],
 )
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_another_quantisation_is_said_not_to_be_counted(
     tmp_path: Path, method: str, train: Train, counted: str
 ) -> None:
     folder = quantised_folder(tmp_path, quant_method=method, bits=4)
-    said = f"The checkpoint is quantised ({method}), which is not counted: {counted}."
+    said = f"The checkpoint is quantised ({method}), which memopt does not count: {counted}."
     assert step_of(Request(folder, train=train)).notes == (said,)
 
 

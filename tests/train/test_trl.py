@@ -1,4 +1,4 @@
-"""`memopt.TrainerCallback` under TRL's trainers, which put another forward in the place of the model's."""
+"""`memopt.TrainerCallback` under TRL's trainers, which put another forward in place of the model's."""
 
 from __future__ import annotations
 

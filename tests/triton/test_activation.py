@@ -222,7 +222,7 @@ def test_the_dtype_that_a_function_returns_is_found_out_once_for_each_dtype() ->
     assert len(asked) == 3
 
 
-def test_the_output_is_made_again_by_the_kernel() -> None:
+def test_the_output_is_recomputed_by_the_kernel() -> None:
     torch.manual_seed(0)
     z = draw(4, 8).requires_grad_()
     linear = torch.nn.Linear(8, 8, device=DEVICE)

@@ -225,7 +225,7 @@ class TestOperators:
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
 
-    def test_the_output_is_made_again_by_the_kernel(self) -> None:
+    def test_the_output_is_recomputed_by_the_kernel(self) -> None:
         gate, up = draw(6, 8).requires_grad_(), draw(6, 8, seed=1).requires_grad_()
         linear = torch.nn.Linear(8, 3, device=DEVICE)
         shapes: list[tuple[int, ...]] = []

@@ -94,7 +94,7 @@ def test_the_norm_of_a_sum_takes_one_kernel_each_way_and_no_addition(family, dty
     assert torch.equal(given[1], dx)
 
 
-def test_the_output_is_made_again_by_the_kernel(launches):
+def test_the_output_is_recomputed_by_the_kernel(launches):
     weight, bias, spec = parameters(LAYER, 72, torch.bfloat16, "before")
     x, other = draw(4, 72, dtype=torch.bfloat16).requires_grad_(), draw(4, 72, dtype=torch.bfloat16)
     other.requires_grad_()

@@ -101,7 +101,7 @@ def test_a_key_of_the_config_that_stands_twice_fails_by_name(patched: Path) -> N
     text = (patched / "config.json").read_text()
     (patched / "config.json").write_text(text.replace("{", '{"use_cache": false,', 1))
     forge(patched, "config.json")
-    assert "'use_cache' stands twice" in failed(patched)["weights.config"].detail
+    assert "'use_cache' occurs twice" in failed(patched)["weights.config"].detail
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_file_that_differs_from_the_sources_fails_by_name(patched: Path, name:
         ("license: mit", "license: none", "README.md differs"),
         ("# A model", "# Another model", "README.md differs"),
         ("<!-- memopt end -->", "", "README.md differs"),
-        ("with recipe `exact`", "with recipe `other`", "README.md differs in what memopt wrote"),
-        ("- memopt # memopt", "- other # memopt", "README.md differs in what memopt wrote"),
-        ("", None, "README.md differs in what memopt wrote"),
+        ("with recipe `exact`", "with recipe `other`", "README.md differs in the part that memopt wrote"),
+        ("- memopt # memopt", "- other # memopt", "README.md differs in the part that memopt wrote"),
+        ("", None, "README.md differs in the part that memopt wrote"),
     ],
 )
 def test_a_model_card_that_is_not_the_sources_with_the_section_fails(
@@ -183,7 +183,7 @@ def set_fold(manifest: dict[str, Any], **values: Any) -> None:
         (lambda m: m["source"].update(files={}), "lists no file of the source"),
         (lambda m: m.update(entries=m["entries"][1:]), "model.layers.0.norm is folded by no entry"),
         (lambda m: m["entries"][1].update(action="fold"), "model.layers.1.norm is folded by its plan, but there is no"),
-        (lambda m: m["entries"][0].update(action="recoded"), "'recoded' is nothing that is done to a norm"),
+        (lambda m: m["entries"][0].update(action="recoded"), "'recoded' is not an action for a norm"),
         (lambda m: m.update(folds=m["folds"] * 2), "model.layers.0.norm is folded twice"),
         (lambda m: m["recipe"]["norms"].update(fold="none"), "folds nothing"),
         (lambda m: m["recipe"].update(ignore=["model.layers.*"]), "leaves out model.layers.0.norm"),

@@ -46,7 +46,7 @@ def patched(tmp_path_factory) -> Path:
     return root / "patched"
 
 
-def test_a_right_checkpoint_passes_and_says_what_stays_unproved(patched):
+def test_a_right_checkpoint_passes_and_lists_what_is_unproved(patched):
     checks = {check.id: check for check in verify(patched, level="training").checks}
     assert {check.status for check in checks.values()} == {"pass"}
     assert checks["training.situations"].value == len(SITUATIONS)

@@ -45,7 +45,7 @@ def test_with_inputs_for_the_large_tower_the_small_one_alone_is_said() -> None:
     assert "'text.0'" in unseen
 
 
-@pytest.mark.filterwarnings("ignore:memopt knows little")
+@pytest.mark.filterwarnings("ignore:memopt could observe little")
 def test_nothing_is_patched_is_not_said_where_nothing_was_tried() -> None:
     class Blind(nn.Module):
         def __init__(self) -> None:

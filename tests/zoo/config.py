@@ -238,7 +238,7 @@ def _rotary_by_kind(node: PreTrainedConfig, kind: str) -> bool:
 
 
 def _native_backbones(node: PreTrainedConfig) -> bool:
-    """The library's own class of the backbone's family in the place of another library's."""
+    """The library's own class of the backbone's family in place of another library's."""
     foreign = {name: part for name, part in vars(node).items() if getattr(part, "model_type", "") == "timm_backbone"}
     changed = False
     for name, backbone in foreign.items():

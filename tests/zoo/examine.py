@@ -86,7 +86,7 @@ _NO_LAST_DIMENSION = (
     "not a scale and shift of a normalised input",
     "normalises nothing",
     "normalises over the batch",
-    "it keeps its input only",
+    "it saves only its input",
     "(native_batch_norm)",
     "(native_group_norm)",
 )

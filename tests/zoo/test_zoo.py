@@ -68,7 +68,7 @@ def test_a_backward_that_is_slightly_off_is_noticed(monkeypatch: pytest.MonkeyPa
     assert "gradients differ" in row.reason
 
 
-def test_a_copy_that_is_made_again_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_recomputed_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = handles.after
     monkeypatch.setattr(
         handles,

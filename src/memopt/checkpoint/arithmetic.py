@@ -104,12 +104,12 @@ class Scaler:
 
 
 def fold_scale(gamma: Floats, offset: int, size: int, channels: Channels = None) -> Floats:
-    """fp64 scale of each of `size` coordinates; 1 where `channels` is negative (not this norm's)."""
+    """fp64 scale of each of `size` coordinates; 1 if `channels` is negative (not this norm's)."""
     return spread(gamma.reshape(-1) + offset, size, channels, neutral=1.0)
 
 
 def fold_shift(beta: Floats, scale: float, size: int, channels: Channels = None) -> Floats:
-    """fp64 constant that each of `size` coordinates adds; 0 where `channels` is negative."""
+    """fp64 constant that each of `size` coordinates adds; 0 if `channels` is negative."""
     return spread(beta.reshape(-1) * scale, size, channels, neutral=0.0)
 
 
@@ -187,7 +187,7 @@ class RangeChanges:
 
 
 def _round_to_upper_half(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The upper 16 bits of fp32 numbers, rounded to nearest even, in the place of `bits`."""
+    """The upper 16 bits of fp32 numbers, rounded to nearest even, in place of `bits`."""
     odd = bits >> 16
     odd &= 1
     bits += odd

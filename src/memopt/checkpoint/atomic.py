@@ -47,7 +47,7 @@ def staged(out: Path, *, force: bool | None, note: Note) -> Iterator[Path]:
 
     Args:
         out: target folder; see :func:`memopt.checkpoint.target.check_target`.
-        force: replace a non-empty target; None where the command has no --force.
+        force: replace a non-empty target; None if the command has no --force.
         note: called with a sentence where leftovers of an interrupted run were restored or removed, where something
             could not be removed, and where an interrupt ends the block.
 
@@ -107,7 +107,7 @@ class _Stage:
             for parent in () if written else self.parents:
                 parent.rmdir()
         except OSError as error:
-            note(f"'{error.filename or self.root}' was left behind, since it cannot be removed: {error.strerror}.")
+            note(f"'{error.filename or self.root}' was left behind, because it cannot be removed: {error.strerror}.")
             return False
         finally:
             os.close(self.lock)
@@ -166,7 +166,7 @@ def _prefix(out: Path) -> str:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[int | None]:
-    """A locked descriptor of a folder; None where it is none, is gone, or another run has locked it."""
+    """A locked descriptor of a folder; None if it is none, is gone, or another run has locked it."""
     try:
         lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # no folder: a link, a pipe
@@ -206,7 +206,9 @@ def _remove(root: Path) -> None:
 def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
     present = list_files(out) if out.is_dir() else {}
     if present != (files or {}):
-        raise OutputError(f"'{out}' was changed while its replacement was written.", "Look at it, and try again.")
+        raise OutputError(
+            f"'{out}' was changed while its replacement was written.", "Check it and run the command again."
+        )
     if out.is_dir():  # a folder that was private is private again
         restrict(stage.new, out)
     if files is None:
@@ -228,11 +230,11 @@ def _publish(stage: _Stage, out: Path, files: Files | None, note: Note) -> None:
             remove_files(old, files)
         except OSError as error:
             stage.abandon()
-            note(f"'{out}' was written; what was in it before is left in '{old}': {error.strerror}.")
+            note(f"'{out}' was written; its old content is in '{old}': {error.strerror}.")
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
+    """Swap two folders in one step; False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -299,6 +301,6 @@ def _shielded() -> Iterator[None]:
 def _explain(error: OSError, out: Path, clean: bool) -> OutputError:
     hint = "Nothing was left behind." if clean else None
     if error.errno in _FULL:
-        return OutputError(f"The disk became full while '{out}' was written. Free some space.", hint)
+        return OutputError(f"The disk is full, so '{out}' was not written. Free some space.", hint)
     at = f" ('{error.filename}')" if error.filename else ""
     return OutputError(f"'{out}' could not be written: {error.strerror or error}{at}.", hint)

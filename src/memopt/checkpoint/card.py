@@ -32,7 +32,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 def patched_card(root: Path, manifest: Manifest) -> tuple[bytes | None, str]:
     """(the card for the model in the folder `root`, what a user should know).
 
-    None where the source's file is kept as it is: it is no text that can be extended and restored.
+    None if the source's file is kept as it is: it is no text that can be extended and restored.
     """
     path = root / CARD
     if not path.exists():
@@ -53,7 +53,7 @@ def patched_card(root: Path, manifest: Manifest) -> tuple[bytes | None, str]:
 
 
 def source_card(card: bytes) -> bytes | None:
-    """`card` without what :func:`patched_card` added; None where nothing is left of a card that was memopt's alone."""
+    """`card` without what :func:`patched_card` added; None if nothing is left of a card that was memopt's alone."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:

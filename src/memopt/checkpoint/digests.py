@@ -12,7 +12,7 @@ _DEPTH = 3
 
 
 class Digests:
-    """Two digests, and the buffers for what goes into them; one digest as long as both streams are the same."""
+    """Two digests and their buffers; one digest as long as both streams are the same."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._first = hashlib.sha256()
@@ -39,7 +39,7 @@ class Digests:
         return memoryview(first)[:count], memoryview(second)[:count]
 
     def update(self, first: memoryview, second: memoryview | None = None) -> None:
-        """Append a block to each stream, None where the second's is the same; they may not change until hashed."""
+        """Append a block to each stream, None if the second's is the same; they may not change until hashed."""
         if second is not None and self._second is None:
             self._second = self._threads[0].submit(self._first.copy).result()
         self._pending.append(self._threads[0].submit(self._first.update, first))

@@ -1,4 +1,4 @@
-"""Whether a patched folder still is what it says of itself, before it is loaded: from headers, or by digests."""
+"""Check a patched folder against its own record before it is loaded: from headers, or by digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.errors import ModelError, first_of
 
 
 def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digests: bool) -> None:
-    """Compare the files of a patched folder, whose weights are safetensors, with what it lists.
+    """Compare the files of a patched folder, whose weights are safetensors, with its record.
 
     Args:
         config: of the model that is loaded, whose names and shapes the tensors must have; None for another class.
@@ -30,18 +30,18 @@ def check_fits(record: PatchedFolder, config: PreTrainedConfig | None, *, digest
         folds = [each.fold for each in manifest.folds]
         key = source.config.get(CONFIG_KEY)
         if isinstance(key, dict) and key.get("folds") not in (None, digest_of_folds(folds)):
-            wrong.append(f"{MANIFEST} lists other folds than config.json")
+            wrong.append(f"{MANIFEST} lists folds that differ from config.json's")
         wrong += (f"{MANIFEST} has a fold that the tensors do not allow: {why}" for why in _misfits(manifest, source))
         if digests:
             wrong += _changed(manifest, source)
     elif digests:
-        hint = "Load it without verify=True: what was saved after the patch has no digests."
+        hint = "Load it without verify=True: a folder that was saved after the patch has no digests."
         raise ModelError(f"'{record.folder}' has no {MANIFEST}, so its files have no digests.", hint)
     if not wrong and config is not None:
         wrong += compare_names(source, config).wrong
     if wrong:
         raise ModelError(
-            f"'{record.folder}' is not what `memopt patch` wrote: {first_of(wrong, SHOWN, '; ')}.",
+            f"'{record.folder}' differs from what `memopt patch` wrote: {first_of(wrong, SHOWN, '; ')}.",
             f"Patch the model again. If it was trained and saved into this folder, remove {MANIFEST}.",
         )
 

@@ -238,7 +238,7 @@ def _obstacle(
     aliases: Mapping[str, tuple[str, ...]],
     owners: Counter[str | None],
 ) -> str | None:
-    """Why the files do not allow the fold of `norm`; None where they do."""
+    """Why the files do not allow the fold of `norm`; None if they do."""
     if not norm.consumers:
         return "no linear reads it"
     if owners[norm.weight] > 1:
@@ -285,7 +285,7 @@ def _conflicts(folds: tuple[Fold, ...]) -> Iterator[tuple[str, str]]:
             users.setdefault(consumer.weight, []).append((fold.norm, consumer))
             for name in (consumer.weight, consumer.bias):
                 if name is not None and name in own:
-                    yield fold.norm, f"{name} belongs to the norm {own[name]}"
+                    yield fold.norm, f"{name} is also a parameter of the norm {own[name]}"
             if consumer.bias in weights:
                 yield fold.norm, f"{consumer.bias} is used both as a weight and as a bias"
     for weight, uses in users.items():

@@ -1,4 +1,4 @@
-"""memopt.json: what was done to a checkpoint, enough to verify it. No weight is in it.
+"""memopt.json: the record of a patch, enough to verify it. It has no weights.
 
 Reading is strict: a file of another form is an error.
 """
@@ -106,7 +106,7 @@ class Manifest:
         try:
             return None if self.inputs is None else from_description(self.inputs.arguments)
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(f"The inputs in {MANIFEST} have no form that memopt writes: {error}.") from None
+            raise ModelError(f"The inputs in {MANIFEST} have a form that memopt does not write: {error}.") from None
 
     def changed_files(self, folder: Path, known: Mapping[Path, str] = MappingProxyType({})) -> list[tuple[str, str]]:
         """(name, what happened to it) of the files that are not those of `folder` any more.

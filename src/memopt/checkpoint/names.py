@@ -1,4 +1,4 @@
-"""Whether the tensors in the files are those of the model that the config describes, by name and shape.
+"""Whether the tensors in the files belong to the model of the config, by name and shape.
 
 transformers itself answers: its loader runs on the meta device, with the names and shapes of the headers, so that its
 renamings, conversions, ties and lists of names to ignore hold here as they do for a user. No weight is read.

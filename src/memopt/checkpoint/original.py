@@ -21,7 +21,7 @@ def original_of(record: PatchedFolder, against: str | Path | None, allow_pickle:
     model, revision = (str(against), None) if against is not None else record.origin()
     if model is None:
         raise ModelError(
-            f"{record.base_model}, from which '{record.folder}' was made, is not where it was.",
+            f"{record.base_model}, from which '{record.folder}' was made, is not at its old place.",
             "Give it with --against.",
         )
     read = record.manifest is not None and needs_allow_pickle(record.manifest.source.files)
@@ -45,7 +45,7 @@ def folds_of(
     expected = key if isinstance(key, dict) else {}
     if record.manifest is None and digest_of_folds(folds) != expected.get("folds"):
         raise ModelError(
-            f"How the norms of '{record.folder}' were folded cannot be told from '{original.model}' (it was patched by "
+            f"The folds of '{record.folder}' cannot be planned again from '{original.model}' (it was patched by "
             f"memopt {expected.get('version')}).",
             f"Give the model that it was made from, or copy the {MANIFEST} of the patched folder into this one.",
         )

@@ -1,4 +1,4 @@
-"""What a patched folder is, and what it says of itself: one definition for patch, load, verify, report and unpatch.
+"""A patched folder and its record: one definition for patch, load, verify, report and unpatch.
 
 `memopt patch` leaves two traces: memopt.json, and the key ``memopt`` in config.json. `save_pretrained` of the loaded
 model writes the key again and no memopt.json, so a folder with the key alone holds weights saved later: trained ones.
@@ -50,7 +50,7 @@ class PatchedFolder:
 
     folder: Path
     manifest: Manifest | None
-    """None where the model was loaded and saved again."""
+    """None if the model was loaded and saved again."""
     key: ConfigKey | None
     """Read where there is no manifest."""
     recipe: Recipe
@@ -80,7 +80,7 @@ class PatchedFolder:
         return frozenset(self.key.folded_norms if self.key else ())
 
     def batch(self) -> dict[str, Any] | None:
-        """The batch that the model was patched with, on the meta device; None where it was guessed or is not known."""
+        """The batch that the model was patched with, on the meta device; None if it was guessed or is not known."""
         return None if self.manifest is None else self.manifest.batch()
 
 

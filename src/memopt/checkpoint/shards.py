@@ -33,12 +33,12 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What was written, and what was read for it."""
+    """The files written, and those read for it."""
 
     changes: dict[str, RangeChanges]
     """Changed tensor -> how many of its elements left the normal range."""
     source: FileRecord | None
-    """None where the file read is of another format."""
+    """None if the file read is of another format."""
     result: FileRecord
 
 
@@ -103,7 +103,7 @@ class _Stream:
         self.buffers = digests.buffers
 
     def put(self, before: memoryview, after: memoryview | None = None) -> None:
-        """Append `after`, which the source has as `before`; None where both are the same."""
+        """Append `after`, which the source has as `before`; None if both are the same."""
         self._digests.update(before, after)
         if after is not None or not self._cloned:
             write_at(self._target, before if after is None else after, self._position)

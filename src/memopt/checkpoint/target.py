@@ -1,6 +1,5 @@
-"""The folder that is written: whether it may be, and what `--force` may replace in it.
-
-That is a folder which holds what its memopt.json lists, unchanged, and nothing else.
+"""The folder to write: whether it may be written, and what `--force` may replace. That is a folder with exactly the
+files of its memopt.json, unchanged.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ def restrict(path: Path, origin: Path) -> None:
 
 
 def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: bool) -> Files | None:
-    """The files of `out` that memopt wrote and that may be replaced; None where there are none.
+    """The files of `out` that memopt wrote and that may be replaced; None if there are none.
 
     Args:
-        force: whether they may be; None where the command has no --force.
+        force: whether they may be; None if the command has no --force.
         state: what the error says of a folder that is not empty.
         all_digests: compare the digests of all files, and not of small ones only.
 
@@ -105,7 +104,7 @@ def files_to_replace(out: Path, force: bool | None, state: str, *, all_digests: 
     found = list_files(out)
     foreign = sorted({_top(name) for name in found if name not in records and name != MANIFEST})
     if foreign:
-        raise OutputError(f"'{out}' holds what memopt did not write there: {first_of(foreign)}.", _MOVE)
+        raise OutputError(f"'{out}' has files that memopt did not write: {first_of(foreign)}.", _MOVE)
 
     def changed(name: str) -> bool:
         record, path = records[name], out / name

@@ -1,4 +1,4 @@
-"""Takes folds back: a norm gets its affine back, and the linears that read it are divided by its scale.
+"""Undo folds: a norm gets its affine back, and the linears that read it are divided by its scale.
 
 The norm y = s x_hat + t of the patched files (the identity, unless somebody trained it) feeds W and b. With the
 original scale s_o and shift t_o the restored norm has s_r = s_o s and t_r = t_o + s_o t, and its linears have

@@ -31,18 +31,16 @@ if TYPE_CHECKING:
 
 
 def optional(help: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
-    """An option of which the help shows no default."""
+    """An option whose default is not in the help."""
     return typer.Option(*names, help=help, metavar=metavar, show_default=False, **more)
 
 
 InputsOption = Annotated[
     Path | None,
-    optional(
-        "A batch (.pt or .safetensors: arguments of the model's forward), where inputs cannot be guessed.", "FILE"
-    ),
+    optional("A batch (.pt or .safetensors: arguments of the model's forward), if memopt cannot guess inputs.", "FILE"),
 ]
 RevisionOption = Annotated[str | None, optional("Branch, tag or commit on the hub.")]
-AgainstOption = Annotated[str | None, optional("The original, if it is not where memopt.json says.", "MODEL")]
+AgainstOption = Annotated[str | None, optional("The original, if it is not at the place in memopt.json.", "MODEL")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")
 ]  # fmt: skip
@@ -58,7 +56,7 @@ EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141
 _PATIENCE, _PLAIN_INTERVAL = 2.0, 10.0
 _ERASE_LINE = "\x1b[2K"
-#: What is written at a time: moves of the cursor, a text, the way back to the start of its line.
+#: One write: moves of the cursor, a text, the way back to the start of its line.
 _DRAWN = re.compile(r"((?:\r|\n|\x1b\[(?:2K|K|A))*)(.*?)(\r?)", re.DOTALL)
 
 
@@ -66,7 +64,7 @@ def document(command: str | None, status: str, **fields: Any) -> dict[str, Any]:
     """The JSON document of a command.
 
     Args:
-        command: its name; None where none was recognised.
+        command: its name; None if none was recognised.
         status: ``pass``, ``fail``, ``inconclusive`` or ``error``.
         fields: the command's own.
     """
@@ -97,7 +95,7 @@ def print_rich(*renderables: RenderableType) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines of the result. In each, all that controls a terminal is escaped, a line break too."""
+    """Print lines of the result, with control characters of terminals escaped, line breaks too."""
     print(*map(printable, lines), sep="\n")
 
 
@@ -168,12 +166,12 @@ def _as_stream_error() -> Iterator[None]:
         raise
     except OSError as error:
         message = f"The result cannot be written to stdout: {error.strerror}."
-        raise StreamError(message, "Send it somewhere else and run the command again.") from error
+        raise StreamError(message, "Redirect it to another place and run the command again.") from error
 
 
 @contextlib.contextmanager
 def result(outcome: str) -> Iterator[None]:
-    """Around what prints a result: where that fails or is interrupted, `outcome` says what was done before."""
+    """Around code that prints a result: if that fails or is interrupted, `outcome` says what was done before."""
     try:
         yield
         sys.stdout.flush()
@@ -229,7 +227,7 @@ def only_results_on_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside, and for what is made there, the garbage collector rests: modules are never garbage."""
+    """Inside, the garbage collector is off, also for objects created there: modules are never garbage."""
     gc.disable()
     try:
         yield
@@ -240,7 +238,7 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Callable[[], None]]:
-    """Inside, stderr tells after two seconds that `what` goes on, and for how long; ends earlier by its callback."""
+    """Inside, stderr says after two seconds that `what` goes on, and for how long; the callback ends it earlier."""
     done = threading.Event()
     thread = threading.Thread(target=_tell_time, args=(what, done), daemon=True)
 
@@ -272,7 +270,7 @@ def _tell_time(what: str, done: threading.Event) -> None:
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback (bytes done, bytes to do): a bar on a terminal, else a plain line every ten seconds.
 
-    Before its first call the time is told, as by `waiting`.
+    Before its first call it prints the time, like `waiting`.
     """
     with waiting("Reading the model") as begin, _bar(label) as update:
 
@@ -306,10 +304,10 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def output_file(path: Path | None, option: str, *, force: bool) -> Path | None:
-    """Where the option's result goes, checked before any work is done.
+    """The path of the option's result, checked before any work.
 
     Raises:
-        OutputError: it cannot be written there, or a file is there and `force` is false.
+        OutputError: it cannot be written, or the file exists and `force` is false.
     """
     if path is None:
         return None

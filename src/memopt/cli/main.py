@@ -22,7 +22,7 @@ import memopt
 from memopt.cli import common
 from memopt.errors import StreamError, UsageError
 
-_HELP = "Patch Hugging Face models so that fine-tuning takes far less memory, and prove that they are the same."
+_HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same."
 #: Set by a shell that asks for completions of the line that it passes in other variables.
 _COMPLETION = "_MEMOPT_COMPLETE"
 COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     command = next((word for word in rest if word in COMMANDS), None)
     stdout: Any = sys.stdout
     if stdout is None:
-        error = StreamError("stdout is closed, so no result could be printed: nothing was done.", "Give it a stdout.")
+        error = StreamError(
+            "stdout is closed, so memopt cannot print a result; it did nothing.", "Run the command with an open stdout."
+        )
         return common.report_error(error, command=command, as_json=False, debug=debug)
     completing = contextlib.redirect_stderr(io.StringIO()) if _COMPLETION in os.environ else contextlib.nullcontext()
     try:

@@ -1,4 +1,4 @@
-"""What `memopt report` writes beside what it prints: `--html`, `--snapshot`, and the plans of `--budget`, `--frontier`.
+"""Files that `memopt report` writes: `--html`, `--snapshot`, and the plans of `--budget`, `--frontier`.
 
 Options, and the writing. The planner answers with the fastest plan that fits, or with plans by memory and time.
 """
@@ -47,21 +47,21 @@ FrontierOption = Annotated[bool, typer.Option("--frontier", help="Print plans by
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the options ask: files beside what is printed, a plan for `budget`, or the frontier with its rates."""
+    """The options: files to write, a plan for `budget`, or the frontier with its rates."""
 
     html: Path | None
     snapshot: Path | None
     out: Path | None
     emit: Sequence[str]
     force: bool
-    """Whether files that are there are replaced."""
+    """Whether to replace existing files."""
     budget: str | None
     frontier: bool
     allow: Allowed | None
 
     @property
     def planner(self) -> str | None:
-        """The option that asks the planner; None where neither is given."""
+        """The option that asks the planner; None if neither is given."""
         return "--budget" if self.budget is not None else "--frontier" if self.frontier else None
 
     def check_options(self) -> None:
@@ -81,10 +81,10 @@ class Outputs:
             raise UsageError("--out and --allow are about the one plan of --budget.", "Give one, e.g. --budget 24GiB.")
 
     def checked(self) -> Outputs:
-        """With the drawings' paths resolved, before any work is done.
+        """These options with resolved paths of the drawings; checked before any work.
 
         Raises:
-            OutputError: one cannot be written, or is there and `force` is false.
+            OutputError: one cannot be written, or exists and `force` is false.
             UsageError: they are the same.
         """
         html = common.output_file(self.html, "--html", force=self.force)
@@ -165,7 +165,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bo
             from memopt.prediction.planner.choice import Choice
             from memopt.prediction.planner.training import plan_training
 
-        # Beside a frontier a budget is the card whose rates are taken.
+        # With a frontier, the budget is the card that gives the rates.
         budget, card = (None, asked.budget) if asked.frontier else (asked.budget, None)
         allowed = () if asked.allow is None else (asked.allow,)
         chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
@@ -182,7 +182,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bo
 
 
 def _check_expressible(request: Request, setup: Setup, emit: Sequence[str]) -> None:
-    """Refuse, before minutes of tracing, what a file of `emit` cannot express whatever the plan will be."""
+    """Refuse, before minutes of tracing, a request that a file of `emit` cannot express with any plan."""
     from memopt.emit.engines import files_of, planned_step
     from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
     from memopt.prediction.planner.choice import Choice, Plan

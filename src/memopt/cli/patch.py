@@ -19,21 +19,24 @@ if TYPE_CHECKING:
 AdapterOption = Annotated[
     Path | None,
     common.optional(
-        "Convert this PEFT adapter instead: between the stock model and the folded one, same function.", "DIR"
+        "Convert this PEFT adapter instead, between the stock model and the folded one. Its function stays the same.",
+        "DIR",
     ),
 ]
 _FOLD_SENTENCE = (
-    "Folding keeps the function: the loss at step 0 is the same. It re-parametrises training, so the path after that\n"
-    "differs from the stock model's. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
+    "Folding keeps the function: the loss at step 0 is the same. It changes the parameters, so training then takes\n"
+    "another path than the stock model. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
 )
 _NO_FOLD_SENTENCE = (
-    "No weight changes, since no norm is folded: in Python, memopt.patch(model) does the same without a copy."
+    "No norm is folded, so no weight changes. In Python, memopt.patch(model) does the same without a copy."
 )
 
 
 def patch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a hub id.", show_default=False)],
-    out: Annotated[Path | None, common.optional("Folder to write, else ./NAME-memopt.", None, "--out", "-o")] = None,
+    out: Annotated[
+        Path | None, common.optional("Folder to write; default: ./NAME-memopt.", None, "--out", "-o")
+    ] = None,
     recipe: Annotated[
         str,
         typer.Option(
@@ -53,21 +56,21 @@ def patch(
     revision: common.RevisionOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin where there is no safetensors file.")
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin if there is no safetensors file.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="A row for every site of the model, with its reason.")
+        bool, typer.Option("--verbose", "-v", help="Print a row for every site of the model, with its reason.")
     ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
     """Write a patched checkpoint of MODEL.
 
-    The result is a plain checkpoint with the same tensor names, which stock transformers loads too. With --adapter it
-    is an adapter: one that was trained on MODEL, for the patched folder (MODEL may be that folder).
+    The result is a plain checkpoint with the same tensor names; stock transformers loads it too. With --adapter the
+    result is an adapter for the patched folder, from one that was trained on MODEL (MODEL may be that folder).
     """
     if adapter is not None:
         if dry_run or force or emit or inputs is not None:
-            raise UsageError("--dry-run, --force, --emit and --inputs are not for --adapter.", "Leave them out.")
+            raise UsageError("--adapter does not take --dry-run, --force, --emit or --inputs.", "Leave them out.")
         return convert(
             "patch",
             adapter,
@@ -131,7 +134,7 @@ def convert(command: str, adapter: Path, model: str, out: Path | None, *, json_o
             common.print_json(common.document(command, "pass", model=model, **fields))
             return common.EXIT_OK
         tensors = f"{len(result.changed)} of {common.plural(result.tensors, 'tensor')} changed"
-        common.say(f"Wrote {result.out}: an adapter of the {result.fits.form} model, {tensors}; the same function.")
+        common.say(f"Wrote {result.out}: an adapter for the {result.fits.form} model, {tensors}; same function.")
         load = "memopt.load" if result.fits.form == "folded" else "from_pretrained"
         if result.fits.form == "folded" and not Path(result.base).is_dir():
             common.say("Next:", f"  memopt patch {common.quoted(model)} --out {common.quoted(result.base)}")
@@ -181,9 +184,7 @@ def _print(result: PatchResult, verbose: bool) -> None:
     near_zero = sum(record.near_zero for record in written.manifest.folds)
     if near_zero:
         channels = common.plural(near_zero, "channel")
-        common.say(
-            f"{channels} had a scale near zero: without the original the fold cannot be undone there, so keep it."
-        )
+        common.say(f"{channels} had a scale near zero. Keep the original: without it, the fold cannot be undone there.")
     common.say("Next:", f"  memopt verify {out}", f"  memopt report {out}")
 
 

@@ -30,7 +30,7 @@ def report(
     recipe: Annotated[
         str | None,
         common.optional(
-            "Name or YAML file, else the patched folder's own, else exact-unfolded.",
+            "Name or YAML file; default: the patched folder's own, else exact-unfolded.",
             None,
             "--recipe",
             "-r",
@@ -38,9 +38,9 @@ def report(
         ),
     ] = None,
     inputs: common.InputsOption = None,
-    batch: Annotated[int | None, common.optional("Rows in a batch, else 1.", min=1)] = None,
+    batch: Annotated[int | None, common.optional("Rows in a batch; default: 1.", min=1)] = None,
     seq: Annotated[
-        int | None, common.optional("Tokens in a row, else what the config allows up to 2048.", min=1)
+        int | None, common.optional("Tokens in a row; default: the config's limit, at most 2048.", min=1)
     ] = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
@@ -58,17 +58,19 @@ def report(
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Whose states and transients count.")] = "adamw",
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")] = "adamw",
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
     devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Every saved tensor, by block, before and after patching.")
+        bool, typer.Option("--verbose", "-v", help="Print every saved tensor, by block, before and after patching.")
     ] = False,
     html: outputs.HtmlOption = None,
     snapshot: outputs.SnapshotOption = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Run real steps in fresh processes (GPU, else CPU), beside what is predicted."),
+        typer.Option(
+            "--measure", help="Run real steps in fresh processes (GPU, else CPU), and print them beside the prediction."
+        ),
     ] = False,
     budget: outputs.BudgetOption = None,
     out: outputs.OutOption = None,
@@ -82,9 +84,9 @@ def report(
 ) -> int:
     """Show whether a training step fits, its peak, and what would change it.
 
-    Computed from the model's config alone: no weights, no GPU. With -v, which operation saves which bytes for backward,
-    before and after patching. Only for a recipe that samples, and where the weights are in a local folder, one training
-    step on the CPU measures the noise of the sampling.
+    It computes everything from the model's config: no weights, no GPU. With -v it lists which operation saves which
+    bytes for backward, before and after patching. Only if a recipe samples and the weights are in a local folder, it
+    runs one training step on the CPU to measure the noise of the sampling.
 
     Example: memopt report meta-llama/Llama-3.1-8B --seq 8192 --train lora --gpu rtx4090
     """
@@ -98,7 +100,7 @@ def report(
             source = ctx.get_parameter_source(option[2:].replace("-", "_"))
             if source is not None and source.name == "COMMANDLINE":
                 raise UsageError(
-                    f"{option} is about LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
+                    f"{option} needs LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
                 )
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options()
@@ -134,7 +136,7 @@ def report(
         except ModelError:
             if gpu is not None:
                 raise
-            # What is saved may be known all the same, or the report says why not.
+            # The saved bytes may be known anyway, or the report says why not.
         if comparison is None and (first is None or first.approximate):
             comparison = report_on(request, common.note)
         if comparison is not None:
@@ -194,7 +196,7 @@ def _print_measured(found: dict[str, Measured]) -> None:
             table.add_row(title, moment, *numbers, f"{predicted / measured - 1:+.2%}")
         table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
     what = "live storages" if device == "cpu" else "what its allocator gave"
-    common.print_rich(table, f"Measured: {what}, with random weights. RSS: of the whole process.")
+    common.print_rich(table, f"Measured: {what}, with random weights. RSS is that of the whole process.")
 
 
 def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | None) -> Setup:
@@ -206,7 +208,8 @@ def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | N
         raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
     if devices > 1 and sharding == "none":
         raise UsageError(
-            f"--devices {devices} does not say what the devices share.", "Add --sharding, e.g. --sharding fsdp."
+            f"--devices {devices} needs --sharding, which says what the devices share.",
+            "Add --sharding, e.g. --sharding fsdp.",
         )
     try:
         setup = Setup(optimizer, sharding=sharding, devices=devices)

@@ -19,22 +19,24 @@ def unpatch(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="A folder that `memopt patch` wrote, trained since or not.", show_default=False
+            metavar="DIR", help="A folder that `memopt patch` wrote, before or after training.", show_default=False
         ),
     ],
     against: common.AgainstOption = None,
-    out: Annotated[Path | None, common.optional("Folder to write, else ./NAME-unpatched.", None, "--out", "-o")] = None,
+    out: Annotated[
+        Path | None, common.optional("Folder to write; default: ./NAME-unpatched.", None, "--out", "-o")
+    ] = None,
     adapter: AdapterOption = None,
     trust_remote_code: common.TrustOption = False,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL where it has no safetensors file.")
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin of MODEL if it has no safetensors file.")
     ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
-    """Write the stock form of DIR: norms get their weights back, and the linears behind them are divided by these.
+    """Write the stock form of DIR: move folded weights from the linears back into their norms.
 
-    What was not trained is the original's bit by bit. Exits with 1 if a norm had to keep its folded form. With
-    --adapter the result is an adapter: one that was trained on DIR, for the stock model.
+    Tensors that were not trained are the original's, bit by bit. Exits with 1 if a norm had to keep its folded form.
+    With --adapter the result is an adapter for the stock model, from one that was trained on DIR.
     """
     if adapter is not None:
         return convert(
@@ -78,5 +80,5 @@ def _summary(result: UnpatchResult) -> list[str]:
         lines.append(f"{common.plural(len(done.computed), 'trained tensor')} divided by the scales, rounded once.")
     if done.kept:
         norms = ", ".join(name for name, _ in done.kept)
-        lines.append(f"It computes the same, but these norms keep their folded form, see the notes: {norms}")
+        lines.append(f"It computes the same function, but these norms keep their folded form (see the notes): {norms}")
     return [*lines, "Next:", f"  memopt patch {common.quoted(result.out)}"]

@@ -64,7 +64,7 @@ def _summary(verdict: Verdict, directory: Path, code: int) -> str:
         return f"{directory}: all checks passed" + (f", {common.plural(warnings, 'warning')}." if warnings else ".")
     if verdict.status == "fail":
         if all(check.level == "memory" for check in verdict.checks if check.status == "fail"):
-            return f"{directory}: it does not save the bytes of its plan, see the failed checks."
-        return f"{directory}: NOT the same model, see the failed checks."
+            return f"{directory}: it does not save as many bytes as its plan says; see the failed checks."
+        return f"{directory}: NOT the same model; see the failed checks."
     end = "." if code else "; the other checks passed."
     return f"{directory}: inconclusive, a check was skipped{end}"

@@ -82,7 +82,7 @@ class Planned:
 
     @property
     def lora(self) -> dict[str, int | str | list[str]] | None:
-        """Arguments of `peft.LoraConfig`; None where everything is trained."""
+        """Arguments of `peft.LoraConfig`; None if everything is trained."""
         if self.step.train == "full":
             return None
         names = self.step.lora_targets
@@ -151,7 +151,7 @@ class Kind:
     text: Callable[[str, Planned, Sharding], str]
     """Of the engine's name, the plan, and one of `ways`."""
     note: str = ""
-    """What a user has to know beside what the file says."""
+    """Notes for the user beside the file."""
 
 
 def check_kinds(names: Iterable[str]) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
         (step.has_adapters, "LoRA", "Plan with --train full."),
         (planned.optimizer != "adamw", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw."),
         (step.precision.startswith("fp16"), step.precision, "Plan with --precision bf16 or bf16-mixed."),
-        (planned.checkpointed == "some", "activation checkpointing of chosen blocks, but of all or none",
+        (planned.checkpointed == "some", "activation checkpointing of chosen blocks (only of all or none)",
          "Give a recipe with checkpointing.method full or none."),
         (planned.attention not in (None, "sdpa"), f"attention by {planned.attention}", "Use sdpa."),
     ]  # fmt: skip
@@ -351,7 +351,7 @@ KINDS = {
         "deepspeed.json",
         ("zero2", "zero1", "zero3"),
         _deepspeed,
-        "TrainingArguments(deepspeed=...) has to be given batch, accumulation and bf16 or fp16 as in deepspeed.json.",
+        "Give TrainingArguments(deepspeed=...) the batch, accumulation and bf16 or fp16 of deepspeed.json.",
     ),
     "fsdp": Kind("fsdp.yaml", ("fsdp",), _accelerate),
     "axolotl": Kind("axolotl.yaml", _ANY, _axolotl),

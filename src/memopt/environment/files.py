@@ -64,7 +64,9 @@ def check_output(path: Path, option: str, *, force: bool = False) -> Path:
     if not path.parent.is_dir():
         raise OutputError(f"{what} lies in a folder that does not exist.", f"Create '{path.parent}', or name another.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{what} cannot be written: its folder allows it to nobody like you.", "Name another folder.")
+        raise OutputError(
+            f"{what} cannot be written: you have no permission to write in its folder.", "Name another folder."
+        )
     if not force and path.exists() and path.stat().st_size:
         raise OutputError(f"{what} exists already.", "Choose another name, or replace it with --force.")
     return path
@@ -104,7 +106,7 @@ def write_output(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(new, path)
     except OSError as error:
-        raise OutputError(f"'{path}' could not be written: {error.strerror}.", "It is as it was before.") from error
+        raise OutputError(f"'{path}' could not be written: {error.strerror}.", "It was not changed.") from error
     finally:
         new.unlink(missing_ok=True)
 
@@ -128,7 +130,7 @@ def parse_json(
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeError:
-        raise ValueError("it has text that is no valid Unicode") from None
+        raise ValueError("it has text that is not valid Unicode") from None
     level = [value]
     for _ in range(_MAX_DEPTH):  # what copies or compares a value calls itself for each level
         level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]
@@ -160,7 +162,7 @@ def parse_yaml(text: str) -> Any:
     for _ in range(_MAX_DEPTH):  # an anchor's value may stand in itself, or double with each level
         keys = [key for each in level if isinstance(each, dict) for key in each]
         for one in (*(each for each in level if not isinstance(each, _JSON)), *(k for k in keys if type(k) is not str)):
-            raise ValueError(f"a {type(one).__name__} ({str(one)[:80]}) has no place in it")
+            raise ValueError(f"a {type(one).__name__} ({str(one)[:80]}) cannot be written as JSON")
         if any(isinstance(each, int) and each.bit_length() > 64 for each in level):
             raise ValueError("a number in it is too large")
         level = [item for each in level for item in _items(each)]
@@ -180,7 +182,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return found
 
 
@@ -212,7 +214,7 @@ def check_side_file(path: Path) -> None:
     try:
         found = path.stat()
     except OSError:
-        raise ModelError(f"'{path}' is a broken link or no plain file.", "Remove it or copy it again.") from None
+        raise ModelError(f"'{path}' is a broken link or not a plain file.", "Remove it or copy it again.") from None
     if not stat.S_ISDIR(found.st_mode):
         _check(path, found, _limit(path.name))
 

@@ -29,7 +29,7 @@ def forking() -> Iterator[None]:
 
 
 def processes() -> int:
-    """How many processes `each` uses at most, this one included; 1 where a fork would not be sound."""
+    """How many processes `each` uses at most, this one included; 1 if a fork would not be sound."""
     if not _allowed.get() or sys.platform != "linux":
         return 1
     import torch

@@ -1,4 +1,5 @@
-"""Access to the model hub: asked once whether it answers, and never waited for where Ctrl-C could not end the wait.
+"""Access to the model hub: one request finds out whether it answers, and memopt waits only where Ctrl-C can end the
+wait.
 
 A hub that accepts connections and stays silent would hold the request for every file, and every retry, to its timeout.
 """
@@ -45,7 +46,7 @@ def hub_answers(model: str, revision: str | None = None) -> bool:
         answered = _answers(f"{endpoint}/{model}/resolve/{quote(revision or 'main', safe='')}/config.json")
         _asked[endpoint] = (time.monotonic(), answered)
         if not answered:
-            logger.info("the hub does not answer: only what is in its cache can be used")
+            logger.info("the hub does not answer: only files in its cache can be used")
     return answered
 
 

@@ -1,5 +1,5 @@
-"""Models that other tools partition: ZeRO-3's parameters, empty here but for the time that they are gathered, models
-that transformers shards before it reads their weights, and forwards that accelerate's device maps have hooked."""
+"""Models that other tools partition: ZeRO-3's parameters (empty except while they are gathered), models that
+transformers shards before it reads their weights, and forwards with hooks of accelerate's device maps."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def hooks_lifted(model: nn.Module) -> Iterator[None]:
     the modules' classes then.
 
     Hooks that load weights for one call alone (offload to CPU or disk) stay: such modules keep their forward. So do
-    those of a forward that somebody had put in the place of the class's.
+    those of a forward that somebody had put in place of the class's.
     """
     lifted = [each for each in model.modules() if _hooks_its_class(each) and not offloads(each)]
     forwards = [vars(each).pop("forward") for each in lifted]

@@ -1,4 +1,4 @@
-"""Other people's trainers: callbacks and plugins that call `memopt.patch` before the model is wrapped.
+"""Callbacks and plugins for trainers: they call `memopt.patch` before the trainer wraps the model.
 
-Nothing here is imported before it is asked for: `trainer.py` imports transformers' Trainer, `lightning.py` Lightning.
+Each file is imported on its own, since `trainer.py` imports transformers' Trainer and `lightning.py` Lightning.
 """

@@ -20,7 +20,7 @@ from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
 class MemoptCallback(Callback):  # type: ignore[misc]
     """Patches the Hugging Face models inside a LightningModule, PEFT's wrappers among them, before they are wrapped.
 
-    What `configure_model` builds is patched when fitting starts; where the strategy shards models (FSDP, DeepSpeed),
+    Models built in `configure_model` are patched when fitting starts. If the strategy shards models (FSDP, DeepSpeed),
     call `memopt.patch` in `configure_model`. Without a Hugging Face model the whole module is patched. Raises what
     `memopt.patch` does.
     """

@@ -1,4 +1,4 @@
-"""Patch the model that somebody's trainer brings, unless it is patched already."""
+"""Patch the model of a trainer, unless it is already patched."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Patching:
         """Patch `model`, and say so.
 
         Args:
-            batch, seq: of the trainer, where a plan for `budget` needs them and they were not given.
-            say: whether this process is the one that speaks.
+            batch, seq: those of the trainer, for a plan for `budget` if none were given.
+            say: whether this process logs.
         """
         before = summary(model)
         with contextlib.nullcontext() if say else _silent():
             if before.modules:
-                logger.info("the model is patched already, by recipe '%s', and is left as it is", before.recipe)
+                logger.info("the model is already patched by recipe '%s'; it was not changed", before.recipe)
                 return
             sizes = {} if self.budget is None else {"batch": self.batch or batch, "seq": self.seq or seq}
             patch(model, self.recipe, inputs=self.inputs, budget=self.budget, **sizes)

@@ -29,8 +29,9 @@ class TrainerCallback(transformers.TrainerCallback):
         Trainer(model, args, ..., callbacks=[memopt.TrainerCallback()])
         SFTTrainer(model, args=args, ..., callbacks=[memopt.TrainerCallback("exact-levels")])
 
-    Losses and gradients are those of `memopt.patch(model, recipe)` by hand. A model that is patched already is left
-    alone. The logger ``memopt`` says what was patched, and when training begins what the trainer has taken over: a loss
+    Losses and gradients are those of `memopt.patch(model, recipe)` by hand. A model that is already patched does not
+    change. The logger ``memopt`` says what was patched, and when training begins what the trainer has taken over: a
+    loss
     that it computes itself, activation checkpointing of the blocks.
 
     - ``gradient_checkpointing=True`` runs around memopt; where the recipe has ``checkpointing``, its choice holds.
@@ -121,8 +122,8 @@ def _check_untouched(model: nn.Module, args: Any) -> None:
 
 
 def _keep_liger_out(args: Any) -> None:
-    """Switch Liger's kernels for norms and MLPs off, where the user did not ask for each: `train` would put them in the
-    place of memopt's."""
+    """Switch off Liger's kernels for norms and MLPs, except those that the user names: `train` would put them in place
+    of memopt's."""
     given = dict(args.liger_kernel_config or {})
     off = [name for name in _LAYERS_OF_LIGER if name not in given]
     args.liger_kernel_config = {**dict.fromkeys(off, False), **given}

@@ -84,7 +84,7 @@ class _Live:
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
         if offloads(self.modules[name]):
             return self.refuse(
-                name, "accelerate loads its weights for its own call alone, and they get no gradient", patch
+                name, "accelerate loads its weights only for its own call, and they get no gradient", patch
             )
         try:
             # The proof of a scope, which holds a whole block, is not by values.

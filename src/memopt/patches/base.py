@@ -1,11 +1,12 @@
 """What a patch is: one way to save fewer bytes for backward, in a folder of its own, behind one registered object.
 
-A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`. It *applies* what was decided to a live
-model: `apply`, `finish`; the state of each rewritten module undoes it (`memopt.patches.swap`). And it says what holds
-inside the *scopes* of a model: `scope`. What only some patches do are capabilities (`memopt.patches.capabilities`).
+A patch does three things. It *decides*: `rules`, `propose`, `decide`, `notes`. It *applies* the decisions to a live
+model: `apply`, `finish`; the state of each rewritten module undoes the rewrite (`memopt.patches.swap`). And it says
+what it does inside the *scopes* of a model: `scope`. Methods that only some patches have are in
+`memopt.patches.capabilities`.
 
-Nothing here imports torch, nor does a patch's registered object (`patches/NAME/patch.py`): what touches a live model is
-in the folder's other files, imported when it is applied or checked.
+Neither this file nor a patch's registered object (`patches/NAME/patch.py`) imports torch. Code for live models is in
+the folder's other files, imported when the patch is applied or checked.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 Effect = Literal["exact", "approximate", "sampled"]
 #: The value of a key that is off, whatever its patch.
 OFF = "none"
-#: The action of a site that is left as it is, whatever its patch.
+#: The action of a site that is not rewritten, whatever its patch.
 LEFT = "keep"
-#: The action of a site that is left as it is, and reads what another rewrite recomputes: it saves no input of its own.
+#: The action of a site that is not rewritten and reads a recomputed input: it saves no input of its own.
 READS = "read recomputed"
 EXCLUDED = "excluded by the recipe's targets or ignore"
 
@@ -43,16 +44,16 @@ class Strict(BaseModel):
 
 
 class Rules(Strict):
-    """What a recipe says to one patch.
+    """The part of a recipe for one patch.
 
-    A patch may extend the rules of one before it: a subclass of them, under the same key, takes their place.
+    A patch may extend the rules of an earlier patch: a subclass of them, under the same key, replaces them.
     """
 
     key: ClassVar[str]
     """Of a recipe."""
     #: Field -> its old spellings, as memopt.json files of older versions have them.
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    #: The key's name, and fields that are gone, in such files.
+    #: The key's old name, and removed fields, in such files.
     old_key: ClassVar[str] = ""
     old_fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -76,12 +77,12 @@ class Rules(Strict):
         return False
 
     def in_memory(self) -> Mapping[str, str]:
-        """The fields that differ for a model in memory, whose weights nobody changes."""
+        """The fields that differ for a model in memory, whose weights do not change."""
         return {}
 
 
 def one_or_more(*words: str) -> BeforeValidator:
-    """A pattern alone is a tuple of one, a list (from JSON) a tuple; `words` mean something of their own."""
+    """Turn a single pattern into a tuple of one, and a list (from JSON) into a tuple; `words` stay as they are."""
 
     def as_tuple(value: Any) -> Any:
         if isinstance(value, list):
@@ -116,7 +117,7 @@ class RecipeView(Protocol):
     @property
     def description(self) -> str: ...
     def rules(self, kind: type[R]) -> R:
-        """The rules of that kind; their defaults where the recipe has none."""
+        """The rules of that kind; their defaults if the recipe has none."""
 
     def is_off(self, key: str) -> bool:
         """Whether the rules of a key are off, or no patch has them."""
@@ -125,11 +126,11 @@ class RecipeView(Protocol):
         """Whether the module `name` may be rewritten."""
 
     def without(self, *effects: Effect) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) that switch off what has one of these effects."""
+        """Settings (KEY=VALUE) that switch off the rules with one of these effects."""
 
 
 class PlanView(Protocol):
-    """What a patch sees of a plan; while decisions are made, of what was decided before it."""
+    """What a patch sees of a plan; while decisions are made, the decisions before its own."""
 
     @property
     def recipe(self) -> RecipeView: ...
@@ -150,7 +151,7 @@ class PlanView(Protocol):
         """How many sites of each kind are rewritten, as one phrase."""
 
     def left(self, kind: str, module: str, reason: str) -> PlanView:
-        """The plan with what it does to `module` as a site of `kind` refused."""
+        """The plan with the rewrite of `module` as a site of `kind` refused."""
 
 
 class Live(Protocol):
@@ -174,10 +175,10 @@ class Live(Protocol):
         """Names of the modules that `patch` has rewritten so far."""
 
     def attempt(self, patch: str, name: str, rewrite: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """Call `rewrite` on the module `name`; a ValueError is a refusal, with its reason."""
+        """Call `rewrite` on the module `name`; a ValueError is a refusal, and its text the reason."""
 
     def refuse(self, name: str, reason: str) -> None:
-        """Note what could not be done to the module `name`, beside its rewrite."""
+        """Note a part of the rewrite of module `name` that could not be done."""
 
 
 @dataclass(frozen=True)
@@ -186,14 +187,14 @@ class Rows:
 
     kind: str
     actions: Mapping[str, str]
-    """What it does to a site -> the participle that counts such sites, in order."""
+    """Action -> the participle that counts sites with it, in order."""
     noun: str = ""
     plural: str = ""
-    """Both empty where another patch has rows of this kind, which these revise."""
+    """Both empty if these rows revise rows of another patch."""
     fold: str | None = None
     """The action that changes a checkpoint's weights."""
     unfolded: str = LEFT
-    """What is done instead where a checkpoint's files do not allow a fold."""
+    """The action if a checkpoint's files do not allow a fold."""
     are_selected: bool = True
     """Whether ``targets`` and ``ignore`` of a recipe choose among the sites."""
 
@@ -205,23 +206,24 @@ class InScopes:
     families: frozenset[str] = frozenset()
     """Families of recompute rules (`memopt.recompute.rules`) that hold in every scope."""
     outside: Collection[str] = ()
-    """Modules that should be scopes where they are outside of blocks."""
+    """Modules that should be scopes if they are outside of blocks."""
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Modules inside scopes -> families that do not hold in them."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """Module -> the context around each call of it, with and without gradients, if it is a scope."""
     prepare: Callable[[str], Callable[[nn.Module], None] | None] | None = None
-    """Name of a scope that may stay closed -> what is called for its module when the linears inside are new."""
+    """Name of a scope that may stay closed -> a function that is called with its module when the linears inside are
+    new."""
     compression: Compression | None = None
     """How saved tensors that are not recomputed are stored."""
     compressed: Collection[str] = ()
-    """Modules in which that is so."""
+    """Modules whose saved tensors are stored so."""
     exchanges: bool = False
     """Whether saved tensors are exchanged when a scope ends: then it sees every reader, and is always open."""
 
 
 class Patch:
-    """One way to save fewer bytes. Subclasses override what they need; every default means: nothing."""
+    """One way to save fewer bytes. Subclasses override what they need; every default does nothing."""
 
     name: ClassVar[str]
     """That of its folder."""
@@ -230,9 +232,9 @@ class Patch:
     requires: ClassVar[tuple[str, ...]] = ()
     """Folders of `patches/` and `kernels/`, beside its own and those in `after`, whose code or words it uses."""
     rows: ClassVar[Rows | None] = None
-    """None where it has none in the coverage table."""
+    """None if it has no rows in the coverage table."""
     rules: ClassVar[type[Rules] | None] = None
-    """None where it obeys the rules of other patches."""
+    """None if it obeys the rules of other patches."""
 
     # --- decide: no torch --------------------------------------------------------------------------------------------
 
@@ -241,17 +243,17 @@ class Patch:
         return ()
 
     def decide(self, site: Any, plan: PlanView) -> tuple[str, str] | None:
-        """What happens to a site, and why; None where the recipe says nothing of such sites."""
+        """The action for a site, and the reason; None if the recipe says nothing of such sites."""
         raise NotImplementedError
 
     def decisions(self, plan: PlanView) -> Iterator[Entry]:
-        """A row for each site that it proposes, or in the place of one that `plan` has for the same site."""
+        """A row for each proposed site; it replaces a row that `plan` has for the same site."""
         for name, site in self.propose(plan.sites):
             if self.rows is not None and (decided := self.decide(site, plan)) is not None:
                 yield Entry(self.rows.kind, name, *decided)
 
     def notes(self, plan: PlanView) -> Iterator[str]:
-        """What a user of the plan should know: a price, a pattern of its rules that matches nothing."""
+        """Sentences for the user of the plan: a price, a pattern of the rules that matches nothing."""
         return iter(())
 
     # --- scope -------------------------------------------------------------------------------------------------------
@@ -266,7 +268,7 @@ class Patch:
         """Rewrite the chosen sites. Each rewrite proves on the module itself that it is what its site says."""
 
     def finish(self, live: Live) -> None:
-        """Called when every patch has been applied and the scopes are in place."""
+        """Called after every patch has been applied and the scopes exist."""
 
 
 def matches(name: str, pattern: str) -> bool:

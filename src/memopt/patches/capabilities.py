@@ -1,4 +1,4 @@
-"""What some patches do beside deciding and applying: a patch inherits the classes of what it does.
+"""Methods that only some patches have: a patch inherits the classes that it needs.
 
 `memopt.patches.registry.having` finds the patches by such a class.
 """
@@ -24,21 +24,21 @@ class Levels:
     """What single blocks and the head may have beyond a recipe. No torch."""
 
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        """Level, in words -> block that can have it -> the names that its settings take: ways in which a block saves
-        less than under `plan`, exactly and for more work. Each saves less than the one before."""
+        """Level, in words -> block that can have it -> the names for its settings. At a level a block saves less than
+        under `plan`, exactly and for more work. Each level saves less than the one before."""
         return {}
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-        """Settings (KEY=VALUE) under which what each level of `chosen` names has that level, and no other block any."""
+        """Settings (KEY=VALUE) under which the names in `chosen` have their levels, and no other block has any."""
         return ()
 
     def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
-        """What takes less work than `plan` and saves more, exactly, in words -> its settings (KEY=VALUE)."""
+        """Exact ways with less work than `plan` that save more bytes, in words -> their settings (KEY=VALUE)."""
         return {}
 
 
 class EngineSettings:
-    """What a recipe means in settings that training engines have of their own. No torch."""
+    """A recipe in the settings of training engines. No torch."""
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
         """``gradient_checkpointing`` (``some`` or ``all`` of `blocks`, the model's), ``attn_implementation``."""
@@ -60,8 +60,8 @@ class Saves:
     """What modules save for backward under a plan."""
 
     own: Mapping[str, int] = field(default_factory=dict)
-    """Module that the patch rewrites -> bytes of its own results that it saves at most. One that is not named here may
-    save what the stock module does."""
+    """Module that the patch rewrites -> the most bytes of its own results that it saves. A module that is not named may
+    save as much as the stock module."""
     recomputed: Collection[str] = ()
     """Modules inside blocks whose output no linear saves, since it is recomputed."""
     unsaved: Collection[str] = ()
@@ -69,7 +69,7 @@ class Saves:
 
 
 class Trial(Protocol):
-    """A checkpoint of which a patch measures something: its models, and a training step on a probe batch."""
+    """A checkpoint on which a patch measures: its models, and a training step on a probe batch."""
 
     @property
     def source(self) -> str | Path: ...
@@ -89,18 +89,18 @@ class Trial(Protocol):
 
 
 class Checks:
-    """What `memopt verify` compares beside outputs and gradients."""
+    """Checks of `memopt verify` beside those of outputs and gradients."""
 
     def saves(self, plan: PlanView, outputs: Mapping[str, Sequence[Output]]) -> Saves:
         """What its modules save, given the outputs of each module in the stock model."""
         return Saves()
 
     def checks(self, trial: Trial) -> Iterable[Check]:
-        """What is checked of the gradient, beside its size and error."""
+        """Checks of the gradient, beside its size and error."""
         return ()
 
     def module_checks(self, modules: Mapping[str, nn.Module], limit: float) -> Iterable[Check]:
-        """What is checked of the patch's own modules among `modules`, those of a model in a wide dtype.
+        """Checks of the patch's own modules among `modules`, those of a model in a wide dtype.
 
         Args:
             limit: the largest relative difference that its roundings explain.
@@ -112,7 +112,7 @@ class Checks:
         return ()
 
     def repeatable(self, recipe: RecipeView) -> tuple[str, ...]:
-        """Settings under which two runs are off by the same: no random numbers but those of sampled gradients."""
+        """Settings under which two runs have the same error: no random numbers except for sampled gradients."""
         return ()
 
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
@@ -132,7 +132,7 @@ class Section(Protocol):
 
 
 class Reports:
-    """What a user is told of a model beside its plan and its bytes."""
+    """What a report says of a model beside its plan and its bytes."""
 
     section: ClassVar[str | None] = None
     """The field that `report` adds to a report's JSON document."""
@@ -142,5 +142,5 @@ class Reports:
         return None
 
     def remarks(self, model: nn.Module) -> Iterable[str]:
-        """What `memopt.summary` says of a patched model beside the plan: what was set on the model since."""
+        """What `memopt.summary` says of a patched model beside the plan: settings of the model since then."""
         return ()

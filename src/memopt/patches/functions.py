@@ -1,4 +1,4 @@
-"""Modules in whose forward function modes look at the functions that are called."""
+"""Modules whose forward runs inside function modes, which see the functions that it calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FunctionsRewrite:
 
 
 def patch_functions(module: nn.Module, mode: Mode) -> None:
-    """Let `module` run inside `mode`, and inside those that it was given before.
+    """Let `module` run inside `mode`, and inside the modes that it already has.
 
     Raises:
         ValueError: the module cannot be swapped.

@@ -1,4 +1,4 @@
-"""Affines that were folded away: an identity that is neither trained nor decayed, but keeps its name in checkpoints."""
+"""Folded affines: an identity that is neither trained nor decayed, and keeps its name in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a module's forward reads from itself, found by watching one run of a copy, and whether that is still so.
+"""The attributes that a module's forward reads, found by one run of a copy, and whether they have changed.
 
-A patched forward computes what the stock forward computed when it was proved. Where an attribute, a method or a tensor
-that the stock forward reads has changed since, the proof no longer holds, and the module runs its stock forward.
+A patched forward was proved against the stock forward at one time. If an attribute, a method or a tensor that the stock
+forward reads has changed since, the proof no longer holds, and the module runs its stock forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reads:
         self.tensors = list(tensors)
 
     def hold(self, module: nn.Module) -> bool:
-        """Whether `module` still has what was read. Looks into no tensor that has not changed."""
+        """Whether `module` still has these values. It reads only tensors that were written to."""
         own = module.__dict__
         for owner, table, name, value, leaves in self.values:
             held = own if owner is None else owner.__dict__
@@ -160,7 +160,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _has_value(module: nn.Module, seen: list[Any]) -> bool:
-    """Whether a tensor still has its value: compared where it is another one, or was written to."""
+    """Whether a tensor still has its value; it is compared only if it was replaced or written to."""
     owner, name, value, is_trained, last, stamp = seen
     now = getattr(module if owner is None else owner, name, None)
     if not isinstance(now, Tensor) or now.requires_grad is not is_trained:
@@ -174,7 +174,7 @@ def _has_value(module: nn.Module, seen: list[Any]) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int] | None:
-    """Another one where the memory was written to or exchanged; None for shards and what has no memory."""
+    """A stamp that changes if the memory is written to or exchanged; None for shards and tensors without memory."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
     return (tensor._version, tensor.data_ptr()) if is_plain else None
 

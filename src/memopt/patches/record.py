@@ -1,4 +1,4 @@
-"""What was done to a model, kept on the model itself: copies and pickles of it carry it along."""
+"""The record of a patch, kept on the model itself, so copies and pickles have it too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Record:
     """What was done to a model."""
 
     plan: PlanView
-    """In which the sites that were refused are left."""
+    """The plan, with refused sites as not rewritten."""
     refused: tuple[tuple[str, str], ...]
     """(module, reason) of planned rewrites that the module itself did not admit."""
 

@@ -53,7 +53,7 @@ def rows() -> dict[str, Rows]:
 
 
 def register(package: str) -> Patch:
-    """Add the patch of a folder that stands somewhere else, e.g. ``"my_project.my_patch"``.
+    """Add a patch from a folder of another project, e.g. ``"my_project.my_patch"``.
 
     Raises:
         ValueError: there is a patch of that name, or one with that key of a recipe.
@@ -68,7 +68,7 @@ def register(package: str) -> Patch:
 
 
 def _patch_of(package: str) -> Patch:
-    """The registered object of a folder, whose probe, if it brings one, is made known to the walk."""
+    """The registered object of a folder; registers its probe, if it has one, with the walk."""
     patch: Patch = import_module(f"{package}.patch").PATCH
     if find_spec(f"{package}.probe") is not None:
         PROBES.add(f"{package}.probe")
@@ -90,7 +90,7 @@ def unregister(patch: Patch) -> None:
 
 
 def watch(changed: Callable[[], None]) -> None:
-    """Call `changed` now, and whenever the patches are others."""
+    """Call `changed` now, and whenever patches are added or removed."""
     _watchers.append(changed)
     changed()
 

@@ -1,4 +1,4 @@
-"""What a module needs to run again in backward as it ran in its forward.
+"""Run a module in backward again as in its forward.
 
 These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, and the function modes around
 it. Autocast is `memopt.kernels.base.autograd.autocast_as`; inputs and hooks are the caller's affair.
@@ -27,7 +27,7 @@ MODES = ("training", "_active_adapter", "_disable_adapters")
 #: A table that holds a value (parameters, buffers or attributes of a module), and the value's name there.
 Slot = tuple[dict[Any, Any], Any]
 ABSENT = object()
-#: What may be changed in place, and what is compared by value.
+#: Types that may be changed in place, and types that are compared by value.
 CONTAINERS, NUMBERS = (list, dict, set, deque), (int, float, str)
 
 
@@ -52,13 +52,13 @@ class RepeatedMode(TorchFunctionMode):
 
 
 def active_modes() -> tuple[type[RepeatedMode], ...]:
-    """The modes that a forward runs in, outermost first."""
+    """The function modes around a forward, outermost first."""
     return tuple(dict.fromkeys(_active.modes))
 
 
 @contextmanager
 def inside(modes: tuple[type[RepeatedMode], ...]) -> Iterator[None]:
-    """Inside, what runs again finds the modes that :func:`active_modes` gave in its forward."""
+    """Inside, the modes are active that :func:`active_modes` returned in the forward."""
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode())
@@ -166,7 +166,7 @@ def _standing_in(slots: Sequence[Slot]) -> list[Any]:
 
 @contextmanager
 def standing(values: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
-    """Inside, these stand in their slots; afterwards what stood there before."""
+    """Inside, these values are in their slots; afterwards the values before."""
     slots = [slot for slot, _ in values]
     now = list(zip(slots, _standing_in(slots), strict=True))
     try:
@@ -190,7 +190,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def random_states(x: Tensor) -> tuple[Tensor, ...]:
-    """Of the generators that a module which reads `x` may draw from: seeds come from the CPU's."""
+    """States of the generators from which a module that reads `x` may draw; seeds come from the CPU's."""
     with no_dispatch():  # real ones under fake tensors too
         cpu = torch.get_rng_state()
         return (cpu, torch.cuda.get_rng_state(x.device)) if is_on_gpu(x) else (cpu,)
@@ -204,7 +204,7 @@ def have_moved(states: tuple[Tensor, ...], x: Tensor) -> bool:
 
 @contextmanager
 def drawing_from(states: tuple[Tensor, ...], x: Tensor) -> Iterator[None]:
-    """Inside, generators give the numbers that they gave in forward; afterwards they are as they were."""
+    """Inside, generators repeat the numbers of the forward; afterwards they have their state from before."""
     if not states:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which scope of a patched model is running, for checks of what is saved when a scope ends."""
+"""The running scope of a patched model, for checks of the tensors saved when a scope ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules inside which outputs that can be recomputed are kept as handles (`memopt.saved`), where that saves anything.
+"""Modules inside which readers save handles of recomputable outputs (`memopt.saved`), if that saves anything.
 
 Most readers of such outputs are plain linears, which save what the output is recomputed from (`memopt.recompute.specs`)
 and need no scope. Whether a block has other readers, or small views of large storages, shows when it runs: a scope that
@@ -32,17 +32,17 @@ _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quan
 
 
 class ScopeHistory:
-    """For which calls of one module the scope replaces nothing. A copy of the module starts with an empty one."""
+    """The calls of one module for which the scope replaces nothing. A copy of the module starts with an empty one."""
 
     __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
-        """Form of a call -> calls since the scope was open, None where it has to be."""
+        """Form of a call -> calls since the scope was open; None if it has to be open."""
         self._linears: list[nn.Module] | None = None
         self._children: list[dict[str, nn.Module | None]] = []
         self._names: list[str] = []
-        """Linears and what is around them; for each the children of its parent, and its name among them."""
+        """Linears and modules with a linear as child; for each the children of its parent, and its name among them."""
         self._pre_hooks: tuple[Any, ...] = ()
         """The tables of pre-hooks of the modules inside; a module keeps its tables for life."""
 
@@ -50,7 +50,7 @@ class ScopeHistory:
         return ScopeHistory, ()
 
     def is_closed(self, form: Any, *, is_final: bool) -> bool:
-        """Whether the scope need not be opened for a call of this form; with `is_final` it is not looked at again."""
+        """Whether the scope can stay closed for a call of this form; with `is_final` it stays closed for good."""
         calls = self._calls_closed.get(form)
         if calls is None:
             return False
@@ -101,9 +101,9 @@ class ScopeRewrite:
     families: frozenset[str]
     """Which families of rules hold inside."""
     compression: Compression | None = None
-    """How saved tensors are stored that are not recomputed; None: as they are."""
+    """How to store saved tensors that are not recomputed; None: unchanged."""
     prepare: Callable[[nn.Module], None] | None = None
-    """Called for the module when the linears inside are new: lets them read recompute specs. None where tensors are
+    """Called for the module when the linears inside are new: lets them read recompute specs. None if tensors are
     kept as codes, samples or in fewer bits: the scope has to see every reader of those, and is always open."""
     modes: tuple[Mode, ...] = ()
     """The contexts around the forward, with and without gradients."""
@@ -143,7 +143,7 @@ class _Observed(RecomputeScope):
 
 
 def patch_scope(module: nn.Module, scope: ScopeRewrite) -> None:
-    """Make `module` run inside a scope. Where checkpointing wraps the module's forward, the scope is inside it.
+    """Make `module` run inside a scope. If checkpointing wraps the module's forward, the scope is inside it.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -166,7 +166,7 @@ def run_scoped(
 
 
 def run_in_scope(rewrite: ScopeRewrite, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``run(module, *args, **kwargs)``, a call of `module`, inside the scope that `module` is."""
+    """``run(module, *args, **kwargs)``, a call of `module`, inside the scope of `module`."""
     if rewrite.prepare is not None and rewrite.history.sees_new_linears(module):
         rewrite.prepare(module)
     scope = rewrite.around(module, args, kwargs)

@@ -56,7 +56,7 @@ def _scoped_families(plan: PlanView, every: Sequence[InScopes], default: frozens
     """Module -> families of rules that hold inside it.
 
     These are the blocks in which something is rewritten, and outside of blocks every module that reads or makes an
-    output that can be recomputed. Sites inside that the recipe leaves alone get a narrower scope of their own.
+    output that can be recomputed. Sites inside that the recipe does not rewrite get a narrower scope of their own.
     """
     blocks, rewritten = plan.sites.blocks, {entry.site for entry in plan.rewrites}
     scopes = {block: default for block in blocks if any(is_inside(name, block) for name in rewritten)}

@@ -1,4 +1,4 @@
-"""Give one module instance another forward, and take it back.
+"""Give one module instance another forward, and undo it.
 
 The instance's ``__class__`` becomes a subclass of its own class that differs in `forward` alone. Parameters, buffers,
 hooks, training flag, device, `isinstance`, class name, deepcopy and state dict keys stay as they are; other instances
@@ -46,8 +46,8 @@ _classes: dict[tuple[type[nn.Module], Forward, Callable[..., Any]], type[nn.Modu
 def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Reads | None = None) -> None:
     """Make `module` run ``forward(stock_forward, state, module, ...)``; `state` is small plain data kept on it.
 
-    Where the forward of the module's class is replaced later, the module runs that, unless `forward` is marked with
-    :func:`wraps_any_forward`: what was found out about the stock forward does not hold for another one.
+    If the forward of the module's class is replaced later, the module runs that one: the proof of the stock forward
+    does not hold for another forward. A `forward` marked with :func:`wraps_any_forward` still runs.
 
     Args:
         reads: what the stock forward reads; where that has changed, the module runs its stock forward.
@@ -56,21 +56,21 @@ def swap_forward(module: nn.Module, forward: Forward, state: object, reads: Read
         ValueError: the module is already swapped, or its forward was replaced on the instance.
     """
     if hasattr(type(module), _ORIGINAL):
-        raise ValueError("it is already patched, or a tool has built its own class on a patched one")
+        raise ValueError("it is already patched, or a tool has made its own class from a patched one")
     if "forward" in vars(module):
         raise ValueError("its forward was replaced on the instance; patch the model before that tool wraps it")
     try:
         swapped = _subclass(type(module), forward)
         module.__class__ = swapped
     except TypeError as error:
-        raise ValueError(f"its class does not admit another forward: {error}") from None
+        raise ValueError(f"its class cannot get another forward: {error}") from None
     module.__dict__[_STATE] = state
     if reads is not None:
         module.__dict__[_READS] = reads
 
 
 def wraps_any_forward(forward: Forward) -> Forward:
-    """Mark a forward that calls the one it is given and relies on nothing about it."""
+    """Mark a forward that calls the stock forward and does not depend on its code."""
     setattr(forward, _WRAPS, True)
     return forward
 
@@ -86,7 +86,7 @@ def with_attributes(**attributes: object) -> Callable[[Forward], Forward]:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo :func:`swap_forward`. Where a tool has since put a class of its own on top, that class stays."""
+    """Undo :func:`swap_forward`. If a tool has put a class of its own on top since, that class stays."""
     if _ORIGINAL in vars(type(module)):
         module.__class__ = original_class(module)
     del module.__dict__[_STATE]
@@ -107,14 +107,14 @@ def stock_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Rewrite:
-    """State of a swapped module that knows what else has to be undone."""
+    """State of a swapped module with more to undo than the forward."""
 
     def undo(self, module: nn.Module) -> None:
         """Called when `module` has its stock forward again."""
 
 
 def unswap(module: nn.Module) -> None:
-    """Give a swapped module back what it was, by the state that it was given."""
+    """Undo the rewrite of a swapped module, by its state."""
     state = swap_state(module)
     restore_forward(module)
     if isinstance(state, Rewrite):
@@ -148,23 +148,23 @@ def is_swapped(module: nn.Module) -> bool:
 
 
 def is_as_patched(module: nn.Module) -> bool:
-    """Whether the forward of a swapped module's class, and what that reads, are still what they were."""
+    """Whether the forward of a swapped module's class, and the values that it reads, have not changed."""
     reads = module.__dict__.get(_READS)
     is_known: bool = getattr(type(module), _KNOWN) is original_class(module).forward
     return is_known and (reads is None or reads.hold(module))
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks or another forward, on `module` or on all linears, want it to be called."""
+    """Whether `module` has to be called, because it or all linears have hooks or another forward."""
     if any(module_hooks(module)) or (has_any_global_hook() and not is_observed()):
         return True
     return "forward" in module.__dict__ or "parametrizations" in module._modules or nn.Linear.forward is not _LINEAR
 
 
 def replaced_by(module: nn.Module) -> str | None:
-    """Where the function comes from that was put in the place of the forward of `module`'s class, on the instance.
+    """The module of Python code whose function replaces the forward of `module`'s class, on the instance.
 
-    None where there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
+    None if there is none, or where it passes every argument on to that forward, as accelerate's hooks do. One that
     names arguments does something with them: TRL's computes the loss where it is asked to, and calls the stock forward
     elsewhere.
     """
@@ -178,7 +178,7 @@ def replaced_by(module: nn.Module) -> str | None:
 
 
 def _layers(forward: Any) -> list[Any]:
-    """The functions of a forward: what it wraps comes behind it."""
+    """The functions of a forward, each followed by the one that it wraps."""
     layers = []
     while forward is not None:
         layers.append(getattr(forward, "__func__", getattr(forward, "func", forward)))  # of a method, of a partial
@@ -205,7 +205,7 @@ def _names_arguments(function: Callable[..., Any]) -> bool:
 
 
 def swap_state(module: nn.Module) -> object:
-    """The state that :func:`swap_forward` was given."""
+    """The state that was passed to :func:`swap_forward`."""
     return vars(module)[_STATE]
 
 

@@ -60,7 +60,7 @@ class Plan:
             yield from patch.notes(self)
 
     def _idle_notes(self) -> Iterator[str]:
-        """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that names nothing in this model."""
+        """A sentence for each pattern of the recipe's ``targets`` and ``ignore`` that matches nothing in this model."""
         usual = [its for its, rules in _ruled() if not rules().is_off]
         has_more = any(its not in usual and not self.recipe.rules(rules).is_off for its, rules in _ruled())
         about = [its for its, _ in _ruled()] if has_more else usual
@@ -102,8 +102,8 @@ class Plan:
         return dataclasses.replace(self, entries=tuple(map(revised, self.entries)))
 
     def left(self, kind: str, module: str, reason: str) -> Plan:
-        """The plan with what it does to `module` as a site of `kind` refused: a weight of it, where sites are weights,
-        or the site that it is in."""
+        """The plan with the rewrite of `module` as a site of `kind` refused: the site `module` itself, sites inside it
+        (its weights), or the site around it."""
         planned = [entry.site for entry in self.rewrites if entry.kind == kind]
         inside = [site for site in planned if is_inside(site, module)]
         sites = {module} if module in planned else {*inside} or {each for each in planned if is_inside(module, each)}
@@ -147,7 +147,7 @@ class Plan:
 def make_plan(sites: Sites, recipe: Recipe) -> Plan:
     """Decide every site of `sites` under `recipe`."""
     plan = Plan(recipe, sites, ())
-    for patch in patches():  # each sees what was decided before it, and may decide otherwise
+    for patch in patches():  # each patch sees the decisions before it, and may revise them
         entries = {(entry.kind, entry.site): entry for entry in plan.entries}
         entries |= {(entry.kind, entry.site): entry for entry in patch.decisions(plan)}
         plan = dataclasses.replace(plan, entries=tuple(entries.values()))

@@ -1,4 +1,4 @@
-"""Recipes: what to rewrite and how, as strict YAML. An unknown key or name is an error, with the nearest one.
+"""Recipes: what to rewrite and how, as strict YAML. An unknown key or name is an error that names the nearest one.
 
 Each patch that has rules adds its key (`memopt.patches`). The shipped recipes are the files of `configs/recipes` (in
 the wheel: `memopt/_recipes`).
@@ -36,7 +36,7 @@ class Recipe(Strict):
     targets: tuple[str, ...] = Field(default=("*",))
     """Module names (shell wildcards) that may be rewritten."""
     ignore: tuple[str, ...] = ()
-    """Module names (shell wildcards) that are left alone; wins over ``targets``."""
+    """Module names (shell wildcards) that stay unchanged; overrides ``targets``."""
 
     if TYPE_CHECKING:
 
@@ -58,7 +58,7 @@ class Recipe(Strict):
         return any(rules.changes_outputs for rules in self._all_rules().values())
 
     def rules(self, kind: type[R]) -> R:
-        """The rules of that kind; their defaults where no patch has such rules."""
+        """The rules of that kind; their defaults if no patch has such rules."""
         return next((rules for rules in self._all_rules().values() if isinstance(rules, kind)), kind())
 
     def is_off(self, key: str) -> bool:
@@ -86,7 +86,7 @@ class Recipe(Strict):
 
 
 def _rules_of_patches() -> list[tuple[str, type[Rules]]]:
-    """(key, its rules) of each patch that has some."""
+    """(key, rules) of each patch that has rules."""
     return [(patch.rules.key, patch.rules) for patch in patches() if patch.rules is not None]
 
 

@@ -1,4 +1,4 @@
-"""The shipped recipes by name. Standard library only, so that a shell completes their names at once."""
+"""The shipped recipes by name. It imports only the standard library, so a shell completes their names at once."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Allocator:
         return [(address, size) for pool in self._pools for address, size in pool.segments.items()]
 
     def blocks(self) -> list[tuple[int, int, Storage | None]]:
-        """(address, bytes, what it holds) of each block, in order of the address; None where it is free."""
+        """(address, bytes, what it holds) of each block, in order of the address; None if it is free."""
         held = {block.address: storage for storage, block in self._blocks.items()}
         found = sorted((address, block.size) for pool in self._pools for address, block in pool.at.items())
         return [(address, size, held.get(address)) for address, size in found]

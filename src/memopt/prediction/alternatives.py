@@ -221,8 +221,8 @@ class _Answer:
             return f"{best.name} fits with --seq {shorter.value} and batch {self.step.training.batch}"
         weights = gib(now.by_what()["weights"])
         if patched.at().context >= memory:
-            return f"nothing here fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"
-        return f"nothing here fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
+            return f"nothing fits: the CUDA context alone takes {gib(patched.at().context)}; a larger card"
+        return f"nothing fits: weights alone take {weights}; a larger card, or --devices N --sharding fsdp"
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """What else there is, from what changes least."""
@@ -240,11 +240,11 @@ class _Answer:
 
     def _remarks(self, found: Prediction) -> Iterator[str]:
         includes = "" if self.card is None else "; 'fits' includes it"
-        yield f"Margin: {found.margin / found.reserved:.0%} of what the allocator holds{includes}."
+        yield f"Margin: {found.margin / found.reserved:.0%} of the allocator's reserved bytes{includes}."
         if self.card is None:
             return
         if not self.card.is_named:
-            yield "Card: all of the size given; a named one (--gpu rtx4090) is smaller by what its driver takes."
+            yield "Card: all of the size given; a named card (--gpu rtx4090) has less, because its driver takes some."
         yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
         yield _COMPILE
 

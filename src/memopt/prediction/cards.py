@@ -47,7 +47,7 @@ class Card:
     source: str
     """Of the rates."""
     is_named: bool = True
-    """False where a size was given, with the rates of a common card."""
+    """False if a size was given, with the rates of a common card."""
 
     @property
     def rates(self) -> str:

@@ -23,7 +23,7 @@ class Largest:
     """The largest batch, or the longest sequence, that fits."""
 
     value: int
-    """0 where not even the smallest fits."""
+    """0 if not even the smallest fits."""
     is_all: bool = False
     """Whether it is the most that was looked for: the positions of the model, or the limit of the search."""
 
@@ -84,7 +84,7 @@ class Headline:
     patched: Way
     card: str | None = None
     memory: int | None = None
-    """Bytes of the card; None where none was named."""
+    """Bytes of the card; None if none was named."""
     others: tuple[Way, ...] = ()
     """Further ways, in the order of the table."""
     remedy: str = ""

@@ -56,7 +56,7 @@ def follow(forms: tuple[Form, ...], setup: Setup, cuda: bool = True) -> Optimize
 def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]) -> OptimizerTrace | None:
     """The trace over `forms` from that over `few` of them, two of each.
 
-    A foreach step allocates and frees lists, of all parameters of one dtype; None where this one does anything else.
+    A foreach step allocates and frees lists, of all parameters of one dtype; None if this one does anything else.
     """
     each = len(traced.states) // len(few)
     states = {form: traced.states[at * each : at * each + each] for at, form in enumerate(few)}

@@ -1,4 +1,4 @@
-"""The peak of a whole training step: what a trace, an optimizer, sharding and the allocator add up to."""
+"""The peak of a whole training step, from a trace, an optimizer, sharding and the allocator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
 
-#: Of what is reserved: how far a prediction may be off on a CUDA device.
+#: Share of the reserved bytes: the margin of a prediction on a CUDA device.
 MARGIN = 0.03
 
 
@@ -24,7 +24,7 @@ class Prediction:
     training: Training
     setup: Setup
     resident: tuple[Storage, ...]
-    """What lives throughout the step."""
+    """The storages that live throughout the step."""
     events: tuple[Event, ...]
     """All allocations and frees of the step, in order; what it allocates it frees."""
     peak: Peak
@@ -33,7 +33,7 @@ class Prediction:
 
     @property
     def moment(self) -> Moment:
-        """When in the step the peak falls."""
+        """The part of the step with the peak."""
         return self.peak.moment
 
     @property
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def margin(self) -> int:
-        """Bytes by which `total` may be off."""
+        """The margin of `total` in bytes."""
         return round(MARGIN * self.reserved)
 
 
@@ -94,7 +94,7 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     step += [*optimizer.events, *(Event(each, False, "optimizer step") for each in share.copies)]
     events = [*share.events, *step]
     if setup.accumulation > 1:
-        # Later micro-batches add to the gradients of the first, and theirs live as long as it takes to do so.
+        # Later micro-batches add to the gradients of the first; their own live until they are added.
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
         events = [*share.accumulating(), *step]
     else:

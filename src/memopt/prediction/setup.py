@@ -1,4 +1,4 @@
-"""What surrounds the training step that a prediction is about: optimizer, devices, allocator. Plain data, no torch."""
+"""The setup of a predicted training step: optimizer, devices, allocator. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA_CONTEXT = 512 * MIB
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained beside what `memopt.trace.training.Training` says."""
+    """How a model is trained, beside `memopt.trace.training.Training`."""
 
     optimizer: Optimizer = "adamw"
     """``adamw``, ``sgd``: those of PyTorch; ``adamw8bit``: bitsandbytes; ``adafactor``: transformers."""
@@ -52,7 +52,7 @@ class Setup:
         if self.sharding.startswith("zero") and self.optimizer not in ("adamw", "sgd"):
             # It steps flat fp32 parts, which have no rows, columns or small tensors.
             raise ValueError(
-                f"Sharding '{self.sharding}' is predicted for adamw and sgd alone, not for {self.optimizer}."
+                f"Sharding '{self.sharding}' is predicted only for adamw and sgd, not for {self.optimizer}."
             )
 
     def __str__(self) -> str:

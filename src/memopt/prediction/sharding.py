@@ -1,4 +1,4 @@
-"""What each of several devices holds: what sharding divides, and the buffers that it adds.
+"""The bytes of each of several devices: sharding divides some, and adds buffers.
 
 DDP: torch/nn/parallel/distributed.py. FSDP2: torch/distributed/fsdp/_fully_shard (a group a block, and one for the
 rest), within a percent of PyTorch's FSDPMemTracker. ZeRO: the tensors that DeepSpeed 0.19 holds in two processes on the
@@ -35,7 +35,7 @@ class Share:
     forms: tuple[Form, ...]
     """What the optimizer steps."""
     copies: tuple[Storage, ...] = ()
-    """What lives in the optimizer's step alone, beside what it allocates itself."""
+    """Storages that live only in the optimizer's step, beside its own allocations."""
     notes: tuple[str, ...] = ()
 
     def accumulating(self) -> Iterator[Event]:
@@ -150,7 +150,7 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
 
 
 def _block(traced: Trace, name: str) -> str:
-    """The block that a module or parameter lies in, adapters' prefixes aside; empty outside."""
+    """The block of a module or parameter, without adapters' prefixes; empty outside."""
     return next((block for block in traced.blocks if f"{block}." in f"{name}."), "")
 
 

@@ -22,10 +22,11 @@ from memopt.walk.models.build import build_meta
 
 
 def compare_training(request: Request) -> Comparison:
-    """Which bytes a training step saves for backward, before and after patching; errors as `memopt.report`'s.
+    """The bytes that a training step saves for backward, before and after patching; raises the errors of
+    `memopt.report`.
 
-    Without sizes and inputs a batch of another size may be taken: that of a patched folder's manifest, or, where no
-    inputs can be guessed, one from the folder's processor.
+    Without sizes and inputs the batch may have another size: that of a patched folder's manifest, or, if memopt can
+    guess no inputs, one from the folder's processor.
     """
     inputs, folder = request.inputs, Path(request.model).expanduser()
     subject = subject_of(request)
@@ -58,7 +59,7 @@ def compare_training(request: Request) -> Comparison:
 
 
 def compare_bytes(source: str, config: PreTrainedConfig, plan: Plan) -> Comparison:
-    """What one row saves for backward, stock and by `plan`: full tuning in bf16, guessed inputs, no peak.
+    """The bytes that one row saves for backward, stock and by `plan`: full tuning in bf16, guessed inputs, no peak.
 
     Raises:
         ModelError: the model cannot be traced from its config.
@@ -76,7 +77,9 @@ def _compare(subject: Subject, batch: Batch | None) -> Comparison:
     before, after = each([partial(trace_account, way, whole=True) for way in (of.stock, of)])
     plan = make_plan(sites, rules)
     if plan.does_nothing:
-        notes.append(f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, since {plan.why_nothing}.")
+        notes.append(
+            f"Both columns are equal: recipe '{rules.name}' rewrites nothing here, because {plan.why_nothing}."
+        )
     notes += plan.notes
     return Comparison(
         model=str(subject.request.model),

@@ -1,4 +1,4 @@
-"""The predicted steps of a report, and what its HTML page draws of predictions and plans."""
+"""The predicted steps of a report, and the charts of its HTML page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def predictions(comparison: Comparison, setup: Setup) -> list[Prediction]:
 
 
 def chart(name: str, prediction: Prediction) -> Chart:
-    """Memory over the second step: all that the process allocates on the device, what lives throughout included."""
+    """Memory over the second step: all allocations of the process on the device, lasting ones included."""
     events, now = prediction.events, dict.fromkeys(PARTS, 0)
     for storage in prediction.resident:
         now[storage.part] += storage.nbytes
@@ -74,8 +74,8 @@ def chart(name: str, prediction: Prediction) -> Chart:
 def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[list[int], int]:
     """(the numbers of the `changes` of bytes that a chart shows, the place of the peak among them).
 
-    Of each of limit/2 spans of changes, those with the most and with the fewest live bytes are shown, so neither the
-    peak nor a spike is lost.
+    Each of limit/2 spans of changes shows its moments with the most and the fewest live bytes, so neither the peak nor
+    a spike is lost.
     """
     totals = list(accumulate(changes))
     span = -(-2 * len(changes) // limit) or 1
@@ -88,7 +88,7 @@ def thinned(changes: Sequence[int], limit: int = _SHOWN) -> tuple[list[int], int
 
 
 def drawn_frontier(found: Frontier) -> SimpleNamespace:
-    """The planner's frontier as the page draws it."""
+    """The planner's frontier for the page."""
     plans = sorted(found.points, key=lambda plan: plan.total)
     costs, sizes = [plan.extra for plan in plans], [plan.total for plan in plans]
     low, high = min(costs), max(costs)

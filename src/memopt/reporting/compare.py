@@ -24,7 +24,7 @@ from memopt.trace.events import Trace
 from memopt.trace.timeline import KINDS, Kind
 from memopt.trace.training import Step, Training
 
-#: Names of the parts, in the order in which a forward meets them.
+#: Names of the parts, in the order of the forward.
 PARTS: dict[Part, str] = {
     "embeddings": "before the blocks (embeddings)",
     "block": "blocks",
@@ -99,7 +99,7 @@ class Comparison:
     after: Account
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, Any] | None = None
-    """Form of the given batch (`memopt.walk.calls.batch.describe`); None where one was made."""
+    """Form of the given batch (`memopt.walk.calls.batch.describe`); None if one was made."""
     sections: tuple[Section, ...] = ()
     """Sections that patches add."""
     step: Step | None = field(default=None, repr=False, compare=False)
@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """Relative change of the bytes: -0.47 for 47 % less; 0 where nothing is saved."""
+        """Relative change of the bytes: -0.47 for 47 % less; 0 if nothing is saved."""
         return self.after.total / self.before.total - 1 if self.before.total else 0.0
 
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -136,11 +136,11 @@ class Comparison:
 
     @property
     def traces(self) -> tuple[Trace | None, Trace | None]:
-        """The whole step, stock and patched; None where its backward fails."""
+        """The whole step, stock and patched; None if its backward fails."""
         return self.before.trace, self.after.trace
 
     def at_peak(self) -> tuple[tuple[Kind, str, int, int], ...]:
-        """(kind, where, bytes before, bytes after) of what lives at the peak of the step, in the order of `KINDS`.
+        """(kind, where, bytes before, bytes after) of the live bytes at the peak of the step, in the order of `KINDS`.
 
         Where: ``blocks``, else the module whose forward or backward allocated it; empty outside of modules.
         """
@@ -321,7 +321,7 @@ def _account(account: Account) -> dict[str, Any]:
 
 
 def _step(account: Account) -> dict[str, Any] | None:
-    """The peak of the step; None where it is not known."""
+    """The peak of the step; None if it is not known."""
     step = account.step
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""The answer of a report as terminal lines, and the ways to train as a table."""
+"""A report's answer as terminal lines, and the ways to train as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.reporting.text import line, percent
 
 
 def headline_tables(headline: Headline) -> Iterator[RenderableType]:
-    """The lines, the table of ways, and what is assumed."""
+    """The lines, the table of ways, and the assumptions."""
     yield line(f"{headline.model} ({headline.model_class}), recipe {headline.recipe}", "bold")
     yield line(headline.training)
     yield Text()

@@ -1,4 +1,4 @@
-"""A predicted step as a memory snapshot, which PyTorch's viewer (pytorch.org/memory_viz) draws.
+"""A predicted step as a memory snapshot for PyTorch's viewer (pytorch.org/memory_viz).
 
 The format is that of ``torch.cuda.memory._dump_snapshot``, as ``torch.cuda._memory_viz`` and
 torch/utils/viz/MemoryViz.js read it: a pickle of plain lists and dicts, of a protocol up to 4.
@@ -21,7 +21,7 @@ _PROTOCOL = 4
 def snapshot(*predictions: Prediction) -> bytes:
     """The second step of each prediction, each on a device of its own.
 
-    What lives throughout the step is in the segments, as where recording begins after the first step.
+    Storages that live throughout the step are in the segments, as if recording began after the first step.
     """
     devices = [_Device(number, prediction) for number, prediction in enumerate(predictions)]
     found = {
@@ -98,7 +98,7 @@ class _Device:
         }
 
     def _frames_of(self, storage: Storage) -> list[dict[str, Any]]:
-        """What the viewer prints for a block: what it is for, the operator and the module."""
+        """The text of a block in the viewer: its purpose, the operator and the module."""
         key = (storage.part, storage.operation, storage.module)
         names = ((storage.part, "part"), (storage.operation, "operation"), (storage.module, "module"))
         # Interned: the file is the same, whether a fork traced the step or this process.

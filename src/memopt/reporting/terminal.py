@@ -1,4 +1,4 @@
-"""What the terminal shows of a plan, of checks and of a patched model. Renderers take plain data and print nothing."""
+"""Terminal output of a plan, of checks and of a patched model. Renderers take plain data and print nothing."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _MARKS = {
 
 
 def _alike(checks: Iterable[Check]) -> list[list[Check]]:
-    """Groups of checks: passed ones in a row that differ in their subject alone."""
+    """Groups of checks: successive passed ones that differ only in their subject."""
     runs: list[list[Check]] = []
     for check in checks:
         same = (
@@ -144,16 +144,16 @@ def _relative(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a patched model is; `print` shows it in a few lines."""
+    """Summary of a patched model; `print` shows it in a few lines."""
 
     modules: int
     """Number of modules that run memopt's forward; 0 for a stock model."""
     plan: PlanView | None = None
-    """The action and reason of each site; None where the model carries no record."""
+    """The action and reason of each site; None if the model has no record."""
     refused: tuple[tuple[str, str], ...] = ()
     """(module, reason) of planned rewrites that could not be applied."""
     remarks: tuple[str, ...] = ()
-    """What was set on the model itself and concerns the patches."""
+    """Settings of the model itself that concern the patches."""
 
     @property
     def recipe(self) -> str | None:
@@ -169,10 +169,10 @@ class Summary:
         if self.plan.recipe.name not in shipped() and self.plan.recipe.description:
             lines.append(f"  {self.plan.recipe.description}")
         lines += [f"  {line}" for line in coverage_totals(self.plan)]
-        lines += [f"  left as it was: {name or 'the model'}: {reason}" for name, reason in self.refused]
+        lines += [f"  unchanged: {name or 'the model'}: {reason}" for name, reason in self.refused]
         if inexact := self.plan.recipe.without("approximate", "sampled"):
             keys = ", ".join(setting.partition(".")[0] for setting in inexact)
-            lines.append(f"  under torch.compile what is not exact of {keys} is off")
+            lines.append(f"  under torch.compile these are off as far as they are not exact: {keys}")
         if self.plan.sites.unseen:
             lines.append(f"  not seen: {self.plan.sites.unseen}; patch with inputs=...")
         lines += [f"  {remark}" for remark in self.remarks]

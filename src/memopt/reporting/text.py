@@ -1,4 +1,4 @@
-"""The terminal of every table, on which a stranger's text has no effect, and tables as text for `print`."""
+"""The console of every table, which escapes a stranger's text, and tables as text for `print`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from memopt.errors import printable
 
 
 class Terminal(Console):
-    """A console without markup, highlights and emoji codes, which escapes what would control a terminal.
-
-    Its own control sequences pass the streams of the command line, which escape all others.
+    """A console without markup, highlights and emoji codes that escapes control characters of terminals. The streams of
+    the command line pass its own control sequences and escape all others.
     """
 
     def __init__(self, file: Any = None, **options: Any) -> None:
@@ -34,7 +33,7 @@ class Terminal(Console):
 
 
 def line(text: str, style: str = "") -> Text:
-    """One line, whatever the names in it hold."""
+    """One line, with all line breaks in names escaped."""
     return Text(printable(text), style=style)
 
 

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that memopt uses, each with what it is and what is lost without it.
+"""Every private name of PyTorch that memopt uses, with its meaning and the loss without it.
 
 PyTorch may rename or drop such a name in any release. Each is therefore looked up once, when this package is imported
 (:func:`memopt.torch_compat.lookup.find`). Where it is absent, a stand-in switches off exactly the mechanism that needs

@@ -38,9 +38,9 @@ class Operation:
     functions: tuple[str, ...]
     """Names of the Python functions that run it, as a function mode sees them."""
     kind: str | None = None
-    """Kind of a call of it, whatever its constants; None where a call does not count as an activation."""
+    """Kind of a call of it, whatever its constants; None if a call does not count as an activation."""
     recompute: Callable[..., Tensor] | None = None
-    """The output from the saved input and `constants`; None where the node saves the output, or it is not needed."""
+    """The output from the saved input and `constants`; None if the node saves the output, or it is not needed."""
     constants: tuple[str, ...] = ()
     """What the node saves beside its input, in the order in which `recompute` takes it."""
     only_of_linears: bool = False
@@ -58,11 +58,11 @@ class Activation:
     gradient: Callable[[Tensor, Tensor], Tensor]
     """(dh, z) -> dh * f'(z), shaped like z."""
     slopes: tuple[float, float] | None
-    """Limits of f' at minus and plus infinity; None where it has none."""
+    """Limits of f' at minus and plus infinity; None if it has none."""
     continuous: bool
     """Whether f' is continuous."""
     operation: Operation | None
-    """The operation that computes it; None where it takes several."""
+    """The operation that computes it; None if it takes several."""
 
 
 def _quick_gelu_gradient(dh: Tensor, z: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def kind_of_call(name: str, keywords: Mapping[str, Any]) -> str | None:
-    """The kind of a call of the aten operation `name`; None where it does not count as an activation."""
+    """The kind of a call of the aten operation `name`; None if it does not count as an activation."""
     operation = OPERATIONS.get(name)
     if operation is None:
         return None

@@ -33,14 +33,14 @@ def _unknown_message() -> str | None:
 
 
 top_saved_tensors_hooks: Callable[[bool], Hooks | None] = find(_TOP, _unknown_hooks, _NO_SCOPE)
-"""The innermost pair of saved-tensor hooks that is active in this thread; None where none is.
+"""The innermost pair of saved-tensor hooks that is active in this thread; None if none is.
 
 Its argument: True to see hooks while they are traced, else False. Only the innermost hooks of PyTorch run, so a scope
 passes what it saves to the pair outside. Without this name no scope opens and no linear recomputes its input.
 """
 
 saved_tensors_hooks_disabled: Callable[[], str | None] = find(_DISABLED, _unknown_message, _NO_SCOPE)
-"""Why saved-tensor hooks may not be entered now (function transforms disable them); None where they may.
+"""Why saved-tensor hooks may not be entered now (function transforms disable them); None if they may.
 
 Entering them then is an error, so without this name no scope opens.
 """
@@ -66,10 +66,10 @@ sequence_number: Callable[[Any], float] = methodcaller("_sequence_nr") if is_fou
 current_node: Callable[[], Any] = find(
     "torch._C._current_autograd_node", lambda: None, "the peak in a report does not say what is recomputed"
 )
-"""The node whose backward this thread is running; None where it runs none."""
+"""The node whose backward this thread is running; None if it runs none."""
 
 _BACKWARD_CLASS = "torch.autograd.Function._backward_cls"
-find(_BACKWARD_CLASS, None, "backward of memopt's operators looks up how it is written each time, which takes longer")
+find(_BACKWARD_CLASS, None, "backward of memopt's operators takes longer")
 
 
 def call_its_backward(function: Any) -> None:
@@ -96,7 +96,7 @@ The only place where nodes of casts and views show the dtype and shape of their 
 current_graph_task_id: Callable[[], int] = find(
     "torch._C._current_graph_task_id", lambda: 0, "views are not copied and nothing is sampled, coded or compressed"
 )
-"""The number of the backward that this thread is running; -1 where it runs none.
+"""The number of the backward that this thread is running; -1 if it runs none.
 
 What a forward saves inside backward (reentrant checkpointing) is used at once, so replacing it frees nothing.
 Without this name every forward counts as one inside backward.
@@ -163,7 +163,7 @@ def saved(node: Any, field: str) -> Any:
 def held(node: Any, field: str) -> Any:
     """What is held for that tensor: the tensor itself, or what a hook made of it, which is not asked to unpack it.
 
-    None where PyTorch does not show it.
+    None if PyTorch does not show it.
     """
     return getattr(getattr(node, "_raw_saved_" + field, None), "data", None)
 
@@ -195,7 +195,7 @@ _RAW_FIELDS = tuple(
 
 
 def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
-    """The unpack hook of each tensor that `node` saved, or None where autograd itself holds the tensor.
+    """The unpack hook of each tensor that `node` saved, or None if autograd itself holds the tensor.
 
     What a hook unpacks may name another one that it asks, as ``memopt_unpack``; that is then the hook.
 
@@ -206,7 +206,7 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     Raises:
         RuntimeError: backward has been through the node and released it, or PyTorch lacks the fields.
     """
-    raw = getattr(node, "_raw_saved_tensors", None)  # raises where it was released
+    raw = getattr(node, "_raw_saved_tensors", None)  # raises if it was released
     if not raw:
         raw = [getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)]
         raw += getattr(node, "_raw_saved_indices", ())
@@ -237,7 +237,7 @@ tensor_hooks: Callable[[Tensor], object] = (
     if find(_TENSOR_HOOKS, True, "linears save their input") is not True
     else lambda tensor: True
 )
-"""The hooks of ``Tensor.register_hook``, None or empty where there are none. A hooked tensor is not recomputed inside
+"""The hooks of ``Tensor.register_hook``, None or empty if there are none. A hooked tensor is not recomputed inside
 a linear, where the hook would not run; without this name every tensor counts as hooked."""
 tensor_hooks_slot: object = getattr(Tensor, "_backward_hooks", None)
 """The descriptor of these hooks, as a subclass's ``__torch_function__`` sees it; None without this name."""

@@ -157,7 +157,7 @@ def _is_always(tensor: Tensor) -> bool:
 
 
 interpreter_stack: Callable[[], object] = find("torch._C._functorch.peek_interpreter_stack", _unknown, _STEPS_ASIDE)
-"""The innermost function transform (`torch.func`) that is running; None where none is.
+"""The innermost function transform (`torch.func`) that is running; None if none is.
 
 Transforms need operations that they know. Without this name one counts as running.
 """
@@ -173,7 +173,7 @@ memopt's operators have no forward-mode derivative. Without this name a level co
 """
 
 tracing_state: Callable[[], object] = find("torch._C._get_tracing_state", _unknown, _STEPS_ASIDE)
-"""The state of the `torch.jit.trace` that is running; None where none is. Traces need stock operations.
+"""The state of the `torch.jit.trace` that is running; None if none is. Traces need stock operations.
 
 Without this name one counts as running.
 """

@@ -118,7 +118,7 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def compiled_module(module: object) -> object | None:
-    """The module that `torch.compile` wrapped as `module`; None where it is not such a wrapper."""
+    """The module that `torch.compile` wrapped as `module`; None if it is not such a wrapper."""
     return getattr(module, "_orig_mod", None)
 
 

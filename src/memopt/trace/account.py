@@ -1,7 +1,8 @@
 """Which operation saves which bytes for backward: an account of one forward, real or traced.
 
-Saved-tensor hooks see every saved tensor; each storage is counted once, with all its bytes, where it is saved first.
-memopt's own hooks run inside these and pass on what they really save, so the same account measures stock and patched
+Saved-tensor hooks see every saved tensor. Each storage counts once, with all its bytes, at its first save.
+memopt's own hooks run inside these and pass on the tensors that they really save, so the same account measures stock
+and patched
 models. `live_bytes` is the independent check: it counts live storages, and so finds what hooks do not see, e.g. a
 tensor in an attribute of an autograd context.
 """
@@ -108,7 +109,7 @@ class SavedStorage:
     savers: tuple[tuple[str, str], ...]
     """(module, operation) of each save, in order."""
     cause: str
-    """What it is: one of `memopt.trace.causes.CAUSES`."""
+    """One of `memopt.trace.causes.CAUSES`."""
     module: str = ""
     """The innermost module that was running when it was allocated; of codes, the one of their tensor."""
 
@@ -133,11 +134,11 @@ class Account:
     hidden_in: str = ""
     """The module in which most of the `unseen` bytes were allocated."""
     trace: Trace | None = None
-    """The whole step; None where no backward was run."""
+    """The whole step; None if no backward was run."""
 
     @property
     def total(self) -> int:
-        """All bytes that live until backward, those that hooks do not see included."""
+        """All bytes that live until backward, also those that hooks do not see."""
         return self.saved + self.unseen
 
     @property
@@ -147,7 +148,7 @@ class Account:
 
     @property
     def step(self) -> Activations | None:
-        """What lives over the whole step; None where no backward was run."""
+        """What lives over the whole step; None if no backward was run."""
         return None if self.trace is None else self.trace.activations
 
     def per_part(self) -> dict[Part, int]:
@@ -168,7 +169,7 @@ class Account:
         return tuple(each for each in self.storages if each.part == "block" and each.block == block)
 
     def block_of(self, module: str) -> str:
-        """The block that `module` is or lies in; empty outside the blocks."""
+        """The block that `module` is, or is inside; empty outside the blocks."""
         return next((block for block in self.blocks if f"{module}.".startswith(f"{block}.")), "")
 
     def units(self, nbytes: int) -> float:

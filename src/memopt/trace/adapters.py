@@ -49,7 +49,7 @@ def add_adapters(
     _check_outputs(model, sites)
     if not fp32:
         for parameter in adapted.parameters():
-            if parameter.requires_grad:  # PEFT matches the base weights' dtype only where they have data.
+            if parameter.requires_grad:  # PEFT matches the base weights' dtype only if they have data.
                 parameter.data = parameter.data.to(model.dtype)
     return adapted
 
@@ -79,7 +79,7 @@ def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
 
 
 def check_peft() -> None:
-    """Raises a ModelError where peft is not installed."""
+    """Raises a ModelError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")
 

@@ -43,14 +43,15 @@ PRECISIONS = {weights: name for name, (weights, autocast) in DTYPES.items() if a
 
 @dataclass(frozen=True)
 class Example:
-    """What one training forward takes, found by running a few blocks of the model on the meta device, which is fast.
+    """The arguments of one training forward, found by running a few blocks of the model on the meta device, which is
+    fast.
 
     Floating tensors are on meta, other inputs have values.
     """
 
     inputs: Mapping[str, Any]
     targets: Mapping[str, Any]
-    """Labels, or what else makes the forward return a loss; empty where nothing does."""
+    """Labels, or other arguments that make the forward return a loss; empty if none do."""
     is_read: bool
     """Whether the step reads values of the inputs (sizes of images), so that it cannot be traced by shapes alone."""
 
@@ -68,7 +69,7 @@ def example_of(config: PreTrainedConfig, sites: Sites, training: Training) -> Ex
 def step_arguments(
     model: PreTrainedModel, training: Training, source: Example | Batch, *, real: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of one training forward, with labels where the model takes them.
+    """Keyword arguments of one training forward, with labels if the model takes them.
 
     Args:
         source: an example of the size of `training`, or a user's batch.
@@ -129,7 +130,7 @@ def _example(of: _Model, size: Training) -> Example:
 
 
 def _that_runs(model: PreTrainedModel, size: Training, example: Example | None = None) -> Example | None:
-    """`example`, by default the first, with what the forward of `model` needs; None where it does not run so.
+    """`example`, by default the first, with what the forward of `model` needs; None if it does not run so.
 
     The tensors of `model` become fake.
     """

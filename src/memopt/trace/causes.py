@@ -1,4 +1,5 @@
-"""What a saved tensor is, in a user's words: by its producer, the operations that save it, and the walk's sites."""
+"""The cause of a saved tensor, in a user's words: from its producer, the operations that save it, and the walk's
+sites."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The choices of a CUDA device, for traces on fake CPU tensors: which attention kernel runs, what dropout saves.
+"""The choices of a CUDA device, for traces on fake CPU tensors: the attention kernel that runs, the tensors that
+dropout saves.
 
-Only choices that change what is saved for backward, or what lives at a peak, are imitated. The rules are PyTorch's own:
+Only choices that change saved tensors or the peak are imitated. The rules are PyTorch's own:
 `sdp_utils.cpp` for the attention kernels, `Dropout.cpp` for the one-byte mask, `autocast_mode.h` for the operations
 that run in fp32. memopt's operators take the way of their Triton kernels.
 """

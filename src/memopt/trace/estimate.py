@@ -1,7 +1,7 @@
-"""A model that is ready for a training step, from its config alone: on fake tensors, no weights, no device.
+"""A model ready for a training step, from its config alone: on fake tensors, without weights or device.
 
-The model's own code runs on tensors that have shapes and no data, so every byte is one that PyTorch would save. Where
-a CUDA device would choose another kernel than the CPU, `memopt.trace.emulate` makes its choice.
+The model's own code runs on tensors with shapes and no data, so it saves the same bytes as a real run. If a CUDA device
+would choose another kernel than the CPU, `memopt.trace.emulate` makes that choice.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give fp32 to the tensors that `from_pretrained` keeps in it, whatever 16-bit dtype the model is loaded in."""
+    """Give fp32 to the tensors that `from_pretrained` keeps in fp32, whatever 16-bit dtype the model is loaded in."""
     parts = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
     if dtype == torch.float16:
         parts |= set(model._keep_in_fp32_modules or ())
@@ -206,7 +206,7 @@ def _patch(model: PreTrainedModel, sites: Sites, recipe: Recipe, folded: Collect
         if norm.name in folded:
             _hold_identity(model.get_submodule(norm.name), norm)
     applied = apply(model, make_plan(sites, recipe), folded=folded)
-    return [f"{name or 'The model'} is left as it was: {reason}." for name, reason in applied.refused]
+    return [f"{name or 'The model'} is unchanged: {reason}." for name, reason in applied.refused]
 
 
 def _hold_identity(module: nn.Module, norm: NormSite) -> None:

@@ -1,4 +1,4 @@
-"""A step as a sequence of allocations and frees: what charts, the allocator and the peak are made from."""
+"""A step as a sequence of allocations and frees: the input of charts, allocator and peak."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which most bytes live."""
+    """The moment of a step with the most live bytes."""
 
     nbytes: int
     moment: Moment

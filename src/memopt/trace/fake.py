@@ -39,7 +39,7 @@ def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Put `replacement` of each in the place of the parameters, buffers and other tensors of all modules of `model`.
+    """Put `replacement` of each in place of the parameters, buffers and other tensors of all modules of `model`.
 
     Parameters stay parameters; tied tensors stay tied.
     """

@@ -46,7 +46,7 @@ class Quantisation:
 
 
 def quantisation_of(config: PreTrainedConfig) -> Quantisation | None:
-    """How bitsandbytes holds the checkpoint of `config` in 4 bits; None where it does not."""
+    """How bitsandbytes holds the checkpoint of `config` in 4 bits; None if it does not."""
     settings = _settings(config)
     if settings.get("quant_method", "bitsandbytes") != "bitsandbytes" or not settings.get("load_in_4bit"):
         return None
@@ -72,7 +72,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def quantise(model: PreTrainedModel, how: Quantisation, dtype: torch.dtype, *, cuda: bool) -> None:
-    """Put a `Linear4bit` in the place of every linear that transformers would quantise.
+    """Put a `Linear4bit` in place of every linear that transformers would quantise.
 
     Args:
         model: on the meta device; changed in place.

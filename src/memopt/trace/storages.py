@@ -39,7 +39,7 @@ class Birth:
     operation: str
     """The operator that allocated it, e.g. ``mm``; with its namespace if it is not one of PyTorch's own."""
     function: str
-    """The function that Python called, e.g. ``layer_norm``; empty where none was seen."""
+    """The function that Python called, e.g. ``layer_norm``; empty if none was seen."""
     module: str
     """The innermost module that was running."""
     copy_of: Birth | None = None

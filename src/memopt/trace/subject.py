@@ -62,9 +62,11 @@ class Subject:
         notes = []
         if (method := other_method(config)) is not None:
             counted = (
-                "its linears count in bitsandbytes' 4 bits" if training.train == "qlora" else "its weights count whole"
+                "its linears are counted in bitsandbytes' 4 bits"
+                if training.train == "qlora"
+                else "its weights are counted as not quantised"
             )
-            notes.append(f"The checkpoint is quantised ({method}), which is not counted: {counted}.")
+            notes.append(f"The checkpoint is quantised ({method}), which memopt does not count: {counted}.")
         if batch is not None:
             training = replace(training, batch=rows_of(batch), seq=tokens_of(batch))
             notes.append(f"Inputs: a batch of {in_words(batch)}.")
@@ -105,7 +107,7 @@ def chosen_recipe(request: Request) -> Recipe:
 
 
 def record_of(model: str | Path) -> PatchedFolder | None:
-    """What the folder `model` says of itself; None where it is no patched folder."""
+    """What the folder `model` says of itself; None if it is no patched folder."""
     folder = Path(model).expanduser()
     return patched_folder(folder) if folder.is_dir() and is_patched(folder) else None
 

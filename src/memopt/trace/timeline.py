@@ -112,7 +112,7 @@ class Timeline(StorageTracker):
         return self._modules[place] if place < len(self._modules) else ""
 
     def _running_module(self) -> str:
-        """Name of the innermost module that is running; empty where none is, as in backward."""
+        """Name of the innermost module that is running; empty if none is, as in backward."""
         frame: Any = sys._getframe(3)
         while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
             if is_module_call(frame):

@@ -35,7 +35,7 @@ class Tracer:
 
     of: Step
     extends: bool | None = None
-    """Whether blocks may be left out; None where that is not known yet."""
+    """Whether blocks may be left out; None if that is not known yet."""
     traces: dict[Training, Trace] = field(default_factory=dict, init=False)
     """Those that are known."""
     _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)

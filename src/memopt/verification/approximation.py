@@ -1,8 +1,8 @@
 """Level "gradient" of approximate recipes: the error of the gradient against its declared and predicted limits.
 
 The forward is exact, so the loss must be. Every approximation is switched on (`Checks.farthest`), whatever is trained.
-Two limits: the error that the recipe declares, and what the errors of single derivatives on this model's inputs predict
-(`Patch.derivative_errors`).
+There are two limits: the error that the recipe declares, and the error that the errors of single derivatives on this
+model's inputs predict (`Checks.derivative_errors`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from memopt.verification.models import load_run_free
 from memopt.verification.step import Gradients
 from memopt.verification.trial import DTYPE, CheckpointTrial
 
-#: Relative difference of two losses that are the same sum in another order.
+#: Limit for the relative difference of two losses that are the same sum in another order.
 _LOSS_ROUNDING = 1e-5
-#: Parameters of fewer elements, or with gradients so much smaller than the largest, are not judged alone.
+#: Parameters with fewer elements, or with gradients so much smaller than the largest, have no limit of their own.
 _FEWEST, _ZERO = 500, 1e-5
 #: Limit for one parameter's gradient, as a multiple of the predicted error of all.
 _WEIGHED = 2

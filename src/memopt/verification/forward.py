@@ -1,7 +1,7 @@
 """Level "forward": the outputs of the patched model are as close to the truth as the original's.
 
-The truth is a run of the original weights in fp64. Both models are compared with it and not with each other, since two
-correct 16-bit models differ from each other as much as from the truth. One more rounding of the weights predicts a
+The truth is a run of the original weights in fp64. Both models are compared with it and not with each other, because
+two correct 16-bit models differ from each other as much as from the truth. One more rounding of the weights predicts a
 ratio of errors of at most 1.12; 1.25 passes, and 2 is the limit of FlashAttention's and PyTorch's own comparisons.
 """
 
@@ -151,9 +151,8 @@ def verify_forward(pair: Pair) -> list[Check]:
 def _rounded_at_random(
     original: _Original, folded: Collection[str], jumps: JumpingRows, model: nn.Module
 ) -> list[list[dict[str, Tensor]]]:
-    """Runs of the original in which the weights that folds touch are rounded at random, as a fold does once more.
-
-    In further runs every result is as well, and by more: what jumps then hangs on a rounding, and is noted in `jumps`.
+    """Runs of the original with the weights that folds change rounded at random, as a fold rounds them once more.
+    Further runs also round every result, and by more: rows that jump there depend on one rounding, and go to `jumps`.
     """
     weights = {name: parameter for name, parameter in model.named_parameters() if name in folded}
     stored = {name: parameter.clone() for name, parameter in weights.items()}
@@ -167,7 +166,7 @@ def _rounded_at_random(
     with torch.random.fork_rng(devices=[]):
         seed_cpu(0)
         runs: list[list[dict[str, Tensor]]] = []
-        # A choice may take the other side in one run of ten only.
+        # A choice may go the other way in only one run of ten.
         while len(runs) < _ROUNDED or (len(runs) < _MOST and jumps.may_jump_in_more(runs)):
             runs.append(run(1.0))
             jumps.add(run(JUMP_SCALE))
@@ -186,7 +185,7 @@ def _loaded(load: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _run_original(pair: Pair, model: nn.Module) -> _Original | None:
-    """The original's outputs; None where no more precise run fits into memory."""
+    """The original's outputs; None if no more precise run fits into memory."""
     dtype, reference = stored_dtype(model), reference_for(model, copies=2)
     if reference is None:
         return None
@@ -219,7 +218,7 @@ def _compare(
     """Checks of every field.
 
     Args:
-        originals: runs of the original, of whose errors the largest counts.
+        originals: runs of the original; the largest of their errors counts.
         changed: fields that the recipe allows folds to change.
         jumps: field -> rows of each batch that are left out.
     """
@@ -277,7 +276,7 @@ def _compare(
 
 def _left_out(rows: list[Tensor] | None) -> str:
     count = sum(int(each.sum()) for each in rows or ())
-    return f"; {count} rows in which a choice hangs on a rounding are left out" if count else ""
+    return f"; {count} rows in which a choice depends on one rounding are left out" if count else ""
 
 
 def _changed(patched: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], field: str, reference: str) -> Check:
@@ -316,7 +315,7 @@ def _divergence(
     chance: float,
 ) -> Check:
     def mean(run: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Divergence a row, and in what share of the rows the top choice is the reference's."""
+        """Divergence a row, and the share of rows whose top choice is the reference's."""
         total, agreed = 0.0, 0
         for got, exact, chosen in zip(run, exacts, rows, strict=True):
             approximate = got["logits"][chosen].double().log_softmax(-1)

@@ -1,7 +1,7 @@
 """Level "gradient": every parameter's gradient is as close to the truth as that of stock modules.
 
-Both models have the same (patched) weights, so that only the modules differ. The truth is the stock model in fp64. In
-the stored dtype an error has to exceed rounding to show; in fp64 (`memopt.verification.modules`) everything shows.
+Both models have the same (patched) weights, so only the modules differ. The truth is the stock model in fp64. In the
+stored dtype only errors larger than rounding show; in fp64 (`memopt.verification.modules`) all do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Stock:
 
 
 def verify_gradient(trial: CheckpointTrial) -> list[Check]:
-    """Compare the gradients of both models; what is sampled or approximate is switched off."""
+    """Compare the gradients of both models, with sampling and approximation switched off."""
     load_exact = functools.partial(trial.patched, *trial.exact, dtype=None)
 
     def run_stock(model: nn.Module) -> _Stock | None:
@@ -101,7 +101,7 @@ def ratios(
     rounded: Callable[[], tuple[list[Step], list[Step]]],
     bottleneck: int = 2**63,
 ) -> list[Check]:
-    """The checks on the ratio of errors of one run of each model; where one does not pass, those of several.
+    """The checks on the ratio of errors of one run of each model; if one does not pass, those of several runs.
 
     Args:
         compared: :func:`compare_gradients`, but for the runs.
@@ -119,9 +119,8 @@ def ratios(
 def stock_runs(trial: CheckpointTrial) -> bool:
     """Whether this machine has every operation of a stock training step, in the stored dtype and the reference's.
 
-    Attention is run by the implementation that the recipe sets.
-
-    False where the model does not fit into memory at these precisions, since nothing is known then.
+    Attention runs in the implementation that the recipe sets. False if the model does not fit into memory at these
+    precisions, since nothing is known then.
     """
     settings = [patch.engine_settings(trial.recipe, ()) for patch in having(EngineSettings)]
     attention = next((each["attn_implementation"] for each in settings if "attn_implementation" in each), None)
@@ -152,7 +151,8 @@ def _rounded_at_random(stock: _Stock, runs: int, model: nn.Module) -> list[Step]
 
 
 def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str]) -> Check:
-    """Every parameter that stock modules train has a gradient, but those that a fold made constant, and no other."""
+    """Every parameter that stock modules train has a gradient, except those that a fold made constant, and no other has
+    one."""
     lost = sorted(name for name in stock.keys() - patched.keys() if name.rpartition(".")[0] not in folded)
     extra = sorted(patched.keys() - stock.keys())
     wrong = [f"{name} has no gradient" for name in lost] + [
@@ -164,7 +164,7 @@ def check_parameters(patched: Gradients, stock: Gradients, folded: frozenset[str
         len(wrong),
         0,
         "parameters whose gradient is missing or extra",
-        "only what a fold made constant is not trained",
+        "only parameters that a fold made constant are not trained",
         "stock modules, less the folds in memopt.json",
         len(stock),
         first_of(wrong, between="; "),
@@ -184,9 +184,9 @@ def compare_gradients(
     """Checks on the ratio of errors: the median over parameters, and the worst against its own limit.
 
     Args:
-        patched: gradients of runs of the patched model, of whose errors the median counts.
+        patched: gradients of runs of the patched model; the median of their errors counts.
         stock: those of one run of the stock model, or of `memopt.verification.ratios.STOCK_RUNS`.
-        bottleneck: elements of the smallest tensor that all gradients come through: its roundings are in all of them.
+        bottleneck: elements of the smallest tensor through which all gradients pass: its roundings are in all of them.
     """
     names = sorted(patched[0].keys() & stock[0].keys() & truth.keys())
     if not names:
@@ -200,7 +200,7 @@ def compare_gradients(
     unit = torch.finfo(dtype).eps / 2
     found, limits = {}, {}
     for name in names:
-        # Zero in theory (a key bias): both models have only the rounding of terms that cancel.
+        # Zero in theory (a key bias): both models only have the rounding of terms that cancel.
         rounding = FLOOR_ROUNDOFFS * unit * (sizes[name] if name in own else largest)
         bound = max(rms(errors[name]), typical.get(name, 0.0) * sizes[name], rounding / PASS_RATIO)
         error = statistics.median(rms(run[name].double() - truth[name].double()) for run in patched)
@@ -227,7 +227,7 @@ def compare_gradients(
         found[worst],
         limits[worst],
         "worst RMS error / stock modules' own",
-        "2, times what chance adds to so many independent errors",
+        "2, times the quantile of the ratio for so many independent errors",
         reference,
         truth[worst].numel(),
     )

@@ -1,4 +1,4 @@
-"""Inputs for a verification: the user's batch, else text where the checkpoint has a tokenizer, else synthetic ones.
+"""Inputs for a verification: the user's batch, else text if the checkpoint has a tokenizer, else synthetic ones.
 
 Outlier channels and trained norms show on text of the kind that the model was trained on.
 """
@@ -56,7 +56,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model", "tokenizer.model*", 
 
 
 class NoInputs(InputsError):
-    """The model runs with no inputs that memopt can make, and none were given."""
+    """The model runs with none of the inputs that memopt can make, and the user gave none."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Probes:
     batches: tuple[dict[str, Any], ...]
     """Keyword arguments of the forward, without labels unless the user gave them."""
     targets: tuple[dict[str, Any], ...]
-    """Labels to add to each batch; empty where the batch has some or the model has no loss."""
+    """Labels to add to each batch; empty if the batch has some or the model has no loss."""
     source: str
-    """What they are, in words."""
+    """A description in words."""
     guessed: bool = True
     """Whether they were made from the config and the forward's signature, without a user's or a processor's batch."""
 
@@ -79,7 +79,7 @@ class Probes:
 
     @property
     def tokens_per_row(self) -> int | None:
-        """Tokens in each row of the first batch; None where the model reads no tokens."""
+        """Tokens in each row of the first batch; None if the model reads no tokens."""
         return tokens_of(self.batches[0])
 
 
@@ -90,7 +90,7 @@ def probe_inputs(
 
     Raises:
         InputsError: the model does not run with `inputs`.
-        NoInputs: none were given, and the model runs with none that can be made.
+        NoInputs: none were given, and the model runs with none of the inputs that memopt can make.
     """
     if inputs is not None:
         check_names(model, inputs)
@@ -126,12 +126,12 @@ def _processed(model: nn.Module, folder: Path, errors: list[str], trust_remote_c
     record = manifest.inputs if manifest is not None else None
     if record is not None and record.file is not None:
         raise NoInputs(
-            f"{type(model).__name__} runs with no inputs that are made here; this checkpoint was patched with --inputs "
-            f"{record.file}.",
+            f"{type(model).__name__} runs with none of the inputs that memopt makes; this checkpoint was patched with "
+            f"--inputs {record.file}.",
             f"Pass --inputs {record.file}.",
         )
     why = f" ({errors[0]})" if errors else ""
-    raise NoInputs(f"{type(model).__name__} runs with no inputs that are made here{why}.", PASS_INPUTS)
+    raise NoInputs(f"{type(model).__name__} runs with none of the inputs that memopt makes{why}.", PASS_INPUTS)
 
 
 def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:
@@ -148,7 +148,7 @@ def _driven(model: nn.Module, batch: Batch, source: str) -> Probes | str:
 
 
 def _text_labels(batch: dict[str, Any], targets: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """The text itself where every token has a label, else the labels as they are."""
+    """The text itself if every token has a label, else the unchanged labels."""
     labels = targets.get("labels")
     if isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape:
         return {**targets, "labels": rows}
@@ -166,7 +166,7 @@ def _limit(model: nn.Module) -> int:
 
 
 def _token_rows(folder: Path, length: int, vocabulary: int) -> torch.Tensor | None:
-    """(len(_TEXTS), length) token ids, all of one length so that no padding is needed; None without a tokenizer."""
+    """(len(_TEXTS), length) token ids, all of one length because no padding is wanted; None without a tokenizer."""
     from transformers import AutoTokenizer
 
     # Without its files some tokenizer classes load with an empty vocabulary.

@@ -1,4 +1,4 @@
-"""Rows of an output that jump where results are rounded at random: a choice (a router's) hangs on a rounding there."""
+"""Rows of an output that jump if results are rounded at random: a choice (a router's) depends on one rounding there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-#: How much more than a fold results are rounded in the runs that find rows, and what share of the rows may jump.
+#: How much more than a fold the runs that find rows round results, and the share of the rows that may jump.
 JUMP_SCALE, _MOST = 4.0, 0.1
 _Run = list[dict[str, Tensor]]
 _Rows = list[Tensor]
@@ -21,7 +21,7 @@ class JumpingRows:
     Args:
         truth: outputs of a more precise run, batch by batch.
         usual: field -> RMS error of the original; these fields have rows.
-        judged: runs that are compared with the original's error. They alone make no row one that jumps.
+        judged: runs that are compared with the original's error. They alone do not make a row count as jumping.
     """
 
     def __init__(self, truth: _Run, usual: Mapping[str, float], judged: Iterable[_Run]) -> None:
@@ -55,7 +55,7 @@ class JumpingRows:
     def may_jump_in_more(self, runs: Sequence[_Run]) -> bool:
         """Whether rows jump in a judged run, few enough of them, and in none of these runs of the original.
 
-        What reads such a row is off as well, by less: a run of the original with the same jump shows how much.
+        Results that read such a row are off too, by less: a run of the original with the same jump shows how much.
         """
         for field, judged in self._judged.items():
             if field in self._found and _are_few(judged):
@@ -65,7 +65,8 @@ class JumpingRows:
         return False
 
     def rows(self) -> dict[str, _Rows]:
-        """Field -> rows of each batch. Where more than a tenth jump it is the error that is large: no such field."""
+        """Field -> rows of each batch. If more than a tenth of the rows jump, the error itself is large: such a field
+        is left out."""
         return {field: rows for field, rows in self._found.items() if _are_few(rows)}
 
 

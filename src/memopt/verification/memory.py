@@ -38,13 +38,14 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.observe import walk_model
 from memopt.walk.sites import Sites
 
-#: Share by which prediction and measurement may differ; 10 % is what PyTorch's own memory tracker is tested to.
+#: Share by which prediction and measurement may differ; 10 % is the tolerance in the tests of PyTorch's own memory
+#: tracker.
 PASS_DRIFT, WARN_DRIFT = 0.03, 0.10
 
 
 @dataclass(frozen=True)
 class _Stock:
-    """What the stock model saves, and the inputs and sites of all runs."""
+    """The saved tensors of the stock model, and the inputs and sites of all runs."""
 
     account: Account
     config: Any
@@ -54,12 +55,12 @@ class _Stock:
     """The batch that the walk runs with; None to guess one."""
     sites: Sites
     outputs: Mapping[str, list[Output]]
-    """Module -> what its calls return."""
+    """Module -> the outputs of its calls."""
 
 
 @dataclass(frozen=True)
 class _Patched:
-    """What the patched model saves, and by which plan."""
+    """The saved tensors of the patched model, and its plan."""
 
     account: Account
     live: int
@@ -73,7 +74,7 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
 
     def run_stock(model: nn.Module) -> _Stock:
         probes = trial.probes(model)
-        # The walk guesses inputs itself, in all variants, where there is no batch of the user's or a processor's.
+        # Without a batch of the user's or a processor's, the walk guesses inputs itself, in all variants.
         driven = None if probes.guessed else cast_inputs(probes.batches[0], stored_dtype(model))
         sites = walk_model(model, driven)
         with _outputs(model) as outputs:
@@ -110,10 +111,10 @@ def verify_memory(trial: CheckpointTrial) -> list[Check]:
 
 
 def _hidden_in(model: nn.Module, run: Callable[[], Tensor], measured: Account) -> str:
-    """The module in which most of the bytes were allocated that live and that `measured` lacks.
+    """The module that allocated most of the live bytes that `measured` does not have.
 
-    Modules may run otherwise where hooks are registered, as they are while an account is made. So the module that
-    allocates is read off the stack.
+    Modules may take another path under hooks, which an account registers. So the allocating module is read from the
+    stack.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -203,7 +204,7 @@ def _outputs(model: nn.Module) -> Iterator[dict[str, list[Output]]]:
 
 
 def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
-    """What each patched module saves of its own results, and what is saved of results that are recomputed."""
+    """The bytes that each patched module saves of its own results, and the bytes saved of recomputed results."""
     plan = patched.plan
     if plan is None:
         return
@@ -218,14 +219,14 @@ def _each_module(stock: _Stock, patched: _Patched) -> Iterator[Check]:
                 producers.discard(name)
             else:
                 allowed[name], own[name] = nbytes, saves[name].total()
-    # The model itself may be patched to run another attention; what its forward saves is its loss.
+    # The model itself may be patched to run another attention; its own forward saves the tensors of its loss.
     more = {name: nbytes - allowed[name] for name, nbytes in own.items() if name and name in patched.modules}
-    if plan.recipe.without("approximate", "sampled"):  # codes and samples are saved instead of what is there
+    if plan.recipe.without("approximate", "sampled"):  # codes and samples replace saved tensors
         more = {name: nbytes for name, nbytes in more.items() if allowed[name]}
     worst = max(more, key=lambda name: more[name], default="")
     yield _no_bytes(
         "memory.module", worst, max(more.get(worst, 0), 0), "bytes that a module saves beyond its plan",
-        "a norm saves x_hat, a number a row and its affine; others no more than stock", len(patched.modules),
+        "a norm saves x_hat, a number a row and its affine; others save no more than stock", len(patched.modules),
     )  # fmt: skip
     linears = {linear.module for linear in plan.sites.linears}
     kept = Counter[str]()
@@ -287,7 +288,7 @@ def _against_plan(patched: Account, predicted: Account) -> Iterator[Check]:
 
 
 def _of_blocks(kept: Account) -> int:
-    """Bytes of all blocks, shared ones included; of the whole model where it has no blocks."""
+    """Bytes of all blocks, shared ones included; of the whole model if it has no blocks."""
     if not kept.blocks:
         return kept.total
     return sum(kept.per_block().values()) + kept.per_part().get("shared", 0)

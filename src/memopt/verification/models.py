@@ -44,7 +44,7 @@ class Pair:
 def find_pair(
     folder: Path, against: str | None, *, trust_remote_code: bool = False, inputs: Batch | None = None
 ) -> Pair | None:
-    """The patched folder and its original: `against`, or the manifest's; None where that is gone."""
+    """The patched folder and its original: `against`, or the manifest's; None if that does not exist any more."""
     if against is not None:
         return Pair(folder, against, None, trust_remote_code, inputs)
     source = read_manifest(folder).source
@@ -95,7 +95,7 @@ def load_patched(
 ) -> nn.Module:
     """Patched model in its stored dtype (or `dtype`), eval mode, on the CPU; the walk runs with `inputs`.
 
-    For fp64 it is patched in the stored dtype and widened then: it is those modules that are compared.
+    For fp64 it is patched in the stored dtype and then widened, because those modules are to be compared.
     """
     keywords: dict[str, Any] = {"dtype": _loaded_as(dtype), "trust_remote_code": trust_remote_code}
     with quiet():
@@ -132,7 +132,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Precision of the truth, and why it is not fp64 where it is not."""
+    """Precision of the truth, and the reason if it is not fp64."""
 
     dtype: torch.dtype
     note: str = ""

@@ -1,7 +1,7 @@
-"""Patched modules against stock modules with the same weights, where rounding hides nothing: in fp64.
+"""Patched modules against stock modules with the same weights, in fp64, where rounding hides no error.
 
-In 16 bits two right models differ by percents, so that an error of one percent in one module passes for rounding. In
-fp64 they differ by 1e-13, and a wrong formula by what it is wrong. The whole model runs, so that what one module saves
+In 16 bits two correct models differ by percents, so an error of one percent in one module looks like rounding. In fp64
+they differ by 1e-13, and a wrong formula by its own error. The whole model runs, so that what one module saves
 and another one reads is compared too; then each norm and activation alone, on inputs of all sizes, where an epsilon
 shows. The module at fault is found by exchanging patched modules for stock ones.
 """
@@ -28,7 +28,7 @@ from memopt.verification.ratios import rms
 from memopt.verification.step import Step, training_step
 from memopt.walk.aten.precision import precise
 
-#: Largest relative difference. Right modules reach 1e-12 in fp64, where outliers amplify rounding; in fp32 1e-4.
+#: Largest relative difference. Correct modules reach 1e-12 in fp64 if outliers amplify rounding, and 1e-4 in fp32.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
 #: A gradient is compared relative to its own size and to this share of the model's largest: the terms of one that is
 #: zero in theory cancel.
@@ -82,7 +82,7 @@ def verify_modules(
         metric="modules that are planned and could not be patched",
         value=len(refused),
         threshold=0,
-        threshold_reason="what is left as it was is not compared",
+        threshold_reason="modules that are unchanged are not compared",
         reference="the plan",
         n=len(swapped),
         detail="; ".join(f"{name}: {reason}" for name, reason in refused[:3]),
@@ -124,7 +124,7 @@ def check_modules(
 
 
 def check_alone(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Iterator[Check]:
-    """The check of what each of `modules`, in `dtype`, is off by on its own; none where no module can run so."""
+    """The check of the error of each of `modules` alone, in `dtype`; none if no module can run alone."""
     with precise(dtype):
         found = {name: _alone(module, dtype) for name, module in modules.items()}
     alone = {name: worst for name, worst in found.items() if worst is not None}
@@ -165,7 +165,8 @@ def traced(model: nn.Module, run: Callable[[], Step]) -> tuple[Step, Traces]:
 
 
 def compare_steps(step: Step, truth: Step) -> Worst:
-    """Of all outputs and of the gradients that both have: which gradients there must be is another check's."""
+    """The difference of all outputs and of the gradients that both have; another check compares which gradients
+    exist."""
     found = [Worst(_difference(torch.tensor(step.loss), torch.tensor(truth.loss)), "the loss")]
     for name in truth.outputs.keys() | step.outputs.keys():
         both = name in truth.outputs and name in step.outputs
@@ -195,11 +196,11 @@ def culprit(
     swapped: Sequence[tuple[str, nn.Module]],
     otherwise: Callable[[], str] = lambda: "a module that is not patched",
 ) -> str:
-    """The first module that is wrong where it is patched, in the order of the model's modules; found by halving.
+    """The first patched module, in the order of the model's modules, that makes the result wrong; found by bisection.
 
     Args:
         run: the result with the first so many modules patched; with all of them it is over the limit.
-        otherwise: names what is wrong where it is as wrong with none.
+        otherwise: the name to give if the result is as wrong with no module patched.
     """
     wrong = bisect.bisect_left(range(len(swapped)), True, key=lambda patched: not run(patched).value <= limit)
     return (swapped[wrong - 1][0] or "the model") if wrong else otherwise()
@@ -208,7 +209,7 @@ def culprit(
 def _unlike_module(
     swapped: Sequence[tuple[str, nn.Module]], model: nn.Module, probes: Probes, traces: Traces, dtype: torch.dtype
 ) -> str:
-    """The first module whose output differs where all forwards are stock: by a weight, a buffer or a setting."""
+    """The first module whose output differs although all forwards are stock: by a weight, a buffer or a setting."""
     with precise(dtype), stock_forwards(module for _, module in swapped):
         _, found = traced(model, lambda: training_step(model, probes, dtype))
     off = {name: abs(found.get(name, math.inf) - size) for name, size in traces.items()}
@@ -217,7 +218,7 @@ def _unlike_module(
 
 
 def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
-    """`module` against its stock forward; None where it is no function of one tensor, or has matrices to train."""
+    """`module` against its stock forward; None if it is not a function of one tensor, or has matrices to train."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.dim() > 1 for tensor in tensors):
         return None
@@ -235,7 +236,8 @@ def _alone(module: nn.Module, dtype: torch.dtype) -> Worst | None:
             results = _results(module, x * size, dy)
         except Exception as error:  # The stock module runs.
             return Worst(math.inf, f"{type(error).__name__} at size {size:g}")
-        # What cancels in the gradient of a norm's input is as large as that of its output over its deviation.
+        # The terms that cancel in the gradient of a norm's input are as large as the gradient of its output over its
+        # deviation.
         scale = rms(dy) * rms(expected["output"][expected["output"].isfinite()]) / size
         for name, tensor in expected.items():
             least = _CANCELS * (scale if name == "gradient of its input" else 0.0)

@@ -1,4 +1,4 @@
-"""Level "weights", names: the files hold the model of their config, and no level judges by tensors drawn at random."""
+"""Level "weights", names: the files have the model of their config, and no level uses tensors drawn at random."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def verify_names(folder: Path, *, trust_remote_code: bool = False) -> Check:
         metric="tensors that the model and the files do not share",
         value=len(names.wrong),
         threshold=0,
-        threshold_reason="what is missing is drawn at random by whoever loads the folder",
+        threshold_reason="a load of the folder draws missing tensors at random",
         reference="the model of config.json, as transformers loads it",
         detail=first_of(names.wrong, SHOWN, "; ") or "; ".join(names.notes),
     )
 
 
 def random_tensors(level: Level, record: PatchedFolder, pair: Pair | None, trust_remote_code: bool) -> list[Check]:
-    """A check for each model that `level` cannot be run on, since a load would leave tensors random.
+    """A check for each model that `level` cannot use, because a load would leave tensors random.
 
     The models are the patched folder and, where there is a `pair`, the original.
     """

@@ -42,7 +42,7 @@ class Pair:
     swapped: list[tuple[str, nn.Module]]
     """The patched modules."""
     dtypes: dict[str, torch.dtype | None]
-    """Parameter or buffer -> None where it has the model's dtype."""
+    """Parameter or buffer -> None if it has the model's dtype."""
     blocks: tuple[str, ...]
     left_out: str
     """What was, in words."""
@@ -56,7 +56,7 @@ class Pair:
             yield
 
     def adapt(self) -> bool:
-        """Give both models the same adapters, once; False where that cannot be done."""
+        """Give both models the same adapters, once; False if that cannot be done."""
         if hasattr(self.patched, "peft_config"):
             return True
         try:
@@ -90,7 +90,7 @@ class Pair:
 
 
 def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) -> T | None:
-    """`run` on both small models, patched with these settings; None where fp32 does not fit into memory."""
+    """`run` on both small models, patched with these settings; None if fp32 does not fit into memory."""
 
     def on_model(model: nn.Module) -> T | None:
         pair = _pair_of(model, trial.probes(model))
@@ -100,7 +100,7 @@ def with_pair(trial: CheckpointTrial, run: Callable[[Pair], T], *settings: str) 
 
 
 def _pair_of(model: nn.Module, probes: Probes) -> Pair | None:
-    """The patched `model`, which is made small in place, and its copy; None where fp32 does not fit into memory."""
+    """The patched `model`, which is made small in place, and its copy; None if fp32 does not fit into memory."""
     record = record_of(model)
     blocks = record.plan.sites.blocks if record is not None else ()
     probes, left_out = _made_small(model, blocks, probes)
@@ -157,7 +157,7 @@ def _made_small(model: nn.Module, blocks: Sequence[str], probes: Probes) -> tupl
 
 
 def _fewer_words(model: nn.Module, probes: Probes) -> Probes | None:
-    """Keep the first rows of embeddings and heads; None where the model does not run so, and is as it was."""
+    """Keep the first rows of embeddings and heads; None if the model does not run so, and is as it was."""
     configs = {id(each): each for m in model.modules() if (each := getattr(m, "config", None)) is not None}.values()
     words = {size for each in configs if isinstance(size := getattr(each, "vocab_size", None), int) and size > WORDS}
     if len(words) != 1:

@@ -33,8 +33,8 @@ def rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def independent_errors(error: Tensor, at_most: int) -> int:
-    """The number of independent terms that the elements of `error` amount to, `at_most` all of them.
+def independent_errors(error: Tensor, limit: int) -> int:
+    """The number of independent terms that the elements of `error` amount to, at most `limit`.
 
     (sum of e^2)^2 / sum of e^4 is a third of their number for normal errors of one size, and the number of the few
     that matter where some are much larger (outlier channels).
@@ -42,8 +42,8 @@ def independent_errors(error: Tensor, at_most: int) -> int:
     squares = error.double().square()
     fourth = float(squares.square().sum())
     if not fourth > 0:
-        return min(at_most, error.numel())
-    return min(at_most, error.numel(), round(3 * float(squares.sum()) ** 2 / fourth))
+        return min(limit, error.numel())
+    return min(limit, error.numel(), round(3 * float(squares.sum()) ** 2 / fourth))
 
 
 def largest_ratio(independent: int, stock_runs: int) -> float:

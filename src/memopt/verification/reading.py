@@ -1,4 +1,4 @@
-"""Both checkpoints read once from start to end: hashed, and compared tensor by tensor meanwhile."""
+"""Read both checkpoints once: hash them, and compare them tensor by tensor meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reading:
 
 
 def read_both(source: CheckpointSource, patched: CheckpointSource, operations: Mapping[str, Operation]) -> Reading:
-    """Read and compare; `operations`: tensor -> what was done to it, and nothing to any other."""
+    """Read and compare; `operations`: tensor -> the operation on it; all other tensors are unchanged."""
     reading = Reading({}, {})
     with ThreadPoolExecutor(2, thread_name_prefix="memopt") as pool:
         for part in pool.map(lambda shard: _read(source, patched, shard, operations), patched.shards):

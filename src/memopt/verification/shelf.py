@@ -1,4 +1,4 @@
-"""A model whose blocks stay on disk: loaded one at a time, in the dtype that is asked for, and let go again."""
+"""A model whose blocks stay on disk: each is loaded alone, in a given dtype, and freed."""
 
 from __future__ import annotations
 

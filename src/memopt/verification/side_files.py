@@ -1,7 +1,7 @@
-"""Level "weights", beside the weights: all else that a loader reads, and whether what memopt.json says can be true.
+"""Level "weights", beside the weights: all other files that a loader reads, and whether memopt.json is consistent.
 
-config.json is compared key for key, every other file byte for byte, README.md with the source's and what patch adds to
-it; memopt.json with itself and with the key in config.json. No model is built.
+config.json is compared key for key, every other file byte for byte, README.md with the source's and the part that patch
+adds; memopt.json with itself and with the key in config.json. No model is built.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def files_of(checkpoint: CheckpointSource) -> frozenset[str]:
 def verify_side_files(
     manifest: Manifest, patched: CheckpointSource, source: CheckpointSource | None
 ) -> Iterator[Check]:
-    """Checks on what lies beside the weights; without `source` those that need none."""
+    """Checks of the files beside the weights; without `source` only those that do not need it."""
     wrong = [*_contradictions(manifest), *_key_errors(manifest, patched.config, source)]
     yield _check("manifest", MANIFEST, wrong, metric="contradictions", reference="memopt.json and config.json")
     if source is None:
@@ -72,7 +72,8 @@ def verify_side_files(
 
 
 def verify_saved_again(record: PatchedFolder, against: str | None, *, trust_remote_code: bool = False) -> list[Check]:
-    """What the files of a patched model show that was loaded, trained and saved: all but that it is the original."""
+    """The checks for the files of a patched model that was loaded, trained and saved: all except equality with the
+    original."""
     folder = record.folder
     try:
         patched = open_source(str(folder))
@@ -105,7 +106,7 @@ def verify_sites(record: PatchedFolder, *, trust_remote_code: bool = False) -> I
 
 
 def allowed_changes(manifest: Manifest, sites: Sites) -> frozenset[str]:
-    """Outputs that may differ from the original's: that the folds of the recipe change, and memopt.json lists."""
+    """Outputs that may differ from the original's: the folds of the recipe change them, and memopt.json lists them."""
     plan = Plan(manifest.recipe, sites, manifest.entries)
     listed = frozenset(plan.changed_outputs()).intersection(manifest.changed_outputs)
     return frozenset(name for name in listed if not _is_result(name))
@@ -129,7 +130,7 @@ def _against(patched: CheckpointSource, against: str, trust_remote_code: bool) -
 
 
 def _twice(checkpoint: CheckpointSource) -> Iterator[str]:
-    """The key of config.json that stands twice, of which loaders may read either."""
+    """The key that occurs twice in config.json; loaders may read either value."""
     try:
         json.loads((checkpoint.root / "config.json").read_text(encoding="utf-8"), object_pairs_hook=once)
     except ValueError as error:
@@ -137,7 +138,7 @@ def _twice(checkpoint: CheckpointSource) -> Iterator[str]:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """What of a manifest cannot be true, by itself."""
+    """The contradictions inside a manifest."""
     recipe = manifest.recipe
     if not manifest.entries:
         yield "it lists no site of the model"
@@ -149,7 +150,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.entries:
         its = known.get(entry.kind)
         if its is not None and entry.rewritten and entry.action not in its.actions:
-            yield f"{entry.site}: '{entry.action}' is nothing that is done to a {its.noun}"
+            yield f"{entry.site}: '{entry.action}' is not an action for a {its.noun}"
     planned = {e.site for e in manifest.entries if (its := known.get(e.kind)) is not None and e.action == its.fold}
     folded = [record.fold.norm for record in manifest.folds]
     for name in sorted(planned.symmetric_difference(folded)):
@@ -168,7 +169,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _key_errors(manifest: Manifest, config: Mapping[str, Any], source: CheckpointSource | None) -> Iterator[str]:
-    """Where the key in config.json is not the one that was written with this manifest."""
+    """Where the key in config.json differs from the one that was written with this manifest."""
     key = config.get(CONFIG_KEY)
     if not isinstance(key, dict):
         yield f"config.json has no key '{CONFIG_KEY}'"
@@ -218,7 +219,7 @@ def _card_differences(
         if source_card(found) != before:
             yield f"{CARD} differs"
         elif found != card and not older:
-            yield f"{CARD} differs in what memopt wrote"
+            yield f"{CARD} differs in the part that memopt wrote"
     elif before is not None or not older:
         yield f"{CARD} is missing"
 
@@ -250,5 +251,5 @@ def _check(
 
 
 def _is_result(name: str) -> bool:
-    """Whether an output is what the model computes, which no recipe lets folds change, and no hidden state."""
+    """Whether an output is a result of the model and not a hidden state; no recipe lets folds change it."""
     return name == "loss" or "logits" in name

@@ -1,4 +1,4 @@
-"""The ways in which people run a step, as a few situations that hold every pair of them, and their batches."""
+"""The ways in which people run a step, as a few situations that cover every pair of them, and their batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _listed(*rows: tuple[Any, ...]) -> tuple[Situation, ...]:
     return tuple(Situation(*row) for row in rows)
 
 
-#: Every pair of two factors' values is in one of these. Outliers are in fp64 alone: in 16 bits they drown in rounding.
+#: Every pair of two factors' values is in one of these. Outliers are only in fp64: in 16 bits rounding hides them.
 SITUATIONS = _listed(
     (True, "all", "exact", 3, SHORT, False, "once", True, False),
     (True, "odd", "exact", 1, SHORT, True, "twice", False, True),

@@ -1,4 +1,4 @@
-"""One training step of a model on a probe batch: what all models of a verification are asked for."""
+"""One training step of a model on a probe batch; every model of a verification runs it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def training_loss(model: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The model's own loss where it has one; else a fixed random projection of its floating-point outputs."""
+    """The model's own loss if it has one; else a fixed random projection of its floating-point outputs."""
     loss: Tensor | None = output.get("loss") if isinstance(output, dict) else None
     if loss is not None:
         return loss

@@ -1,7 +1,8 @@
-"""What lives over a step: the peak, what is left behind backward, and what a second step adds; patched against stock.
+"""Live bytes over a step: the peak, the bytes alive after backward, and the bytes that a second step adds; patched
+against stock.
 
 Both models are small copies of one (`memopt.verification.pairs`); every storage that PyTorch allocates is followed, and
-NumPy's arrays by the interpreter's account. The module at fault is found by exchanging patched modules for stock ones.
+NumPy's arrays by the interpreter's account. The module at fault is found by replacing patched modules with stock ones.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from memopt.walk.calls.batch import Batch
 from memopt.walk.calls.preserve import preserved
 
 _CHECKS = {
-    "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward lets go of what it read"),
+    "behind": ("memory.after_backward", "bytes alive after backward beyond stock", "backward frees what it read"),
     "second": ("memory.second_step", "bytes that a second step adds to that beyond stock", "no step adds to a cache"),
     "peak": ("memory.peak", "peak of live bytes in a step beyond stock", "patching must save"),
-    "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "tensors hold what is saved"),
+    "arrays": ("memory.arrays", "bytes of NumPy arrays after the forward beyond stock", "saved values are in tensors"),
 }  # fmt: skip
 _STOCK = "stock modules, same weights and inputs"
 #: Tensors of a module's largest size that its forward may allocate and free beyond stock: without kernels an operator
@@ -89,13 +90,13 @@ def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
     subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"
     return limited(
         "memory.transient", subject, value, _TRANSIENT,
-        "bytes that come and go in a forward beyond stock / largest tensor",
-        "two results of steps, in fp32, on a CPU", _STOCK, len(excess),
+        "bytes allocated and freed in a forward beyond stock / largest tensor",
+        "two intermediate results, in fp32, on a CPU", _STOCK, len(excess),
     )  # fmt: skip
 
 
 def _culprit(pair: Pair, batch: Batch, name: str, allowed: int) -> str:
-    """The patched module from which on it is too much."""
+    """The first patched module with which the bytes exceed the limit."""
 
     def run(patched: int) -> Worst:
         with pair.with_stock(patched):
@@ -105,7 +106,7 @@ def _culprit(pair: Pair, batch: Batch, name: str, allowed: int) -> str:
 
 
 def lived(model: nn.Module, batch: Batch) -> Lived:
-    """What lives over two steps of `model`."""
+    """The live bytes over two steps of `model`."""
     model.zero_grad(set_to_none=True)
     started = not tracemalloc.is_tracing()
     if started:

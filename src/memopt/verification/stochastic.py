@@ -1,4 +1,5 @@
-"""Stochastic arithmetic: how far off rounding can put a result, by rounding at random (CESTAC: Vignes, 1993)."""
+"""Stochastic arithmetic: rounding at random shows how large the rounding error of a result can be (CESTAC: Vignes,
+1993)."""
 
 from __future__ import annotations
 

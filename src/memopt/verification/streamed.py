@@ -1,8 +1,8 @@
 """Level "gradient" of models that are larger than memory: block by block from disk.
 
 A forward and a backward of stock modules in fp64 go through the model with one block in memory at a time, like
-activation checkpointing. When backward reaches a block, its input and the gradient of its output are there; on these
-the block runs stock and patched, in fp64 and in the stored dtype, and is compared as whole models are.
+activation checkpointing. When backward reaches a block, the block runs on its input and the gradient of its output,
+stock and patched, in fp64 and in the stored dtype, and is compared like a whole model.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ _SOURCE = "fp64 run of stock modules on the same weights, block by block"
 
 
 def blocks_to_stream(trial: CheckpointTrial) -> tuple[tuple[str, ...], torch.dtype] | None:
-    """The blocks of a model that does not fit into memory in fp64, and its stored dtype; None where it does.
-
-    None as well where it has no repeated blocks.
+    """The blocks of a model that does not fit into memory in fp64, and its stored dtype; None if it fits, or has no
+    repeated blocks.
     """
     sizes: dict[str, int] = {}
     for tensor in open_source(str(trial.source)).tensors.values():
@@ -227,7 +226,7 @@ class _Sweep:
 
 
 class _Streamed(torch.autograd.Function):
-    """A call of a block that keeps nothing but its inputs."""
+    """A call of a block that saves only its inputs."""
 
     @staticmethod
     def forward(

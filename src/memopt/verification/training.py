@@ -38,8 +38,8 @@ from memopt.walk.calls.preserve import preserved
 from memopt.walk.models.config import one_line
 
 _DTYPES: dict[Precision, torch.dtype] = {"autocast": torch.float32, "bf16": torch.bfloat16}
-#: Step of a central difference, relative to a parameter's size, and how far it may be from the gradient: its rounding
-#: and the rest of the series are 1e-8 of the slope, an element at a kink of a ReLU adds as much.
+#: Step of a central difference, relative to a parameter's size, and its largest distance from the gradient: its
+#: rounding and the rest of the series are 1e-8 of the slope, and an element at a kink of a ReLU adds as much.
 _STEP, _SLOPE_LIMIT = 1e-6, 1e-5
 #: Two right runs may be twice as far from each other as either is from the truth, and one less accurate by 2.
 _AMPLIFIED = 4.0
@@ -56,7 +56,7 @@ class _Run:
 
 
 def verify_training(trial: CheckpointTrial) -> list[Check]:
-    """Run every situation; what is sampled or approximate is switched off."""
+    """Run every situation, with sampling and approximation switched off."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of generate, and of PEFT
         found = with_pair(trial, _all, *trial.exact)
@@ -77,7 +77,7 @@ def _all(pair: Pair) -> list[Check]:
 
 
 def _checks(pair: Pair, situation: Situation) -> Iterator[Check]:
-    """The checks of one situation; none where stock modules do not run in it."""
+    """The checks of one situation; none if stock modules do not run in it."""
     given = batches(pair.patched, pair.probes, situation)
     run = functools.partial(_ran, pair, situation, given)
     exact = situation.precision == "exact"
@@ -158,7 +158,7 @@ def _ran(
 
 
 def _evaluated(model: nn.Module, batch: dict[str, Any], autocast: Any) -> dict[str, Tensor]:
-    """Outputs without gradients in eval mode, and what `generate` adds to a prompt."""
+    """Outputs without gradients in eval mode, and the tokens that `generate` adds to a prompt."""
     mode = model.training
     model.eval()
     with torch.no_grad(), autocast():
@@ -176,7 +176,7 @@ def _evaluated(model: nn.Module, batch: dict[str, Any], autocast: Any) -> dict[s
 
 
 def _compared(step: Step, truth: Step) -> Worst:
-    """The largest difference; a gradient that one of them lacks is infinitely far off."""
+    """The largest difference; it is infinite for a gradient that only one of them has."""
     alone = step.gradients.keys() ^ truth.gradients.keys()
     if alone:
         return Worst(float("inf"), f"the gradient of {min(alone)}, which only one of them has")
@@ -223,15 +223,15 @@ _METRICS = {
     "training.steps": ("largest relative difference of an output or gradient", "only roundings of fp64 may differ"),
     "training.rounding": ("worst RMS error / stock modules' own, over its limit", "as of gradient.worst_error_ratio"),
     "training.evaluation": ("largest relative difference without gradients", "stock code computes outputs there"),
-    "training.random_numbers": ("whether generators are left in another state", "dropouts have p = 0"),
-    "training.dropout": ("slope of the loss / what the gradient says, less 1", "central differences in fp64"),
+    "training.random_numbers": ("random generators left in another state", "dropouts have p = 0"),
+    "training.dropout": ("slope of the loss / slope from the gradient, less 1", "central differences in fp64"),
 }
 
 
 def _check(
     id: str, pair: Pair, situation: Situation | str, worst: Worst, run: Callable[[int], Worst], limit: float
 ) -> Check:
-    """The check; where it fails, `run` with the first so many modules patched says which one it is."""
+    """The check; if it fails, `run` with the first modules patched finds the one at fault."""
     metric, reason = _METRICS[id]
     subject = f"{len(pair.swapped)} modules" if worst.value <= limit else culprit(run, limit, pair.swapped)
     where = f"; most in {worst.where}" if worst.where else ""
@@ -242,7 +242,7 @@ def _check(
 
 
 def _unproved(pair: Pair) -> Check:
-    """What the situations leave open: a pass that says so."""
+    """The limits of the situations, as a passed check that lists them."""
     said = [pair.left_out] * bool(pair.left_out)
     said += [f"not run: {name} ({why})" for name, why in pair.not_run.items()]
     said += ["not compared: dropout's values (their gradients are), other lengths, compiled code, GPUs"]

@@ -44,7 +44,7 @@ class CheckpointTrial:
 
     @property
     def exact(self) -> tuple[str, ...]:
-        """The settings with which nothing is sampled or approximate."""
+        """The settings that switch off sampling and approximation."""
         return self.recipe.without("sampled", "approximate")
 
     def stock(self, dtype: torch.dtype | None = None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the checks of a verification add up to."""
+"""The result of all checks of a verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level "weights": the files alone, without building a model. Every tensor is accounted for, bit by bit.
+"""Level "weights": the files alone, without building a model. Every tensor is checked, bit by bit.
 
 A folded tensor must equal the fp64 result of the fold on the source's tensor, rounded once (`recompute`); every other
 one must have the source's bytes.
@@ -90,10 +90,10 @@ def _check_files(folder: Path, manifest: Manifest, there: frozenset[str], digest
 
 
 def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointSource | None, str]:
-    """(the source, or why it cannot be compared with)."""
+    """(the source, or the reason why it cannot be compared)."""
     record = manifest.source
     if against is None and not os.path.isdir(record.path):
-        return None, f"'{record.path}' is gone: give it with --against"
+        return None, f"'{record.path}' does not exist: give it with --against"
     try:
         return open_source(against or record.path, allow_pickle=needs_allow_pickle(record.files)), ""
     except ModelError as error:
@@ -105,7 +105,7 @@ def _open_original(manifest: Manifest, against: str | None) -> tuple[CheckpointS
 def _check_original(
     manifest: Manifest, source: CheckpointSource, read: Mapping[Path, str], *, given: bool
 ) -> tuple[CheckpointSource | None, Check]:
-    """(the source if it can be compared with, the check that says so)."""
+    """(the source if it can be compared, the check that says so)."""
     record = manifest.source
     origins = {path.name: path for path in (source.root / name for name in record.files) if os.path.isfile(path)}
     found = _parallel(lambda path: read.get(path) or sha256(path), origins.values())
@@ -116,7 +116,7 @@ def _check_original(
     if wrong:
         status = "warn" if given else "skip"
         detail = f"{', '.join(wrong)} changed since the patch"
-        detail += "; its tensors are compared all the same" if given else ": give the original with --against"
+        detail += "; its tensors are compared anyway" if given else ": give the original with --against"
     check = _check(
         "source",
         source.model,

@@ -224,7 +224,7 @@ def test_the_scale_is_rounded_as_on_the_device() -> None:
     assert dropout._scale(0.1, torch.float64, "cuda") == exact
 
 
-# --- made again -------------------------------------------------------------------------------------------------
+# --- recomputed -------------------------------------------------------------------------------------------------
 
 
 def test_what_was_done_to_an_output_can_be_done_again() -> None:
@@ -240,7 +240,7 @@ def test_what_was_done_to_an_output_can_be_done_again() -> None:
 
 
 @pytest.mark.parametrize("device_scale", [0.1, 0.3])
-def test_it_is_made_again_on_another_device_as_the_forward_rounded_it(device_scale: float) -> None:
+def test_it_is_recomputed_on_another_device_as_the_forward_rounded_it(device_scale: float) -> None:
     x = draw(1000, dtype=torch.bfloat16)
     on_gpu = dropout.Mask(1, device_scale, dropout._scale(device_scale, torch.bfloat16, "cuda"))
     on_cpu = dropout.Mask(1, device_scale, dropout._scale(device_scale, torch.bfloat16, "cpu"))

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     key: str
     module: str | None
-    """The module that it belongs to, by its name in the base model's files; None where they have no such module."""
+    """The module that it belongs to, by its name in the base model's files; None if they have no such module."""
     leaf: str
     """The rest of the name."""
     added: bool

@@ -31,7 +31,7 @@ _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def refuse(sides: Sides) -> None:
-    """Raise where the adapter has no exact form on the other side.
+    """Raise if the adapter has no exact form on the other side.
 
     Raises:
         ModelError: a tensor has another size than the model's.

@@ -74,10 +74,10 @@ def convert_adapter(
     allow_pickle: bool = False,
     note: Note | None = None,
 ) -> AdapterResult:
-    """Write `adapter`, trained on a stock model, as one of the folded model; with `back`, the other way round.
+    """Write `adapter`, trained on a stock model, as an adapter of the folded model; with `back`, the other way round.
 
-    Both compute the same function, but for one rounding of each stored element. Training goes on from there on the
-    other side's path (docs/fine-tuning.md).
+    Both compute the same function, but for one rounding of each stored element. Further training follows the path of
+    the other model (docs/fine-tuning.md).
 
     Args:
         adapter: folder of a PEFT adapter.
@@ -139,14 +139,14 @@ def _of_stock(source: CheckpointSource, rules: Recipe, trust_remote_code: bool) 
     folds = FoldPlan.from_plan(make_plan(sites, rules), source.tensors, source.weights.aliases).folds
     if any(source.tensors[name].dtype == "F16" for fold in folds for name in fold.touched):
         raise ModelError(
-            f"Which folds of '{source.model}' overflow F16 is known once they are written.",
+            f"Some folds of '{source.model}' may overflow F16, which shows only when they are written.",
             "Patch it first, and give the patched folder.",
         )
     return _Forms(source, folds, str(default_folder(source.model).resolve()))
 
 
 def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> None:
-    """Raise where the adapter is known to be of another model, or of the other form of this one."""
+    """Raise if the adapter is known to be of another model, or of the other form of this one."""
     if adapter.record is not None:
         found = adapter.record.get("fits")
         right = {key: getattr(expected, key) for key in ("form", "folds", "affines")}
@@ -155,7 +155,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
             which = f"the {found.get('form')} form of {found.get('base_model')}" if found else "nothing"
             if all(found.get(key) == right[key] for key in ("folds", "affines")):
                 other = "unpatch" if found.get("form") == "folded" else "patch"
-                hint = f"Use it as it is, or convert it back with `memopt {other} --adapter`."
+                hint = f"Use it unchanged, or convert it back with `memopt {other} --adapter`."
                 raise ModelError(f"The adapter '{adapter.source.root}' fits {which} already.", hint)
             raise adapter.misfit(f"its memopt.json says that it fits {which}, with other weights or folds")
         return
@@ -176,7 +176,7 @@ def _check_fit(adapter: Adapter, forms: _Forms, expected: Fit, tell: Note) -> No
 
 
 def _digests(folder: Path, folds: tuple[Fold, ...]) -> tuple[str, ...]:
-    """(folds, affines) of a patched folder, (affines,) of a stock one; empty where it cannot tell."""
+    """(folds, affines) of a patched folder, (affines,) of a stock one; empty if it cannot tell."""
     try:
         source = open_source(str(folder), allow_pickle=True)
         key = source.config.get(CONFIG_KEY)

@@ -1,4 +1,4 @@
-"""Writes a converted adapter: PEFT's two files, and memopt.json, which says what model it fits."""
+"""Write a converted adapter: PEFT's two files, and memopt.json, which names the model that it fits."""
 
 from __future__ import annotations
 

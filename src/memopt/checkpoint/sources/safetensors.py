@@ -74,7 +74,7 @@ def _check_index(path: Path, weight_map: Mapping[str, str], headers: Mapping[str
     for shard, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != shard:
-                raise ModelError(f"'{shard}' contains tensor '{name}', which '{path}' does not place there.")
+                raise ModelError(f"'{shard}' contains tensor '{name}', which '{path}' does not list there.")
 
 
 def _read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:

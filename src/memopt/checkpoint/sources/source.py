@@ -1,4 +1,4 @@
-"""A checkpoint to read from: which files, which tensors, where their bytes are.
+"""A checkpoint to read from: its files, its tensors, and the places of their bytes.
 
 Opening a source reads headers only; tensors are read on demand, in ranges. The formats of weight files are in `base`.
 """
@@ -198,7 +198,7 @@ def other_files(root: Path, known: set[str]) -> tuple[tuple[str, ...], tuple[str
             if len(side_files) + len(left_out) >= _MAX_FILES:
                 raise ModelError(
                     f"'{root}' holds more than {_MAX_FILES:,} files beside the weights, which would all be copied.",
-                    "Give a folder that holds the model alone.",
+                    "Give a folder with only the model.",
                 )
             is_weight = belongs_to(name, FORMATS) or any(fnmatchcase(name, pattern) for pattern in OTHER_WEIGHTS)
             (left_out if is_weight else side_files).append(path)

@@ -46,7 +46,7 @@ def recomputed_activation(
     Args:
         z: any shape, floating point.
         function: elementwise, without parameters and without randomness.
-        kind: the key of `memopt.torch_compat.activations.ACTIVATIONS` that `function` computes; None where it is none
+        kind: the key of `memopt.torch_compat.activations.ACTIVATIONS` that `function` computes; None if it is none
             of them.
         found: what calls of this function found out, for its next calls.
         specifies: the output carries a spec, which holds `z`. Where `z` is recomputed too, that would keep it.

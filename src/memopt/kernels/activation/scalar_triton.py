@@ -102,7 +102,7 @@ def value_and_slope(z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gradient(dh, z, slope_of_z, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dh * f'(z), and 0 where f is flat even if dh is not finite, as PyTorch has it."""
+    """dh * f'(z), and 0 if f is flat even if dh is not finite, as PyTorch has it."""
     dz = dh * slope_of_z
     if KIND == "relu" or KIND == "relu2":
         dz = tl.where(z <= 0, 0.0, dz)

@@ -84,14 +84,14 @@ def batched_gradients(
     return [next(found) if each is not None and each.requires_grad else None for each in inputs]
 
 
-def are_given_once() -> bool:
+def are_from_checkpoint() -> bool:
     """Whether backward gets what is saved now from PyTorch's activation checkpointing: computed again for every
     backward, and handed out once."""
     return checkpointing_hook() is not None
 
 
 def may_be_overwritten(*tensors: Tensor) -> bool:
-    """Whether nobody else can read the memory of these saved tensors, which :func:`are_given_once` was true of.
+    """Whether nobody else can read the memory of these saved tensors, which :func:`are_from_checkpoint` was true of.
 
     A forward hook may have taken them, and a second reader has saved another alias: both refer to the storage.
     """
@@ -126,7 +126,7 @@ def is_largest_yet(tensor: Tensor) -> bool:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast casts inputs of linears on this tensor's device; None where it is off."""
+    """The dtype to which autocast casts inputs of linears on this tensor's device; None if it is off."""
     if not any_autocast_enabled():
         return None
     # Reading the type of a device takes longer than the rest.

@@ -205,5 +205,5 @@ def _is_positive(value: Any) -> bool:
 def _does_not_fit(source: str, what: str) -> LaunchTableError:
     return LaunchTableError(
         f"The launch table {source} does not fit: {what}.",
-        "Make it anew, in a clone of memopt, with: python -m tools.kernels.tune",
+        "Make a new one in a clone of memopt: python -m tools.kernels.tune",
     )

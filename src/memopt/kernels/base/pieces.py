@@ -64,7 +64,7 @@ COUNT, LEAST = 8, 2**15
 
 
 def parts_of(*tensors: Tensor | None) -> int | None:
-    """Rows (of the last dimension) in a part of these tensors; None where they are small, not contiguous or not alike
+    """Rows (of the last dimension) in a part of these tensors; None if they are small, not contiguous or not alike
     in their elements: then all at once."""
     given = [tensor for tensor in tensors if tensor is not None]
     first = given[0]

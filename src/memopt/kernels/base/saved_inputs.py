@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memopt.kernels.base.autograd import DirectFunction, are_given_once, is_largest_yet, refuse_double_backward
+from memopt.kernels.base.autograd import DirectFunction, are_from_checkpoint, is_largest_yet, refuse_double_backward
 from memopt.kernels.base.device import runs_triton
 from memopt.recompute.specs import Recompute, Recomputed
 
@@ -49,7 +49,7 @@ class SavedInputsFunction(DirectFunction):
     @staticmethod
     def forward(ctx: Any, steps: Steps, recomputed: Recomputed, *inputs: Tensor) -> Tensor:
         ctx.steps, ctx.recomputes_output, ctx.recomputed = steps, True, recomputed
-        ctx.given_once = are_given_once()
+        ctx.given_once = are_from_checkpoint()
         ctx.save_for_backward(*inputs)
         return steps.value(*inputs)
 

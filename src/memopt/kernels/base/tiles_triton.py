@@ -80,7 +80,7 @@ def tiling(kernel: str, *tensors: Tensor) -> Tiling | None:
     """The tiles of `kernel` over `tensors`, which have one shape and at least one element.
 
     Returns:
-        None where the layouts differ and a tensor has no rows (see `rows_of`).
+        None if the layouts differ and a tensor has no rows (see `rows_of`).
     """
     first = tensors[0]
     return _tiling(kernel, first.dtype, tuple(first.shape), tuple([tensor.stride() for tensor in tensors]))

@@ -41,7 +41,7 @@ def encode(z: Tensor, code: DerivativeCode) -> Tensor:
 
     Returns:
         uint8, one dimension: ceil(n * bits / 8) bytes of codes, in which the code of element i (in logical order)
-        begins at bit i * bits, low bits first, then ceil(n / 1024) flags: 1 where one of these 1024 elements is NaN
+        begins at bit i * bits, low bits first, then ceil(n / 1024) flags: 1 if one of these 1024 elements is NaN
         (value codes: where its derivative is not finite).
     """
     if runs_triton(z) and (code.thresholds or code.kind in ACTIVATIONS):

@@ -64,12 +64,12 @@ def gated_linear(
     """``linear(h, weight, bias)`` of the product h as one function, which saves gate and up and never h.
 
     Args:
-        gate, up, kind: as in :func:`gated_product`; `up` is None where `gate` holds both halves.
+        gate, up, kind: as in :func:`gated_product`; `up` is None if `gate` holds both halves.
         gate_first: which half of `gate` is the gate.
         weight, bias: of the linear; (out, intermediate) and (out,) or None.
 
     Returns:
-        y (..., out); None where the linear has to run on its own: where a dtype differs (under autocast, that of gate
+        y (..., out); None if the linear has to run on its own: where a dtype differs (under autocast, that of gate
         or up from autocast's), and where the weight is frozen or not plain.
     """
     if up is None:
@@ -84,7 +84,7 @@ def gated_linear(
     return fused_linear(steps.differentiate, steps.value, weight, bias, *inputs)
 
 
-# Below, `up` is None where `gate` holds both halves. `gate_first` says nothing where it does not.
+# Below, `up` is None if `gate` holds both halves. `gate_first` says nothing where it does not.
 
 
 def _product(gate: Tensor, up: Tensor | None, kind: str, gate_first: bool) -> Tensor:

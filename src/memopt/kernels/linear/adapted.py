@@ -44,7 +44,7 @@ def adapted_linear(
         a, b: (r, in) and (out, r).
 
     Returns:
-        y: (..., out); None where the linears have to run on their own: where weight or bias is trained, and where
+        y: (..., out); None if the linears have to run on their own: where weight or bias is trained, and where
         types or dtypes are not those of a plain adapter.
     """
     if not isinstance(x, Tensor) or not (is_plain(x) and is_plain(weight) and is_plain(a) and is_plain(b)):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import (
     DirectFunction,
-    are_given_once,
+    are_from_checkpoint,
     autocast_dtype,
     not_a_view,
     refuse_double_backward,
@@ -56,7 +56,7 @@ def is_plain(weight: object) -> bool:
 
 
 def reads_spec(x: Any, weight: Tensor) -> RecomputeSpec | None:
-    """The spec by which :func:`linear` would recompute `x`; None where it would save `x`, or nothing.
+    """The spec by which :func:`linear` would recompute `x`; None if it would save `x`, or nothing.
 
     The weight is trained and plain, and no cast stands between it and `x` but autocast's. Not for compiled code.
     """
@@ -213,7 +213,7 @@ class FusedLinearFunction(DirectFunction):
     ) -> Tensor:
         """``value(*inputs)`` is the linear's input; no argument, because this function takes its place in the graph."""
         h = value(*inputs)
-        ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_given_once()
+        ctx.differentiate, ctx.shape, ctx.given_once = differentiate, h.shape, are_from_checkpoint()
         ctx.save_for_backward(weight, *inputs)
         y = to_be_computed(ctx, h, (*h.shape[:-1], weight.size(0)), h.dtype)
         return _linear(h, weight, bias) if y is None else y
@@ -274,7 +274,7 @@ def recomputed_output(y: Tensor, x: Tensor, run: Callable[[Tensor], Tensor]) -> 
     Args:
         y: any shape, floating point, with its graph. Nobody else refers to it.
         x: what it was computed from; saved.
-        run: gives y again, without a graph, in backward; raises where it cannot.
+        run: gives y again, without a graph, in backward; raises if it cannot.
     """
     output: Tensor = OutputFunction.apply(y, x, run)
     return output

@@ -68,7 +68,7 @@ def statistics_(
 
 @torch.no_grad()
 def row_losses(statistics: Tensor, target: Tensor, arguments: LossArguments, classes: int) -> tuple[Tensor, Tensor]:
-    """The loss (n,) of each row, 0 where it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
+    """The loss (n,) of each row, 0 if it is ignored, and its pair m, log s (n, 2), of the dtype of `statistics`.
 
     Args:
         statistics: (n, 4), of all columns.

@@ -101,7 +101,7 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
 
 
 def losses_of(y: Tensor, target: Tensor, arguments: LossArguments) -> Tensor:
-    """The losses (rows,) of logits (rows, V), 0 where the target is ignored: in fp32, or fp64 for fp64."""
+    """The losses (rows,) of logits (rows, V), 0 if the target is ignored: in fp32, or fp64 for fp64."""
     dtype = accumulation_dtype(y.dtype)
     with autocast_as(None, y):
         return F.cross_entropy(

@@ -33,7 +33,7 @@ def launch_forward(
     """y and x_hat (both (..., hidden), in the dtypes of `arguments`) and rstd (fp32, (..., 1)).
 
     With a residual, which has the shape and dtype of x, the norm is that of x + residual, rounded as PyTorch rounds the
-    sum. y is None where the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is
+    sum. y is None if the output is x_hat. Kind "rms" keeps the strides of x where it has no gaps, kind "layer" is
     contiguous.
 
     Moves x in, x_hat and y out, which is the floor: per element 6 bytes in 16-bit with an affine, 4 without one, 12 and

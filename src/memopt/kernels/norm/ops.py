@@ -29,7 +29,7 @@ def forward(
     residual: Tensor | None = None,
     copies: Tensor | None = None,
 ) -> Norm:
-    """y, x_hat (in the dtypes of `arguments`) and rstd. y is None where the output is x_hat.
+    """y, x_hat (in the dtypes of `arguments`) and rstd. y is None if the output is x_hat.
 
     With a residual, in the shape and dtype of x, the norm is that of x + residual. `copies`, contiguous, is filled with
     weight and bias: (hidden,) where there is one of them, (2, hidden) for both.
@@ -110,7 +110,7 @@ def backward(
     needs: tuple[bool, bool, bool],
     dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """dx in the dtype of x, dweight and dbias in that of rstd, or in `dtype` where a kernel runs; None where not
+    """dx in the dtype of x, dweight and dbias in that of rstd, or in `dtype` where a kernel runs; None if not
     needed."""
     if runs_triton(dy, x_hat, weight):
         gradients: Gradients = _kernels().launch_backward(dy, x_hat, rstd, weight, arguments, needs, dtype)

@@ -108,7 +108,7 @@ def affine(
 def norm_backward(
     dy: Tensor, x_hat: Tensor, rstd: Tensor, weight: Tensor | None, spec: NormSpec, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None where not needed."""
+    """dx (..., hidden), dweight (hidden,), dbias (hidden,) in the accumulation dtype; None if not needed."""
     dy, x_hat = dy.to(rstd.dtype), x_hat.to(rstd.dtype)
     dx = dweight = dbias = None
     if needs[0]:

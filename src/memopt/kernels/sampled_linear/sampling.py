@@ -72,7 +72,7 @@ def sample_rows(
         Indices, int32 (k,), each in [0, n) whatever the scores are; weights, fp32 (k,).
 
     Raises:
-        ValueError: `scores` is no vector of floats, `k` is negative or not 0 where n is 0, or `method` is unknown.
+        ValueError: `scores` is no vector of floats, `k` is negative or not 0 if n is 0, or `method` is unknown.
     """
     _check(scores, k, method)
     w, sound = _scaled(scores)
@@ -91,7 +91,7 @@ def sample_rows(
 def expected_error(x: Tensor, dy: Tensor, scores: Tensor, k: int, method: Method) -> float:
     """Relative root mean square error of the estimate, sqrt(E |estimate - dW|^2) / |dW| (Frobenius norms).
 
-    0 where the estimate is exact or dW is 0; NaN where a score is negative or not finite. The terms of rows with score
+    0 if the estimate is exact or dW is 0; NaN where a score is negative or not finite. The terms of rows with score
     0 are missing in every estimate and count as error.
 
     The mean over the draws is a formula. For systematic sampling, which has one random number u, it is the mean over
@@ -141,7 +141,7 @@ def _check(scores: Tensor, k: int, method: str) -> None:
 
 
 def _scaled(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores as whole numbers in fp64 (see `_UNITS`), all 0 where one is not valid; and whether all are valid."""
+    """The scores as whole numbers in fp64 (see `_UNITS`), all 0 if one is not valid; and whether all are valid."""
     w = scores.detach().double()
     if not w.numel():
         return w, w.new_ones((), dtype=torch.bool)

@@ -32,7 +32,7 @@ _REACH, _POINTS = 12.0, 240_001
 
 
 def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
-    """One check of what every coded module applies, one of the tables."""
+    """One check of the derivative that each coded module applies, one of the tables."""
     model = trial.patched(*settings)
     off, tables = {}, {}
     for name, module in model.named_modules():
@@ -46,7 +46,7 @@ def verify_codes(trial: Trial, settings: tuple[str, ...]) -> Iterator[Check]:
         yield _check("codes.levels", off, "largest difference to the level of the code", _ROUNDING, "rounding in fp32",
                      "the code's definition, on random inputs")  # fmt: skip
         yield _check("codes.table", tables, "relative difference of the code's error at N(0, 1)", _QUADRATURE,
-                     "two quadratures", "the error that is shipped with the code")  # fmt: skip
+                     "two quadratures", "the shipped error of the code")  # fmt: skip
 
 
 def _check(id: str, values: dict[str, float], metric: str, limit: float, reason: str, reference: str) -> Check:

@@ -1,4 +1,4 @@
-"""How far off the derivatives of coded activations are, measured on the inputs that they get."""
+"""The errors of coded activations' derivatives, measured on their own inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.patches.swap import is_swapped, original_class, swap_state
 
 @contextmanager
 def code_errors(model: nn.Module) -> Iterator[list[float]]:
-    """Inside, the relative error of every coded activation's derivative, at the inputs that it gets."""
+    """Inside, the relative error of every coded activation's derivative, at its own inputs."""
     errors: list[float] = []
 
     def measure(code: DerivativeCode, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

@@ -36,13 +36,13 @@ class ActivationRewrite:
     kind: str
     """As in `memopt.walk.sites.ActivationSite`."""
     is_one_operation: bool
-    """The stock module keeps its input only, as it is; a kernel of ours helps the linear behind it."""
+    """The stock module saves only its input; a kernel of ours helps the linear behind it."""
     saves_its_output: bool = False
-    """The stock module keeps its output; this one keeps its input, where that can be recomputed."""
+    """The stock module saves its output; this one saves its input, if that can be recomputed."""
     linear: str | None = None
     """The child whose output it is a function of, if it runs one first."""
     code: DerivativeCode | None = None
-    """Kept instead of its input: where nothing keeps its output, or always."""
+    """A code saved instead of its input: if nothing saves its output, or always."""
     is_always_coded: bool = False
     dtypes: Dtypes = field(default_factory=dict, compare=False, repr=False)
 
@@ -83,7 +83,7 @@ def _forward(
     if rewrite.linear is not None:
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
-    # What can be recomputed costs less than a mask of it.
+    # A recomputed output costs less than a mask of it.
     is_recomputed = rewrite.saves_its_output and recomputes(z)
     if rewrite.code is not None and z.requires_grad and not is_recomputed:
         coded = _coded(z, function, rewrite.code, rewrite.is_always_coded)
@@ -100,7 +100,7 @@ def _forward(
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
-    """None where nothing can tell whether the output is kept: outside of scopes."""
+    """None if nothing can tell whether the output is kept: outside of scopes."""
     if code == RELU_MASK:
         return save_as_code(
             lambda slot: MaskableReluFunction.apply(z, slot),  # type: ignore[no-untyped-call]

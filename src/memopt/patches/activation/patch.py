@@ -1,4 +1,5 @@
-"""Activations: their output is recomputed from their input, or a code of the derivative takes the input's place."""
+"""Activations: their output is recomputed from their input, or they save a code of the derivative instead of the
+input."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ class ActivationPatch(Patch, Checks):
         rules, recipe = plan.recipe.rules(ActivationRules), plan.recipe
         gated = site.gated_mlp is not None and recipe.selects(site.gated_mlp)
         if rules.is_off:
-            return LEFT, "the recipe leaves activations alone"
+            return LEFT, "the recipe does not patch activations"
         if not recipe.selects(site.name):
             return LEFT, EXCLUDED
         if site.saves_its_output and not gated:
             return _of_kept_output(site, rules, plan.sites)
         if not site.replays:
-            return LEFT, "random or different in train mode: it cannot be run again"
+            return LEFT, "random, or different in train mode: it cannot be recomputed"
         if rules.code != OFF and (kept := _code(site, rules, gated)):
             return "code", kept
         if gated:
@@ -50,7 +51,7 @@ class ActivationPatch(Patch, Checks):
         if site.next_linear is None:
             return LEFT, "no linear keeps its output: nothing to save"
         if site.copied and not site.is_module:
-            why = "a function, of whose output the next linear keeps a copy: nothing tells whether they are the same"
+            why = "a function, and the next linear saves a copy of its output: nothing shows whether the copy is equal"
             return LEFT, why
         return "recompute", "its output is recomputed from its input, which is kept anyway"
 
@@ -58,7 +59,7 @@ class ActivationPatch(Patch, Checks):
         modules = {linear.parameter: linear.module for linear in plan.sites.linears}
         chosen, coded = plan.chosen("activation"), plan.chosen("activation", "code")
         readers = [modules[site.next_linear] for site in chosen if site.next_linear in modules]
-        # Around an activation that keeps a code, and whoever reads it.
+        # The scope around an activation that keeps a code, and around its readers.
         readers += [_around(site.name, modules.get(site.next_linear or "")) for site in coded]
         rewritten = {entry.site for entry in plan.rewrites}
         left = [
@@ -67,7 +68,8 @@ class ActivationPatch(Patch, Checks):
             if site.next_linear in modules
             and site.gated_mlp is None
             and site.name not in rewritten
-            # One that keeps its output has nothing to rewrite, but a dropped-out copy of it can be recomputed.
+            # An activation that saves its output needs no rewrite, but a dropped-out copy of the output can be
+            # recomputed.
             and not (site.saves_its_output and plan.recipe.selects(site.name))
         ]
         return InScopes(
@@ -135,8 +137,8 @@ def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) 
 
 
 def _code(site: ActivationSite, rules: ActivationRules, gated: bool) -> str | None:
-    """What an activation keeps that may keep a code of its derivative; None where the exact way is taken."""
-    # Its table is loaded where it is needed: most recipes have no codes.
+    """What an activation saves that may save a code of its derivative; None if the exact way is taken."""
+    # Imported here because most recipes have no codes.
     from memopt.kernels.derivative_codes.codes import derivative_code
 
     if not site.is_module or site.parameters or site.linear is not None or (gated and rules.where == "needed"):

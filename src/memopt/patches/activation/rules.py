@@ -1,4 +1,4 @@
-"""What a recipe says about activations."""
+"""A recipe's rules for activations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ActivationRules(Rules):
     key = "activations"
 
     method: Literal["recompute", "none"] = "recompute"
-    """Whether their output is recomputed in backward instead of kept."""
+    """Whether backward recomputes their output instead of saving it."""
     code: CodeScheme = "none"
-    """Keep a code of the derivative instead of the input: approximate, in the bits that the name says."""
+    """Save a code of the derivative instead of the input: approximate, with the bits in its name."""
     where: Literal["needed", "all"] = "needed"
-    """``needed``: only where nothing keeps the output, else recomputing it costs as little and is exact."""
+    """``needed``: only if nothing saves the output; otherwise recomputing costs as little and is exact."""
     relu: Literal["none", "mask"] = "none"
-    """``mask``: a ReLU keeps one bit an element where nothing else keeps its output, which is exact."""
+    """``mask``: a ReLU saves one bit an element if nothing else saves its output. This is exact."""
 
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "relu": {"output": OFF},

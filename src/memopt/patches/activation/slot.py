@@ -1,8 +1,8 @@
-"""What an activation keeps, as it is or as a code of the derivative: decided when the scope's module is done.
+"""The input of an activation, saved unchanged or as a code of the derivative: decided when the scope's module returns.
 
-Most activations save their input. Where a reader saves the output, that is recomputed from the input, which is then
-saved as it is: the gradient is exact. Where none does (the linear behind it is frozen and has no adapter, or saves a
-sample of rows), backward needs the derivative alone, and a code of it replaces the input. A ReLU saves its output,
+Most activations save their input. If a reader saves the output, backward recomputes the output from the unchanged
+input, and the gradient is exact. If none does (the linear behind it is frozen and has no adapter, or saves a sample of
+rows), backward needs only the derivative, and a code of it replaces the input. A ReLU saves its output,
 which the next linear may save as well; where it does not, one bit an element replaces it, and the gradient stays
 exact.
 """
@@ -29,7 +29,7 @@ def save_as_code(
         encode: the code, one tensor, of that.
 
     Returns:
-        None where no scope is active; then nothing was run.
+        None if no scope is active; then nothing was run.
     """
     if not in_a_scope():
         return None
@@ -53,7 +53,7 @@ class Codable(Slot):
         self._encode, self._packing, self._of_output = encode, packing, of_output
         self._recomputed: Recomputed | None = None
         self.is_coded = False
-        """Whether `unpack` gives the code."""
+        """Whether `unpack` returns the code."""
 
     def pack(self, tensor: Tensor) -> Codable:
         self.packed, holder = self._packing.shortest(tensor)

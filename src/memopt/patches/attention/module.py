@@ -1,4 +1,4 @@
-"""Setting a model's implementation of attention, and giving every part its own back."""
+"""Set a model's attention implementation, and restore that of every part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.patches.swap import Rewrite, swap_forward, wraps_any_forward
 
 @dataclass(frozen=True)
 class AttentionRewrite(Rewrite):
-    """What each config of the model said before, the outermost first: setting one sets those inside."""
+    """The old setting of each config of the model, the outermost first: setting one also sets those inside."""
 
     before: tuple[tuple[PreTrainedConfig, str | None], ...]
 
@@ -29,13 +29,11 @@ def first_pretrained(modules: Mapping[str, nn.Module]) -> str:
 
 
 def set_implementation(model: nn.Module, implementation: str) -> None:
-    """Let `model` run this implementation of attention.
-
-    Raises:
-        ValueError: it does not support it, or this machine cannot run it; nothing has changed then.
+    """Let `model` run this implementation of attention. Raises: ValueError: the model does not support it, or this
+    machine cannot run it; nothing has changed then.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError("it is no model of transformers, which alone has a switch for its attention")
+        raise ValueError("it is not a transformers model, so its attention has no switch")
     rewrite = AttentionRewrite(tuple(_settings(model)))
     try:
         model.set_attn_implementation(implementation)
@@ -46,11 +44,11 @@ def set_implementation(model: nn.Module, implementation: str) -> None:
     if model.config._attn_implementation != implementation:
         model_class = type(model).__name__
         rewrite.undo(model)
-        raise ValueError(f"{model_class} does not let its attention be set")
+        raise ValueError(f"{model_class} has no switch for its attention")
 
 
 def _settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """Every config that belongs to `model` and what it says, the outermost first."""
+    """Every config of `model` and its setting, the outermost first."""
     found: dict[int, PreTrainedConfig] = {}
     waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while waiting:

@@ -1,4 +1,4 @@
-"""The implementation of attention that a model runs, by the switch that transformers has for it."""
+"""The attention implementation of a model, set by transformers' switch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt.patches.capabilities import EngineSettings
 from memopt.walk.sites import Sites
 
 SET = "set implementation"
-#: Implementation -> packages of which it needs one.
+#: Implementation -> packages; it needs one of them.
 _PACKAGES = {
     "flash_attention_2": ("flash_attn", "kernels"),
     "flash_attention_3": ("flash_attn_interface", "kernels"),
@@ -34,7 +34,7 @@ class AttentionRules(Rules):
 
 
 class AttentionPatch(Patch, EngineSettings):
-    """One site: the whole model, whose parts may have implementations of their own."""
+    """One site: the whole model. Its parts may have implementations of their own."""
 
     name = "attention"
     rows = Rows(

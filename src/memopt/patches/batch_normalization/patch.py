@@ -1,4 +1,4 @@
-"""Batch norms, whose output is recomputed from their input and the statistics, which they save anyway."""
+"""Batch norms: their output is recomputed from their input and the statistics, which they save anyway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NORMS = "norms"
 
 
 class BatchNormalizationPatch(Patch):
-    """The modules stay stock: in a scope, what reads their output saves a handle (`memopt.recompute.operations`)."""
+    """The modules stay stock. In a scope, readers of their output save a handle (`memopt.recompute.operations`)."""
 
     name = "batch_normalization"
     requires = ("norm",)
@@ -24,13 +24,13 @@ class BatchNormalizationPatch(Patch):
 
     def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
         if plan.recipe.is_off(_NORMS):
-            return LEFT, "the recipe leaves norms alone"
+            return LEFT, "the recipe does not patch norms"
         if not plan.recipe.selects(site):
             return LEFT, EXCLUDED
         return "recompute", "its output is recomputed from its input and the statistics of the forward"
 
     def scope(self, plan: PlanView) -> InScopes:
-        # Convolution, norm and activation are often one module, and who reads its output stands beside it.
+        # Convolution, norm and activation are often one module, and the readers of its output are beside it.
         around = [parent(parent(name)) or parent(name) for name in plan.chosen(self.name)]
         families = frozenset[str]() if plan.recipe.is_off(_NORMS) else frozenset({NORMALISED})
         return InScopes(families=families, outside=around)

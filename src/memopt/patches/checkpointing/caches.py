@@ -1,4 +1,4 @@
-"""Caches that are given to a block which runs again in backward: it would write its states into them twice."""
+"""Caches among the arguments of a block that runs again in backward: it would write its states into them twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READS_CACHE = "_can_checkpoint_with_cache"
 def without_caches(
     block: nn.Module, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """`function`, a forward of `block`, and its arguments without caches; None where it reads states of a cache."""
+    """`function`, a forward of `block`, and its arguments without caches; None if it reads states of a cache."""
     keywords: dict[str, Any] = getattr(function, "keywords", {})
     names = (*_names(original_class(block).forward), *[""] * len(args))  # `*args` has no names
     given = [*keywords.items(), *zip(names, args, strict=False)]
@@ -36,7 +36,7 @@ def without_caches(
 
 
 def reads_cache(block: nn.Module) -> bool:
-    """Whether transformers says of `block` that it reads a cache and never writes it."""
+    """Whether transformers marks `block` as reading a cache and never writing it."""
     return bool(vars(block).get(READS_CACHE, getattr(original_class(block), READS_CACHE, False)))
 
 

@@ -1,4 +1,5 @@
-"""Decisions of a block that runs again: integers and booleans that its forward computes from floating-point numbers.
+"""The decisions of a block that runs again: integers and booleans that its forward computes from floating-point
+numbers.
 
 A router chooses the experts of a token so (top-k, argmax, sort, a comparison). A score on the edge of a tie may come
 out otherwise in the second run, which would then run other experts than the forward did.
@@ -19,7 +20,7 @@ _PART = 16
 
 
 class Decisions(TorchFunctionMode):
-    """Context manager: keeps the decisions of the first forward inside, and makes the same in those after it."""
+    """Context manager: stores the decisions of the first forward inside, and repeats them in later ones."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         super().__init__()

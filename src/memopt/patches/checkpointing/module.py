@@ -34,13 +34,13 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass(frozen=True)
 class BlockRewrite:
-    """What a block knows of its level."""
+    """The level of a block."""
 
     scope: ScopeRewrite | None
-    """The scope that it is, inside the checkpointed region."""
+    """The scope of the block, inside the checkpointed region."""
     is_checkpointed: bool
     inputs: OffloadedInputs | None
-    """Where the inputs of checkpointed blocks wait; None: where they are."""
+    """The place where inputs of checkpointed blocks wait; None: on their device."""
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
     def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -60,13 +60,13 @@ class BlockRewrite:
 def patch_block(
     block: nn.Module, scope: ScopeRewrite | None, is_checkpointed: bool, inputs: OffloadedInputs | None
 ) -> None:
-    """Let `block` be checkpointed, or not, whatever is switched on for the model; its input waits in `inputs`.
+    """Let `block` be checkpointed or not, whatever the model's own switch; its input waits in `inputs`.
 
     Raises:
         ValueError: the block cannot be swapped, or running it twice is not running it once.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
-        raise ValueError("a batch norm inside would count every batch twice if the block ran again")
+        raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
     swap_forward(block, _switched if has_switch(block) else _wrapped, BlockRewrite(scope, is_checkpointed, inputs))
 
 
@@ -76,12 +76,12 @@ def has_switch(block: nn.Module) -> bool:
 
 
 def overruled(model: nn.Module) -> int:
-    """How many patched blocks of `model` are not what was switched on for all of them."""
+    """Number of patched blocks of `model` that differ from the model's own switch."""
     return sum(bool(vars(m).get(_FLAG)) and not rewrite.is_checkpointed for m, rewrite in _patched(model))
 
 
 def switched_on(model: nn.Module) -> int:
-    """How many layers of `model` are checkpointed by transformers' switch alone."""
+    """Number of layers of `model` that only transformers' switch checkpoints."""
     patched = {id(module) for module, _ in _patched(model)}
     layers = (module for module in model.modules() if has_switch(module) and id(module) not in patched)
     return sum(bool(getattr(layer, _FLAG)) for layer in layers)

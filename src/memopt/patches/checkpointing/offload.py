@@ -18,7 +18,7 @@ from memopt.recompute.versions import check_version
 from memopt.saved.kept import Kept
 from memopt.torch_compat import FakeTensor
 
-#: The memory of the host, as traces see it, whose fake tensors live on the CPU in the place of a device.
+#: The memory of the host, as traces see it, whose fake tensors live on the CPU in place of a device.
 _HOST = torch.device("meta")
 #: Subclasses (sharded, nested, quantised tensors) stay where they are.
 _PLAIN_TYPES = (Tensor, FakeTensor)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen blocks: one keeps its input alone and runs again in backward."""
+"""Activation checkpointing of chosen blocks: each saves only its input and runs again in backward."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class CheckpointingRules(Rules):
     key = "checkpointing"
 
     method: Literal["none", "full", "every-n", "count"] = "none"
-    """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`, whose backward comes
-    last, when the blocks behind them have been freed: they run again below the peak."""
+    """``full``: every block; ``every-n``: the first of each `n`; ``count``: the first `count`. Their backward comes
+    last, when the blocks behind them are freed, so they run again below the peak."""
     n: int = Field(default=2, ge=1)
     count: int | None = Field(default=None, ge=0)
     blocks: Literal["auto"] | tuple[str, ...] = "auto"
     """Names (shell wildcards) of the blocks that are counted; ``auto``: all."""
     offload: Annotated[Literal["none", "input"] | tuple[str, ...], one_or_more(OFF, "input")] = "none"
-    """``input``: the input of a checkpointed block waits in CPU memory, pinned where that helps; or names (shell
-    wildcards) of the checkpointed blocks of which that is so."""
+    """``input``: the input of a checkpointed block waits in CPU memory, pinned if that helps; or names (shell
+    wildcards) of the checkpointed blocks whose input does."""
 
     @model_validator(mode="after")
     def _has_a_count(self) -> CheckpointingRules:
@@ -53,10 +53,10 @@ class CheckpointingRules(Rules):
 
 
 class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
-    """Checkpointed blocks, with everything that other patches do inside the checkpointed region."""
+    """Checkpointed blocks; other patches work inside the checkpointed region."""
 
     name = "checkpointing"
-    after = ("loss", "linear", "compression")  # a block that another patch has taken is left to it
+    after = ("loss", "linear", "compression")  # a block that another patch has rewritten stays so
     rows = Rows(
         "checkpointing",
         {RUN_AGAIN: "checkpointed", OFFLOADED: "checkpointed with offloaded input"},
@@ -83,14 +83,14 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
             return LEFT, f"not checkpointed: the first {rules.count} are"
         if rules.offload == "input" or (isinstance(rules.offload, tuple) and any_matches(site, rules.offload)):
             return OFFLOADED, "runs again in backward; its input waits in CPU memory"
-        return RUN_AGAIN, "keeps its input and runs again in backward"
+        return RUN_AGAIN, "saves only its input and runs again in backward"
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         rules = plan.recipe.rules(CheckpointingRules)
         if rules.is_off:
             return
         if not plan.sites.blocks:
-            yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and none were found in this model."
+            yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
         for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload)):
             for pattern in patterns if isinstance(patterns, tuple) else ():
                 if not any(matches(block, pattern) for block in plan.sites.blocks):
@@ -125,7 +125,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
         chosen, offloaded = set(live.plan.chosen(self.name)), set(live.plan.chosen(self.name, OFFLOADED))
         inputs = OffloadedInputs()
         for block in live.plan.sites.blocks:
-            # The others are patched as well: the switch of transformers sets all blocks of a model.
+            # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
                 waits = inputs if block in offloaded else None
                 live.attempt(self.name, block, patch_block, live.scopes.get(block), block in chosen, waits)

@@ -1,4 +1,4 @@
-"""What a block's forward finds, in the block and in its arguments, so that its second run finds the same.
+"""The state that a block's forward reads, in the block and in its arguments, restored for its second run.
 
 Weights, buffers and attributes that were exchanged since (`torch.func.functional_call` lends weights) are put back for
 the second run, and so are copies of what the forward itself changes in place. Other changes in place are an error.
@@ -35,7 +35,8 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_memopt"})
 
 
 class BlockState:
-    """Where one block holds state, and which of it its forward changes. A copy of the block starts with none."""
+    """The places where one block holds state, and the state that its forward changes. A copy of the block starts with
+    none."""
 
     def __init__(self) -> None:
         self._children: list[dict[str, Any]] = []
@@ -72,7 +73,7 @@ class BlockState:
         self.slots += [(table, name) for table in inside.values() for name, held in table.items() if _is_state(held)]
 
     def has_run(self, moved: Sequence[Slot]) -> None:
-        """The forward has changed what these hold."""
+        """The forward has changed the values in these slots."""
         self.looks += 1
         self.moving.update((id(table), name) for table, name in moved)
         if self.looks == _LOOKS:

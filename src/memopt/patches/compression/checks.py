@@ -1,7 +1,7 @@
-"""The proof that quantised tensors are off by their own rounding and nothing else, block by block.
+"""The proof that quantised tensors differ only by their own rounding, block by block.
 
-In one training step every tensor is compared, where backward reads it, with what was saved. An element may be off by a
-step, and the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
+In one training step every tensor that backward reads is compared with the saved one. An element may be off by a step,
+the mean by nothing. The steps are computed here from the values: (maximum - minimum) / 255 of each group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.patches.checks import Check, limited
 from memopt.patches.compression.compressor import Compressor
 from memopt.patches.running import RunningScopes
 
-#: Standard errors of the mean that a sum of unbiased roundings may be off by.
+#: Limit of the mean of unbiased roundings, in its standard errors.
 _STANDARD_ERRORS = 6.0
 
 
@@ -31,12 +31,12 @@ def verify_rounding(trial: Trial) -> Iterator[Check]:
     with _Observed(model) as seen:
         trial.step(model)
     if not seen.largest:
-        yield Check("quantised.steps", "gradient", "blocks", "skip", detail="nothing was quantised in this step")
+        yield Check("quantised.steps", "gradient", "blocks", "skip", detail="no tensor was quantised in this step")
         return
     worst = max(seen.largest, key=lambda name: (seen.largest[name] != seen.largest[name], seen.largest[name]))
     yield limited(
         "quantised.steps", worst, seen.largest[worst], 1.0, "largest error of an element, in steps",
-        "what rounding to a level can cost", "what was saved, and steps computed from it", seen.elements,
+        "the largest error of rounding to a level", "the saved tensors, and steps computed from them", seen.elements,
         level="gradient",
     )  # fmt: skip
     bias = {name: abs(total) / (0.5 * count**0.5) for name, (total, count) in seen.sums.items()}

@@ -1,4 +1,4 @@
-"""Saved tensors that are not recomputed, quantised as soon as only autograd refers to them.
+"""Quantise saved tensors that are not recomputed, as soon as only autograd refers to them.
 
 The code of a module may read a saved tensor until it returns, so whether it can be quantised is looked at whenever
 something else is saved, and when the scope's module is done. Each such storage is quantised once, however many
@@ -37,7 +37,8 @@ Observer = Callable[[Tensor, tuple[Any, ...]], Callable[[Tensor], None]]
 
 
 class Compressor:
-    """Gathers what a scope keeps; `settle` compresses it. Seeds are drawn from torch's default CPU generator.
+    """Collects the saved tensors of a scope; `settle` compresses them. Seeds are drawn from torch's default CPU
+    generator.
 
     Args:
         hidden: what the scope's module was given; its last dimension is the hidden size.
@@ -69,7 +70,7 @@ class Compressor:
         self._kept.clear()
 
     def _settle(self, but: int = 0) -> None:
-        """Compress every storage, except the one at `but`, that only autograd refers to; the others wait."""
+        """Compress every storage, except the one at `but`, to which only autograd refers; the others wait."""
         groups: dict[int, list[Compressible]] = {}
         for reference in self._kept:
             compressible = reference()

@@ -1,4 +1,4 @@
-"""Saved tensors that are not recomputed, quantised when their block is done."""
+"""Saved tensors that are not recomputed are quantised when their block returns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class CompressionRules(Rules):
-    """How saved tensors are stored that are not recomputed."""
+    """How to store saved tensors that are not recomputed."""
 
     key = "compression"
 
     method: Literal["none", "int8"] = "none"
     """``int8``: a byte for each element, a minimum and a step for each 128; rounded at random, without bias."""
     where: Literal["block", "mlp"] = "block"
-    """Everything in the repeated blocks, or what their MLPs keep."""
+    """All saved tensors of the repeated blocks, or those of their MLPs."""
 
     old_key: ClassVar[str] = "kept"
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"method": {"exact": OFF, "int4": "int8"}}
@@ -33,7 +33,7 @@ class CompressionRules(Rules):
 
 
 class CompressionPatch(Patch, Checks):
-    """Scopes that quantise; a matter of blocks, so it has no rows."""
+    """Scopes that quantise. They concern blocks and not sites, so there are no rows."""
 
     name = "compression"
     rules = CompressionRules

@@ -1,4 +1,4 @@
-"""Convolutions that let go of a recomputed input before its gradient is computed."""
+"""Convolutions that free a recomputed input before they compute its gradient."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from memopt.patches.scope import ScopeRewrite, run_scoped
 from memopt.patches.swap import original_class, steps_aside, swap_forward
 from memopt.saved.scope import recomputes
 
-#: Elements of an input from which on its memory is worth the host's time for a function of ours.
+#: Least number of elements of an input whose memory is worth the host's time for a function of ours.
 LARGE = 2**18
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def patch_convolution(module: nn.Module, scope: ScopeRewrite | None = None) -> None:
-    """Let `module`, which :func:`is_convolution`, run as a function of ours where its input is recomputed.
+    """Let `module`, a convolution by :func:`is_convolution`, run as a function of ours if its input is recomputed.
 
     Args:
         scope: the scope that it is itself, where it is one.
@@ -38,7 +38,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether what a call of `module` ends in is PyTorch's convolution with zeros around its input."""
+    """Whether a call of `module` ends in PyTorch's convolution with zeros around its input."""
     known = next((each for each in _CLASSES if isinstance(module, each)), None)
     if known is None or "_conv_forward" in vars(module):
         return False

@@ -1,4 +1,4 @@
-"""Convolutions inside scopes, whose backward is in the order that lets go of a recomputed input earliest."""
+"""Convolutions inside scopes: their backward frees a recomputed input as early as possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memopt.patches.base import Live, Patch
 
 
 class ConvolutionPatch(Patch):
-    """They have no rows: what they read is recomputed or not, as the rows of its producers say."""
+    """They have no rows: the rows of their inputs' producers say whether these are recomputed."""
 
     name = "convolution"
     after = ("linear",)

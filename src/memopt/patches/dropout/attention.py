@@ -1,4 +1,4 @@
-"""Attention with dropout that saves queries, keys, values and a seed, and computes its probabilities again in backward.
+"""Attention with dropout that saves queries, keys, values and a seed, and recomputes its probabilities in backward.
 
     P = softmax(q k^T scale + mask)        y = (P * m / (1 - p)) v        m drawn by a generator that starts at the seed
 

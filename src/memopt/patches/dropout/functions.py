@@ -1,4 +1,4 @@
-"""Dropouts that a module calls as functions, attention's among them: inside its forward they draw masks from seeds.
+"""Dropouts that a module calls as functions, attention's included: inside its forward they draw masks from seeds.
 
 While such a module runs in train mode, `torch.nn.functional.dropout` and `scaled_dot_product_attention` are looked at
 by a function mode; everything else passes.

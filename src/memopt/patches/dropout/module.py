@@ -1,4 +1,4 @@
-"""Dropout modules made to keep a seed instead of their mask.
+"""Dropout modules that save a seed instead of their mask.
 
 A module qualifies by what it computes, not by its class: each element is dropped on its own, the others are divided by
 1 - p, p is a number that stands on the module. Dropping channels, paths or steps, in place, or with the same mask at
@@ -82,9 +82,9 @@ def _probability_of(module: nn.Module) -> str:
         ValueError: there is none.
     """
     if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
-        raise ValueError("it holds tensors of its own, so it is no plain dropout")
+        raise ValueError("it has tensors of its own, so it is not a plain dropout")
     if next(module.children(), None) is not None:
-        raise ValueError("it has children, so it is no plain dropout")
+        raise ValueError("it has children, so it is not a plain dropout")
     numbers = [name for name, value in vars(module).items() if _is_probability(value)]
     if not numbers:
         raise ValueError("no attribute holds the probability of a dropout")
@@ -126,7 +126,7 @@ def _objection_to(module: nn.Module, name: str, p: float, shape: tuple[int, ...]
     kept = y.detach() != 0
     factors = kept.double() / (1 - p)
     if not _same(y, x * factors):
-        return "what it keeps is not divided by 1 - p, or what it drops is not 0"
+        return "its kept elements are not divided by 1 - p, or its dropped elements are not 0"
     if not _are_apart(kept, p):
         return "it does not drop each element on its own with the probability on it"
     (dx,) = torch.autograd.grad(y, leaf, x.detach())
@@ -135,7 +135,7 @@ def _objection_to(module: nn.Module, name: str, p: float, shape: tuple[int, ...]
     special = x.detach().clone()
     special[..., ::2] = math.inf
     if not _same(_run(module, name, p, special), special * factors):
-        return "its mask depends on its input, or on more than PyTorch's generator"
+        return "its mask depends on its input, or on something other than PyTorch's generator"
     if not _is_share(_run(module, name, p, x.detach(), seed=3).ne(0) == kept, p * p + (1 - p) ** 2):
         return "its mask is the same at every call"
     low = x.detach().bfloat16()
@@ -151,7 +151,7 @@ def _objection_when_off(module: nn.Module, name: str) -> str | None:
     for p, training in ((0.5, False), (0.0, True)):
         y = _run(module, name, p, x, training=training)
         if not torch.equal(y, x):
-            return "it changes its input where it should be off"
+            return "it changes its input although it is off"
     return None
 
 

@@ -43,7 +43,7 @@ class DropoutPatch(Patch, Reports):
             return LEFT, EXCLUDED
         if site.is_module:
             return "seed", "keeps the seed of its mask"
-        # What surrounds the blocks would look at every function of the model for one dropout.
+        # A mode outside the blocks would see every function of the model because of one dropout.
         if not site.name or any(block.startswith(f"{site.name}.") for block in plan.sites.blocks):
             return LEFT, "a function in the forward of this module keeps its mask"
         return "seed", "a function in the forward of this module keeps the seed of its mask"

@@ -29,7 +29,7 @@ _FORWARD = ("peft.tuners.lora.layer", "Linear.forward")
 
 @dataclass(frozen=True)
 class AdaptedRewrite:
-    """What such a layer knows: nothing that it does not look up at every call."""
+    """State of such a layer: empty, because it looks up everything at every call."""
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -74,7 +74,7 @@ def run_adapted(
 
 
 def _parts(module: nn.Module) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Weight, bias, A, B and scaling; None where the forward is to compute something else, or call watched modules."""
+    """Weight, bias, A, B and scaling; None if the forward is to compute something else, or call watched modules."""
     own, children = vars(module), module._modules
     name: Any = own.get("_active_adapter")
     if type(name) is list and len(name) == 1:

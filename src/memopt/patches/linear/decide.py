@@ -1,4 +1,4 @@
-"""Which linears have their output recomputed, and why the others do not."""
+"""Which linears have their output recomputed, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NARROW = 4
 
 
 def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str]:
-    """What happens to a linear, and why.
+    """The action for a linear, and the reason.
 
     Args:
         producers: as :func:`recomputed_producers` names them.
@@ -24,7 +24,7 @@ def decide_linear(site: LinearSite, plan: PlanView, producers: Collection[str]) 
     if action == RECOMPUTE:
         return action, why
     if site.fed_by in producers:
-        input = f"saves no input of its own: {site.fed_by} saves it, or what it is recomputed from"
+        input = f"saves no input of its own: {site.fed_by} saves it, or the tensors that it is recomputed from"
         return READS, "; ".join(filter(None, (input, why)))
     shared = ", ".join(site.input_shared_with)
     fed = f"; its input comes from {site.fed_by}" if site.fed_by else ""
@@ -37,7 +37,7 @@ def recomputed_producers(plan: PlanView) -> set[str]:
 
 
 def _decide_output(site: LinearSite, plan: PlanView, producers: Collection[str]) -> tuple[str, str] | None:
-    """Action and reason for the output of a linear; None where the recipe does not speak of it."""
+    """Action and reason for the output of a linear; None if the recipe does not speak of it."""
     recompute = plan.recipe.rules(LinearRules).recompute
     name = site.output_module or site.module
     if recompute == OFF or (recompute != "auto" and not any(any_matches(part, recompute) for part in _around(name))):
@@ -81,7 +81,7 @@ def _objection(site: LinearSite, plan: PlanView) -> str | None:
     if not plan.recipe.selects(site.module):
         return EXCLUDED
     if len(site.shape) != 2:
-        return "its weight is not one matrix, so no module runs it alone"
+        return "its weight is not one matrix, so no module computes it alone"
     if not site.output_module:
         return "no module computes it from the input alone, or no training forward has reached it"
     if any(activation.source == site.parameter for activation in plan.chosen("activation", "code")):

@@ -1,6 +1,6 @@
-"""Linears that save what their input is recomputed from, where it carries a recompute spec, instead of their input.
+"""Linears that save the tensors of their input's recompute spec, if it has one, instead of their input.
 
-A module qualifies by what it computes of its weight and bias, not by its class. The linear behind an activation may
+A module qualifies by its function of weight and bias, not by its class. The linear behind an activation may
 take the place of the activation's backward too, which recomputes its output on the way.
 """
 
@@ -27,17 +27,17 @@ from memopt.walk.probes.linear import is_linear
 
 @dataclass(frozen=True)
 class LinearRewrite:
-    """What a patched linear knows."""
+    """State of a patched linear."""
 
     transposed: bool
     """Its weight is (in, out) instead of (out, in)."""
     has_bias: bool
     fuses: bool = True
-    """It is the reader of its input, so it may take the place of the producer's backward."""
+    """It is the reader of its input, so it may run the producer's backward as well."""
 
 
 def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
-    """Let `module` save what its input is recomputed from, where it can be.
+    """Let `module` save the tensors that its input is recomputed from, if it has a spec.
 
     Args:
         fuses: as in :class:`LinearRewrite`.
@@ -52,7 +52,7 @@ def patch_linear(module: nn.Module, *, fuses: bool = True) -> None:
 
 
 def linear_reads(module: nn.Module) -> Reads | None:
-    """What is proved about a linear holds for its attributes; None where the forward is PyTorch's, which reads none."""
+    """What is proved about a linear holds for its attributes; None if the forward is PyTorch's, which reads none."""
     return None if type(module) is nn.Linear else observed_reads(module, None)
 
 

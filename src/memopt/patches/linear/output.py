@@ -42,10 +42,10 @@ _WHY = ", since the module's output is recomputed. Change weights after backward
 
 @dataclass(frozen=True)
 class OutputRewrite:
-    """What a linear knows whose output is recomputed."""
+    """State of a linear whose output is recomputed."""
 
     input_is_saved: bool
-    """Somebody else saves its input, or what the input is recomputed from."""
+    """Another operation saves its input, or the tensors that the input is recomputed from."""
 
 
 def patch_output(module: nn.Module, *, input_is_saved: bool) -> None:
@@ -114,7 +114,7 @@ class _Again:
     """`torch.func.functional_call` puts other weights in for the time of a forward."""
     autocast: torch.dtype | None
     random: tuple[Tensor, ...]
-    """States of the generators that it drew from; empty where it drew nothing."""
+    """States of the generators that it drew from; empty if it drew nothing."""
     around: tuple[type[RepeatedMode], ...]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linears that recompute their input (the output of a norm, or of the activation before them), or their output."""
+"""Linears whose input (the output of a norm or of an activation) or output is recomputed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class LinearPatch(Patch, Levels, Checks, Reports):
-    """Inside scopes every plain linear, adapters' included, which reads the recompute spec of its input; a known
-    activation and the linear behind it, which recomputes and differentiates it in one pass where Triton runs; linears
-    whose output is recomputed. Every linear of the model has a row.
+    """Inside scopes: every plain linear, adapters' included, reads the recompute spec of its input. The linear behind a
+    known activation recomputes and differentiates the activation, in one pass where Triton runs. Chosen linears have
+    their output recomputed. Every linear of the model has a row.
     """
 
     name = "linear"
@@ -99,7 +99,7 @@ class LinearPatch(Patch, Levels, Checks, Reports):
         for name, is_saved in _outputs(plan).items():
             live.attempt(self.name, name, patch_output, input_is_saved=is_saved)
 
-        taken = {entry.site for entry in plan.rewrites}  # heads, sampled linears: those are rewritten otherwise
+        taken = {entry.site for entry in plan.rewrites}  # heads and sampled linears: other patches rewrite them
         modules = {linear.parameter: linear.module for linear in plan.sites.linears if linear.parameter not in taken}
         for site in plan.chosen("activation", "recompute"):
             linear = modules.get(site.next_linear or "", "")
@@ -130,7 +130,7 @@ class LinearPatch(Patch, Levels, Checks, Reports):
 
 
 def _outputs(plan: PlanView) -> dict[str, bool]:
-    """Module whose output is recomputed -> whether its input is saved also where its own weight is frozen."""
+    """Module whose output is recomputed -> whether its input is saved even if its own weight is frozen."""
     producers = recomputed_producers(plan)
     return {site.output_module: site.fed_by in producers for site in plan.chosen("linear", RECOMPUTE)}
 

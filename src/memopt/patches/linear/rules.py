@@ -1,4 +1,4 @@
-"""What a recipe says about linears."""
+"""A recipe's rules for linears."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class LinearRules(Rules):
     key = "linears"
 
     recompute: Annotated[Literal["none", "auto"] | tuple[str, ...], one_or_more(OFF, "auto")] = "none"
-    """Names of linears (shell wildcards) whose module runs again in backward; ``auto``: all where it saves bytes."""
+    """Names of linears (shell wildcards) whose module runs again in backward; ``auto``: all whose recomputation saves
+    bytes."""
 
     @property
     def is_off(self) -> bool:

@@ -1,4 +1,4 @@
-"""Norm modules that keep x_hat, which the linears behind them share, instead of their input.
+"""Norm modules that save x_hat instead of their input; the linears behind them share it.
 
 A norm whose affine was folded into the next linears holds an identity affine; its weight and bias become persistent
 buffers, so they keep their names in every saved checkpoint and are neither trained nor decayed.
@@ -38,7 +38,7 @@ _STOCK_ROUNDINGS = 16
 
 @dataclass(frozen=True)
 class NormRewrite(Rewrite):
-    """What a patched norm knows: its family, the names of its parameters, and where its output goes."""
+    """State of a patched norm: its family, the names of its parameters, and the readers of its output."""
 
     spec: NormSpec
     weight: str | None
@@ -109,7 +109,7 @@ _Call = tuple[Tensor | None, Tensor | None, NormSpec, torch.dtype, torch.dtype, 
 
 
 def _call(rewrite: NormRewrite, module: nn.Module, *terms: Tensor) -> _Call | None:
-    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None where `module` has to run."""
+    """What `ms_norm` is called with, beside its input, which is the sum of `terms`; None if `module` has to run."""
     x = terms[0]
     weight = None if rewrite.weight is None else _parameter(module, rewrite.weight)
     bias = None if rewrite.bias is None else _parameter(module, rewrite.bias)
@@ -142,7 +142,7 @@ def _dtype_under_autocast(
     bias: Tensor | None,
     autocast: torch.dtype,
 ) -> torch.dtype | None:
-    """The dtype in which the stock module returns the norm of `x`, by its code and device; None where it raises."""
+    """The dtype in which the stock module returns the norm of `x`, by its code and device; None if it raises."""
     form = x.dtype, weight is not None and weight.dtype, bias is not None and bias.dtype, autocast, x.is_cuda
     if form not in rewrite.dtypes:
         try:
@@ -196,7 +196,7 @@ def _prove(module: nn.Module, spec: NormSpec, weight: str | None, bias: str | No
         size = step * terms[rows].square().mean().sqrt()
         off = float((stock.double() - truth)[rows].square().mean().sqrt() / size)
         if not off <= _STOCK_ROUNDINGS:
-            raise ValueError(f"it does not compute the norm it looks like (off by {off:.1f} roundings)")
+            raise ValueError(f"it does not compute the norm that its site describes (off by {off:.1f} roundings)")
     # Two roundings (x_hat and the product) are the family's own; the stock module's error bounds the rest.
     if not our_error <= 2 * stock_error + 2:
         raise ValueError(f"its norm is less exact here than the stock one (error {float(our_error):.1f} roundings)")

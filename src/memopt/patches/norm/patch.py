@@ -1,4 +1,4 @@
-"""Norms that save x_hat, one storage with what the linears behind them save, instead of their input."""
+"""Norms that save x_hat instead of their input; the linears behind them save the same storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.patches.capabilities import Checks, Output, Saves
 from memopt.recompute.rules import NORMALISED
 from memopt.walk.sites import BATCH_STATISTICS, NormSite, Sites
 
-#: The setting that folds norms which have cautions.
+#: The setting that folds norms with cautions.
 CHANGE_HIDDEN_STATES = "norms.hidden_states=change"
 
 
@@ -22,9 +22,10 @@ class NormRules(Rules):
     method: Literal["share", "none"] = "share"
     """``share``: keep the normalised x_hat, one storage for the norm and every linear that reads it."""
     fold: Literal["auto", "none"] = "auto"
-    """``auto``: fold the affine into the next linears wherever that is proved."""
+    """``auto``: fold the affine into the next linears if that is proved."""
     hidden_states: Literal["keep", "change"] = "keep"
-    """``change``: fold also where that changes a hidden state that the model or one inside it returns, no logits."""
+    """``change``: also fold if that changes a hidden state that the model or an inner model returns; logits never
+    change."""
 
     old_spellings: ClassVar[Mapping[str, Mapping[str, str]]] = {"fold": {"never": OFF}}
 
@@ -41,7 +42,7 @@ class NormRules(Rules):
 
 
 class NormPatch(Patch, Checks):
-    """Shared and folded norms; those without a formula of ours run their own forward again."""
+    """Shared and folded norms; norms without a known formula run their own forward again."""
 
     name = "norm"
     requires = ("replay",)
@@ -56,7 +57,7 @@ class NormPatch(Patch, Checks):
     rules = NormRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, NormSite | str]]:
-        """Norms, and the reasons of what looks like a norm and is none."""
+        """Norms, and the reasons why similar modules are none."""
         yield from ((norm.name, norm) for norm in sites.norms)
         yield from ((name, reason) for name, reason in sites.skipped if reason != BATCH_STATISTICS)
 
@@ -97,12 +98,12 @@ class NormPatch(Patch, Checks):
 def _decide(norm: NormSite, plan: PlanView) -> tuple[str, str]:
     rules = plan.recipe.rules(NormRules)
     if rules.is_off:
-        return LEFT, "the recipe leaves norms alone"
+        return LEFT, "the recipe does not patch norms"
     if not plan.recipe.selects(norm.name):
         return LEFT, EXCLUDED
     if not (norm.has_formula or norm.intermediates or any(each.fed_by == norm.name for each in plan.sites.linears)):
-        return LEFT, "it keeps its input only, and no linear or convolution keeps its output"
-    # Without a formula, what is shared is not x_hat: all that the module makes of its inputs is recomputed.
+        return LEFT, "it saves only its input, and no linear or convolution saves its output"
+    # Without a formula no x_hat is shared: the module saves its inputs, and its own forward runs again.
     action = "share" if norm.has_formula else "recompute"
     if norm.weight is None:
         return "share", "it has no affine: its output is kept once, for itself and the linears that read it"

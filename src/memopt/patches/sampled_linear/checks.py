@@ -1,4 +1,4 @@
-"""The proof that sampling adds noise to a model's gradients and nothing else.
+"""The proof that sampling only adds noise to a model's gradients.
 
 The forward, and every gradient but those of sampled weights, are exact. Of those the mean over draws has to be the
 exact gradient, within three standard errors, and a single draw as far off as the sampler's formula says.
@@ -47,8 +47,8 @@ _SCATTER = 1.5
 
 
 def verify_sampling(trial: Trial) -> Iterator[Check]:
-    """Checks that sampling adds noise and nothing else to the gradients of the patched model."""
-    # What else is approximate acts alike on both sides, and by no other random numbers.
+    """Checks that sampling only adds noise to the gradients of the patched model."""
+    # Other approximations are the same on both sides, with the same random numbers.
     alike = [setting for patch in having(Checks) for setting in patch.repeatable(trial.recipe)]
     model = trial.patched(*alike)
     samplings = {name: state.sampling for name, state in samplings_in(model).items()}
@@ -61,7 +61,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
         yield _check(
             "sampling.linears", "linears", float(len(planned)), 0.0, "planned linears that are not sampled",
             reference="the plan", n=len(planned),
-            detail="no linear is sampled: each input is also held by somebody else, or can be recomputed",
+            detail="no linear is sampled: something else also holds each input, or it can be recomputed",
         )  # fmt: skip
         return
     reference_model = trial.patched(*alike, *trial.recipe.without("sampled"))
@@ -89,7 +89,7 @@ def verify_sampling(trial: Trial) -> Iterator[Check]:
     worst = _worst(weights)
     yield _check(
         "sampling.weights", worst or "samples", weights.get(worst, 0.0), _ROUNDING,
-        "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of what its row is drawn by",
+        "sum of weight x score, sample / all rows, less 1", "each weight is the inverse of its row's probability",
         reference="the scores of all rows", n=len(weights),
     )  # fmt: skip
     yield from _each(draws, {f"{each.module}.weight": each.first for each in errors})
@@ -118,7 +118,7 @@ def _checks(draws: _Draws, predicted: float, drift: float) -> Iterator[Check]:
 
 
 def _culprit(trial: Trial, model: nn.Module, names: list[str], draws: _Draws, exact: Gradients) -> str:
-    """The first linear, in the model's order, whose sampling changes other gradients; found by halving."""
+    """The first linear, in the model's order, whose sampling changes other gradients; found by bisection."""
     modules = [model.get_submodule(name) for name in names]
 
     def is_wrong(count: int) -> bool:
@@ -159,7 +159,7 @@ def _weights_of_samples(model: nn.Module, off: dict[str, float]) -> Iterator[Non
 
 
 def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
-    """The worst single weight: the mean of its draws, and what part of the exact gradient they contain."""
+    """The worst single weight: the mean of its draws, and their projection on the exact gradient."""
     off = {
         name: each.bias / (max(each.error, predicted.get(name, 0.0)) / DRAWS**0.5)
         for name, each in draws.each.items()
@@ -180,7 +180,7 @@ def _each(draws: _Draws, predicted: dict[str, float]) -> Iterator[Check]:
 
 
 def _worst(values: dict[str, float]) -> str:
-    """The name with the largest value, NaN above all; empty where there is none."""
+    """The name with the largest value, NaN above all; empty if there is none."""
     return max(values, key=lambda name: (values[name] != values[name], values[name]), default="")
 
 

@@ -15,7 +15,7 @@ from memopt.patches.sampled_linear.visits import INDEX, visits_of
 
 
 class IndexedDataset(Dataset[dict[str, Any]]):
-    """A data set whose samples say which they are, under the key "memopt_index".
+    """A data set whose samples have their number under the key "memopt_index".
 
     Works with data loaders of any number of workers, with samplers, `torch.utils.data.Subset`, accelerate and DDP, and
     with collators that make a tensor of every number in a sample, as those of transformers do.
@@ -30,7 +30,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
             InputsError: it is iterable only, or counts its samples already.
         """
         if isinstance(dataset, IndexedDataset):
-            raise InputsError("The data set is an IndexedDataset already.")
+            raise InputsError("The data set is already an IndexedDataset.")
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise InputsError(
                 f"{type(dataset).__name__} has no `len` and no `[]`, and samples of a stream have no number under "
@@ -61,7 +61,7 @@ class IndexedDataset(Dataset[dict[str, Any]]):
 
 
 def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_tokens: int) -> GradientMemory:
-    """Let the sampled linears of `model` remember how large each token's gradient was, from one epoch to the next.
+    """Let the sampled linears of `model` remember the norm of each token's gradient from one epoch to the next.
 
     Pass the batch's "memopt_index" to the model with the rest (``model(**batch)``). What a step learned is written at
     the start of the next; see :class:`GradientMemory` for what it takes, and `forget` to let it go. Under DDP, call it
@@ -86,7 +86,7 @@ def remember_gradients(model: nn.Module, samples: IndexedDataset | int, max_toke
         raise ModelError("Several models inside this one are patched; call remember_gradients on each of them.")
     if not known:
         raise ModelError(
-            "No linear of the model is sampled, so no gradients are to be remembered.",
+            "No linear of the model is sampled, so there are no gradients to remember.",
             "Patch it with a recipe that samples linears; memopt.plan_for(model, recipe).refusals says why none is.",
         )
     count = samples if isinstance(samples, int) else len(samples)

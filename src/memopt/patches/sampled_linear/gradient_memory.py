@@ -1,4 +1,4 @@
-"""How large the gradient of each token was at a sample's last visit, one number for each linear, on the host.
+"""The norm of each token's gradient at a sample's last visit, one number for each linear, on the host.
 
 A batch with an index of its samples is one :class:`Step`: it recalls what is known of them, and hears of their
 gradients in backward. Nothing waits for the device but the start of the next batch.
@@ -39,7 +39,7 @@ class GradientMemory:
             )
         self.samples, self.max_tokens, self.linears = samples, max_tokens, linears
         self._table: Tensor | None = torch.zeros(samples, max_tokens, linears, dtype=torch.bfloat16)
-        self._heard: list[Step] = []
+        self._recorded: list[Step] = []
         self._lock = threading.Lock()
         self.calls = self.indexed = self.written = 0
         """Training forwards of the model, those of them that came with an index, and batches that were written."""
@@ -73,30 +73,30 @@ class GradientMemory:
             raise InputsError(
                 f"A batch holds sample {int(rows.max() if rows.min() >= 0 else rows.min())}, but gradients are "
                 f"remembered for samples 0 to {self.samples - 1}.",
-                "Make the memory with the dataset that is trained on.",
+                "Create the memory with the data set of the training.",
             )
         self.indexed += 1
         return Step(self, rows, self._table[rows])
 
-    def hear(self, step: Step) -> None:
-        """`step` has something to write."""
+    def enqueue(self, step: Step) -> None:
+        """Let the next `flush` write the norms of `step`."""
         with self._lock:
-            self._heard.append(step)
+            self._recorded.append(step)
 
     def flush(self) -> None:
-        """Write down what was heard since the last time; done at the start of each training forward."""
+        """Write the norms recorded since the last flush; called at the start of each training forward."""
         with self._lock:
-            heard, self._heard = self._heard, []
-        for step in heard:
+            recorded, self._recorded = self._recorded, []
+        for step in recorded:
             for linears, norms in step.take():
                 self._write(step.rows, linears, norms)
 
     def forget(self) -> None:
-        """Let the table go; the linears go on without it."""
-        self._table, self._heard = None, []
+        """Free the table; the linears go on without it."""
+        self._table, self._recorded = None, []
 
     def _write(self, rows: Tensor, linears: Sequence[int], norms: Tensor) -> None:
-        """`norms`: fp32 (batch, max_tokens, linears), 0 where nothing is known."""
+        """`norms`: fp32 (batch, max_tokens, linears), 0 if nothing is known."""
         if self._table is None:
             return
         self.written += 1
@@ -107,20 +107,20 @@ class GradientMemory:
 
 
 class Step:
-    """What is known of the samples of one batch, and heard of them."""
+    """Remembered norms of the samples of one batch, and the norms recorded in this step."""
 
     def __init__(self, memory: GradientMemory, rows: Tensor, known: Tensor) -> None:
         """
         Args:
             rows: int64 (batch,) on the host.
-            known: bf16 (batch, max_tokens, linears) on the host, 0 where nothing is known.
+            known: bf16 (batch, max_tokens, linears) on the host, 0 if nothing is known.
         """
         self.rows = rows
         self._memory, self._lock = memory, threading.Lock()
         self._is_known = (known > 0).flatten(0, 1).any(0).tolist()
         self._known = known if any(self._is_known) else None
         self._there: dict[torch.device, Tensor] = {}
-        self._heard: dict[torch.device, tuple[Tensor, set[int]]] = {}
+        self._recorded: dict[torch.device, tuple[Tensor, set[int]]] = {}
 
     def places(self, batch: int, length: int, real: Tensor | None, device: torch.device) -> Tensor:
         """int64 (batch, length) on `device`: each token's place in the table, `max_tokens` for one that has none.
@@ -136,7 +136,7 @@ class Step:
 
     def recall(self, linear: int, places: Tensor) -> Tensor | None:
         """fp32 (batch * length,): the norms of a linear's gradient at the last visit, at least a twentieth of the mean
-        of those that are known, and that mean where none is; None where nothing is known."""
+        of those that are known, and that mean where none is; None if nothing is known."""
         if self._known is None or not self._is_known[linear]:
             return None
         table = self._there.get(places.device)
@@ -152,26 +152,26 @@ class Step:
         # None of this batch's tokens may be among those that are known.
         return torch.where(known.any(), values, 1.0)
 
-    def hear(self, linear: int, places: Tensor, norms: Tensor) -> None:
-        """Note (batch * length,) norms of a linear's gradient; those of several calls are added like sides."""
+    def record(self, linear: int, places: Tensor, norms: Tensor) -> None:
+        """Add (batch * length,) norms of a linear's gradient; norms of several calls add up like sides."""
         device, end = norms.device, self._memory.max_tokens
         with self._lock:
-            if not self._heard:
-                self._memory.hear(self)
-            if device not in self._heard:
+            if not self._recorded:
+                self._memory.enqueue(self)
+            if device not in self._recorded:
                 shape = (self._memory.linears, len(self.rows), end + 1)
-                self._heard[device] = torch.zeros(shape, dtype=torch.float32, device=device), set()
-            heard, linears = self._heard[device]
+                self._recorded[device] = torch.zeros(shape, dtype=torch.float32, device=device), set()
+            recorded, linears = self._recorded[device]
             linears.add(linear)
             new = norms.float().view(places.shape).clamp(min=_LEAST)
-            heard[linear].scatter_(1, places, torch.hypot(heard[linear].gather(1, places), new))
+            recorded[linear].scatter_(1, places, torch.hypot(recorded[linear].gather(1, places), new))
 
     def take(self) -> list[tuple[list[int], Tensor]]:
-        """What was heard: linears and (batch, max_tokens, linears) of them on the host; nothing of it is left here."""
+        """Return and clear the records: linears, and norms (batch, max_tokens, linears) of them on the host."""
         with self._lock:
-            heard, self._heard = self._heard, {}
+            recorded, self._recorded = self._recorded, {}
         taken = []
-        for norms, linears in heard.values():
+        for norms, linears in recorded.values():
             chosen = sorted(linears)
             taken.append((chosen, norms.cpu()[chosen, :, :-1].permute(1, 2, 0)))
         return taken

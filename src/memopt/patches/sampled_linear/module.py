@@ -1,4 +1,4 @@
-"""Linears whose weight gradient is estimated from a sample of the rows of their input, where that frees it.
+"""Linears whose weight gradient is estimated from a sample of the rows of their input, if that frees the input.
 
 A module qualifies by what it computes of its weight and bias, not by its class, and stays an instance of that class.
 """
@@ -27,7 +27,7 @@ from memopt.walk.probes.linear import is_linear
 
 @dataclass(frozen=True)
 class SampledLinearRewrite:
-    """What a sampled linear knows."""
+    """State of a sampled linear."""
 
     transposed: bool
     """Its weight is (in, out) instead of (out, in)."""
@@ -42,7 +42,7 @@ class SampledLinearRewrite:
 def patch_sampled_linear(
     module: nn.Module, sampling: Sampling, visits: Visits | None = None, name: str = "a linear"
 ) -> None:
-    """Let `module` keep a sample of the rows of its input, where nobody else holds that.
+    """Let `module` save a sample of the rows of its input, if nothing else holds the input.
 
     Args:
         visits: what the model that `module` is in was, or will be, patched with
@@ -79,7 +79,7 @@ def _forward(
 ) -> Tensor:
     given, parameters = (*args, *kwargs.values()), module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    # A frozen weight asks for no input. A tool that computes weight or bias from something else takes them away.
+    # A frozen weight needs no input. A tool that computes weight or bias from something else removes them.
     as_patched = weight is not None and weight.requires_grad and (bias is not None) == rewrite.has_bias
     if (
         steps_aside(off="linears sample no rows, and gradients are exact; samples need eager mode")

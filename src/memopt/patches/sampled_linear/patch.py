@@ -1,4 +1,4 @@
-"""Linears that save a sample of the rows of their input for the gradient of their weight, where that frees bytes."""
+"""Linears that save a sample of the rows of their input for the gradient of their weight, if that frees bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NARROW = 4
 
 
 class SampledLinearPatch(Patch, Checks, Reports):
-    """Sampled linears: fields of the rules of linears, and other decisions in their rows."""
+    """Sampled linears: they add fields to the rules of linears, and revise rows of linears."""
 
     name = "sampled_linear"
     after = ("norm", "activation", "linear")
@@ -99,7 +99,7 @@ class SampledLinearPatch(Patch, Checks, Reports):
         try:
             patch_visits(live.model, visits, linears)
         except ValueError as reason:
-            live.refuse("", f"its sampled linears are told of neither padding nor samples: {reason}")
+            live.refuse("", f"its sampled linears get neither padding nor sample numbers: {reason}")
 
     def checks(self, trial: Trial) -> Iterable[Check]:
         if trial.recipe.rules(SampledLinearRules).is_off:
@@ -114,7 +114,7 @@ class SampledLinearPatch(Patch, Checks, Reports):
         from memopt.patches.sampled_linear.prediction import not_measured, predicted_errors
 
         if not trains_all:
-            return not_measured(trial.recipe, "an adapter that was not trained yet has no gradient to speak of")
+            return not_measured(trial.recipe, "an adapter that was not trained yet has almost no gradient")
         note("Measuring the error of sampled gradients on the model's weights ...")
         return predicted_errors(trial)
 
@@ -124,7 +124,7 @@ def _modules(plan: PlanView) -> set[str]:
 
 
 def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
-    """Weight -> why its linear saves its whole input, for those that do, but not for `outputs`, which do as well."""
+    """Weight -> why its linear saves its whole input, except linears in `outputs`, which always do."""
     rewritten = {entry.site: entry for entry in plan.rewrites if entry.kind != "linear"}
     refusals: dict[str, str] = {}
     for site in plan.sites.linears:
@@ -138,7 +138,7 @@ def _refusals(plan: PlanView, outputs: set[str]) -> dict[str, str]:
 
 
 def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry]) -> str | None:
-    """Why a linear keeps its whole input, whoever else reads it; None where nothing is against a sample."""
+    """Why a linear saves its whole input, whatever else reads it; None if a sample is possible."""
     rules, sites = plan.recipe.rules(SampledLinearRules), plan.sites
     targeted = rules.targets == "auto" or any_matches(site.module, rules.targets)
     if not (targeted and plan.recipe.selects(site.module)):
@@ -146,14 +146,14 @@ def _not_sampled(site: LinearSite, plan: PlanView, rewritten: Mapping[str, Entry
     if len(site.shape) != 2:
         return "its weight is not one matrix: the rows of its input are not tokens"
     if not any(is_inside(site.module, block) for block in sites.blocks):
-        return "outside of the repeated blocks, where nothing tells who else holds its input"
+        return "outside the repeated blocks, where memopt cannot see what else holds its input"
     if 0 < site.width * _NARROW < sites.hidden_size:
-        return f"its input has {site.width} channels only: next to nothing to free"
+        return f"its input has {site.width} channels: almost nothing to free"
     producer = rewritten.get(site.fed_by or "")
     if producer is not None and producer.action != "code":
         if producer.kind == "norm":
-            return f"0 bytes: also held by the norm {producer.site}, or recomputed from what that keeps"
-        return f"0 bytes: recomputed from what {producer.site} keeps anyway"
+            return f"0 bytes: also held by the norm {producer.site}, or recomputed from tensors that it saves"
+        return f"0 bytes: recomputed from tensors that {producer.site} saves anyway"
     block = next((name for name in site.given_to if name in sites.blocks), None)
     if block is not None:
         return f"0 bytes: also held by the caller of {block}, whose input it is"

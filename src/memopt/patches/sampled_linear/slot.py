@@ -28,7 +28,7 @@ _PER_ROW = torch.int32.itemsize + torch.float32.itemsize
 observers: list[Callable[[Tensor, Tensor, Tensor, Method], None]] = []
 
 #: What one linear knows of its output's gradient before it is there: fp32 (rows,) on the device of its input, the norm
-#: of each row's gradient up to a common factor, 0 for a row that gets none; None where nothing is known.
+#: of each row's gradient up to a common factor, 0 for a row that gets none; None if nothing is known.
 Importance = Callable[[], Tensor | None]
 
 #: What reports call the tensors that are saved here.
@@ -46,7 +46,7 @@ def save_sampled(
         importance: what is known of the output's gradient.
 
     Returns:
-        None where no scope is active, or a foreign hook keeps what is saved; then nothing was run.
+        None if no scope is active, or a foreign hook keeps what is saved; then nothing was run.
     """
     slot = new_slot(lambda packing: SampledInput(sampling, importance, packing))
     if slot is None:
@@ -155,7 +155,7 @@ class SampledInput(Slot):
 
 
 def _together(each: Sequence[Importance | None]) -> Tensor | None:
-    """The norm of the gradient rows of all readers side by side; None where that of one of them is unknown."""
+    """The norm of the gradient rows of all readers side by side; None if that of one of them is unknown."""
     known = [None if importance is None else importance() for importance in each]
     # In fp64, in which the square of no fp32 norm is 0: a row that counts must have a score.
     norms = [each.double() for each in known if each is not None]

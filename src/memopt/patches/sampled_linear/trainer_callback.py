@@ -36,7 +36,7 @@ class GradientMemoryCallback(TrainerCallback):
         """
         Args:
             max_tokens: how many tokens of a sample are remembered; None takes the longest of 1,000 samples.
-            required: whether it is an error where there is nothing to remember, or no sample has a number.
+            required: whether it is an error if there is nothing to remember, or no sample has a number.
         """
         self.max_tokens, self.required = max_tokens, required
         self.memory: GradientMemory | None = None
@@ -117,7 +117,7 @@ def _longest(dataset: IndexedDataset) -> int:
         longest = max((_tokens(dataset[i]) for i in range(0, len(dataset), step)), default=0)
     if not longest:
         raise InputsError(
-            "How many tokens a sample has cannot be told from it.", "Give GradientMemoryCallback(max_tokens=...)."
+            "The samples do not show how many tokens they have.", "Give GradientMemoryCallback(max_tokens=...)."
         )
     return longest
 

@@ -41,7 +41,7 @@ class Visits:
     """What is shared by a model and its sampled linears. Deepcopied and pickled without the memory of gradients."""
 
     _model: weakref.ref[nn.Module] | None = None
-    """The module whose calls are noted; None where no call was since it came out of a pickle."""
+    """The module whose calls are noted; None if no call was since it came out of a pickle."""
 
     def __init__(self) -> None:
         self.padding = PaddingWatch()
@@ -53,7 +53,7 @@ class Visits:
             self._model = weakref.ref(model)
 
     def call(self, linear: int, x: Tensor) -> LinearCall | None:
-        """What linear number `linear` knows of this call with the input `x`; None where that is nothing."""
+        """What linear number `linear` knows of this call with the input `x`; None if that is nothing."""
         visit = self._current()
         rows = None if visit is None else visit.rows(x)
         return None if rows is None else LinearCall(self, linear, rows)
@@ -107,7 +107,7 @@ class Visit:
         self._rows: dict[tuple[torch.Size, torch.device], Rows | None] = {}
 
     def rows(self, x: Tensor) -> Rows | None:
-        """What the rows of a linear's input are; None where that is not known."""
+        """What the rows of a linear's input are; None if that is not known."""
         shape, device = key = x.shape[:-1], x.device
         if key in self._rows:
             return self._rows[key]
@@ -128,7 +128,7 @@ class Rows:
     """What the rows of a linear's input are."""
 
     real: Tensor | None
-    """bool (n,): false for padding; None where no mask fits."""
+    """bool (n,): false for padding; None if no mask fits."""
     step: Step | None
     places: Tensor | None
     """Their places in the memory of gradients, with `step`."""
@@ -156,7 +156,7 @@ class LinearCall:
         if real is not None:
             self._visits.padding.note(self._linear, norms, real, self._left_out)
         if step is not None and places is not None:
-            step.hear(self._linear, places, norms)
+            step.record(self._linear, places, norms)
 
 
 _visit: ContextVar[Visit | None] = ContextVar("memopt_visit", default=None)

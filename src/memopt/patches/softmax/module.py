@@ -39,7 +39,7 @@ class RecomputedSoftmaxes:
 
     def __init__(self) -> None:
         self._calls_without = 0
-        """Calls since the last one that found no softmax to recompute; 0 where it found one."""
+        """Calls since the last one that found no softmax to recompute; 0 if it found one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RecomputedSoftmaxes, ()
@@ -103,7 +103,7 @@ class _Following(TorchFunctionMode):
     def _recomputed(
         self, input: Any, dim: Any = None, *more: Any, dtype: torch.dtype | None = None, **others: Any
     ) -> Tensor | None:
-        """The softmax; None where it has to be saved."""
+        """The softmax; None if it has to be saved."""
         if type(input) not in _PLAIN_TYPES or not input.requires_grad or not isinstance(dim, int):
             return None
         if more or others.keys() - {"_stacklevel"}:  # `out`, for one

@@ -1,4 +1,4 @@
-"""Attention's softmax where a model computes it itself: its output is recomputed in backward."""
+"""The softmax of attention in a model's own code: its output is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SoftmaxRules(Rules):
 
 
 class SoftmaxPatch(Patch):
-    """Modules whose forward calls a softmax. Fused attention saves no probabilities; there nothing is done."""
+    """Modules whose forward calls a softmax. Fused attention saves no probabilities and is not patched."""
 
     name = "softmax"
     after = ("dropout",)
@@ -35,10 +35,10 @@ class SoftmaxPatch(Patch):
             return LEFT, "probabilities are saved; not rewritten by this recipe"
         if not plan.recipe.selects(site):
             return LEFT, EXCLUDED
-        # What surrounds the blocks would look at every function of the model for one softmax.
+        # A mode outside the blocks would see every function of the model because of one softmax.
         if not site or any(block.startswith(f"{site}.") for block in plan.sites.blocks):
-            return LEFT, "called by what surrounds the blocks"
-        return "recompute", "its output is recomputed from the scores' factors, which the product saves anyway"
+            return LEFT, "called outside the blocks"
+        return "recompute", "its output is recomputed from queries and keys, which their product saves anyway"
 
     def scope(self, plan: PlanView) -> InScopes:
         if plan.recipe.rules(SoftmaxRules).is_off:

@@ -30,7 +30,7 @@ class SumNormRewrite:
 
     site: SumNormSite
     scope: ScopeRewrite | None
-    """The scope that the module opens too; None where it opens none."""
+    """The scope that the module opens too; None if it opens none."""
 
 
 def patch_sum_norm(module: nn.Module, site: SumNormSite, scope: ScopeRewrite | None) -> None:

@@ -1,4 +1,4 @@
-"""What the planner answers: a plan, the next ones, and the frontier of memory against time. Plain data, no torch."""
+"""The planner's result: a plan, the next ones, and the frontier of memory against time. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def in_words(nbytes: int, budget: int | None = None) -> str:
-    """In MiB where it, or the budget that it is part of, is less than four GiB and no whole number of these."""
+    """In MiB if it, or the budget that it is part of, is less than four GiB and not a whole number of GiB."""
     name, unit = _unit(nbytes if budget is None else budget)
     return f"{nbytes / unit:.{2 if unit == GIB else 0 if nbytes >= 10 * MIB else 1}f} {name}"
 
@@ -46,9 +46,9 @@ class Plan:
     seconds: float
     """Of forward and backward, by the cost model."""
     extra: float
-    """Beyond the fastest exact plan of the whole batch, whether that fits or not, as a part of its time."""
+    """Extra time over the fastest exact plan of the whole batch (whether that fits or not), as a share of its time."""
     traced: bool = True
-    """False: `total` is what the block model says."""
+    """False: `total` is the block model's."""
 
     @property
     def exact(self) -> bool:
@@ -84,7 +84,7 @@ class Choice:
     training: str
     """In words, with the optimizer."""
     card: str
-    """Whose rates were taken."""
+    """The card that gives the rates."""
     budget: int
     """Bytes."""
     plan: Plan

@@ -15,7 +15,7 @@ from memopt.walk.sites import Sites
 
 @dataclass(frozen=True)
 class Level:
-    """What a block may have beyond the recipe."""
+    """A level that a block may have beyond the recipe."""
 
     words: str
     patch: capabilities.Levels
@@ -32,7 +32,7 @@ class Levels:
     """In the order of their forward."""
     beyond: tuple[Level, ...] = ()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What the head and the loss may have beyond the recipe: words -> settings."""
+    """Levels of the head and the loss beyond the recipe: words -> settings."""
 
     @property
     def options(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""A few traces of a step, each cut into its blocks -> what every level of every block costs.
+"""The cost of every level of every block, from a few traces of a step, each cut into its blocks.
 
 One trace has every block at the recipe's own level. In the others, a run of blocks of each kind has one level, the
 next run another, the smallest first, as plans have them; the block in the middle of a run tells what its level saves
@@ -23,7 +23,7 @@ from memopt.trace.operations import Operation
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a step, or what follows the last: the head and the loss. Bytes are those of live storages."""
+    """One block of a step, or the head and the loss behind the last. Bytes are those of live storages."""
 
     saved: int
     """Freed in its backward, of what lives when the last block's backward begins."""
@@ -46,7 +46,7 @@ class Cut:
     base: int
     """Bytes that live all the time from the first forward to the last backward, weights and optimizer states too."""
     floor: int
-    """The most bytes that live in the rest of the step: before the first block, and behind its backward."""
+    """The most live bytes in the rest of the step: before the first block, and behind its backward."""
     rest: tuple[Operation, ...]
     """Operations there."""
 
@@ -153,7 +153,7 @@ Trace = Callable[[Sequence[int]], Cut]
 
 @dataclass(frozen=True)
 class Measured:
-    """What every level of every block costs."""
+    """The cost of every level of every block."""
 
     own: Cut
     """Every block at level 0."""

@@ -1,4 +1,4 @@
-"""The way from a model and a budget to a choice: trace, measure, search, confirm."""
+"""From a model and a budget to a choice: trace, measure, search, confirm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memopt.trace.training import Training
 
 TraceOf = Callable[[Recipe, int], Trace]
 """A recipe and the rows of a batch -> one step."""
-#: Plans that are shown beside the chosen one.
+#: Number of plans to show beside the chosen one.
 _OTHERS = 2
 #: Parts of a peak that do not depend on the batch.
 _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
@@ -32,7 +32,7 @@ _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned."""
+    """The task of the planner."""
 
     model: str
     training: Training
@@ -43,7 +43,7 @@ class Task:
     splits: bool = True
     """Whether the batch can be split; not if it was given."""
     margin: float = 0.0
-    """Of what is reserved: how much has to stay free for a plan to fit."""
+    """Share of the reserved bytes that has to stay free for a plan to fit."""
     _traces: dict[tuple[str, int], Trace] = field(default_factory=dict, repr=False)
 
     def limit(self, budget: int) -> int:
@@ -66,7 +66,7 @@ class Task:
         return combine(self._traces[key], replace(self.setup, accumulation=accumulation))
 
     def measured(self, rows: int, accumulation: int) -> Measured:
-        """What the levels cost in micro-batches of so many rows."""
+        """The cost of the levels in micro-batches of so many rows."""
         recipe_at = self.levels.recipe_at
         return measure(
             self.levels,
@@ -115,8 +115,8 @@ class _Route:
 def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Choice:
     """The fastest plan whose step takes `budget` bytes of the device at most, with its margin, and the next ones.
 
-    Levels of the blocks and of the loss come first; where none of their combinations fits, the batch is split into
-    micro-batches whose gradients are summed up.
+    Levels of the blocks and of the loss come first. If none of their combinations fits, the batch is split into
+    micro-batches whose gradients are summed.
 
     Args:
         approximate: recipes that may be taken as well, each with every block as the recipe has it.
@@ -140,7 +140,7 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     if not plans:
         raise _too_small(task, whole, budget, approximate=bool(approximate))
     best, *others = sorted(plans, key=lambda each: (not each.traced, each.seconds))
-    # One that the model takes for faster and that was not chosen did not fit by its trace.
+    # A plan that the block model calls faster and that was not chosen did not fit by its trace.
     others = [each for each in others if each.seconds >= best.seconds and each.words != best.words]
     distinct = {each.words: each for each in sorted(others, key=lambda each: each.seconds)}
     notes = task.predicted(best.recipe, best.batch, best.accumulation).assumptions if best.exact else ()

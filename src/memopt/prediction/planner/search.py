@@ -1,7 +1,7 @@
 """The fastest combination of levels that fits, and the frontier of memory against time.
 
-Blocks run in order, and their backward in reverse. While block i runs, in either, what the blocks before it have saved
-is there, and what the blocks behind it save is not:
+Blocks run in order, and their backward in reverse. While block i runs, in either, the tensors that the blocks before it
+saved are alive, and those of the blocks behind it are not:
 
     peak = max(floor, max over i of (saved_0 + ... + saved_{i-1} + need_i))
 
@@ -25,7 +25,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Option:
-    """What one level of one block costs."""
+    """The cost of one level of one block."""
 
     saved: int
     """Bytes that the block leaves for backward."""
@@ -41,9 +41,9 @@ class BlockModel:
 
     blocks: tuple[tuple[Option, ...], ...]
     floor: int = 0
-    """The most bytes that live in the rest of the step, whatever the levels: in the optimizer's step."""
+    """The most live bytes in the rest of the step, whatever the levels: in the optimizer's step."""
     rest: int = 0
-    """Nanoseconds of what is in no block."""
+    """Nanoseconds outside the blocks."""
 
     def peak(self, chosen: Sequence[int]) -> int:
         """The peak of the step, in bytes, where block i has its option ``chosen[i]``."""
@@ -59,14 +59,14 @@ class BlockModel:
 
     @property
     def fastest(self) -> tuple[int, ...]:
-        """The combination that takes the least time, whatever it needs."""
+        """The combination with the least time, whatever its memory."""
         return tuple(min(range(len(each)), key=lambda place: each[place].time) for each in self.blocks)
 
 
 def cheapest(model: BlockModel, limit: int) -> tuple[int, ...] | None:
-    """The options whose sum of time is the least of all that peak at `limit` bytes at most; None where none does.
+    """The options whose sum of time is the least of all that peak at `limit` bytes at most; None if none does.
 
-    Of equal ones, those that save the least in the first blocks: backward reaches these last.
+    Among equal ones, the one that saves the least in the first blocks: backward reaches these last.
     """
     if model.floor > limit:
         return None
@@ -130,7 +130,7 @@ TotalOf = Callable[[tuple[int, ...]], int]
 
 
 def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tuple[int, ...] | None:
-    """The options that take the least time of those whose total is `budget` at most; None where none is.
+    """The options that take the least time of those whose total is `budget` at most; None if none is.
 
     Args:
         model: what the search goes by.

@@ -33,7 +33,7 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
 
-#: Whose rates are taken where none is named.
+#: The card that gives the rates if none is named.
 _USUAL_CARD = "A100 80GB"
 
 
@@ -100,7 +100,7 @@ def _size(budget: str | int) -> int:
 def plan_model(
     model: nn.Module, budget: str | int, recipe: Recipe, *, batch: int | None = None, seq: int | None = None
 ) -> Choice:
-    """The fastest plan within which `model` trains, as it is: its dtype, its LoRA adapters.
+    """The fastest plan with which `model` trains, in its dtype and with its LoRA adapters.
 
     Without adapters all weights count as trained, frozen ones too.
 
@@ -149,7 +149,7 @@ def plan_model(
 
 
 def _short(adapted: Sequence[str], sites: Sites) -> tuple[str, ...]:
-    """The last parts of these modules' names, where no other linear has one of them; else their whole names."""
+    """The last parts of these modules' names, if no other linear has one of them; else their whole names."""
     last = {name.rpartition(".")[2] for name in adapted}
     alike = {site.module for site in sites.linears if site.module.rpartition(".")[2] in last}
     return tuple(sorted(last)) if alike == set(adapted) else tuple(adapted)
