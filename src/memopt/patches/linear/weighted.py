@@ -1,0 +1,200 @@
+"""Modules that multiply the rows of a linear's output with weights: experts behind a router, shared ones behind a gate.
+
+While such a module runs, a function mode notes what products are made of (`memopt.kernels.linear.weighted`), and
+follows their outputs through views and biases to the weights. Where it loses sight of one, or where the product's input
+would have to be saved for this alone and is the larger one, the multiplication is PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from memopt.kernels.linear.function import is_plain
+from memopt.kernels.linear.weighted import Product, Products, followed, weighted, with_bias
+from memopt.patches.swap import steps_aside
+from memopt.saved.kept import ShapeOnly
+from memopt.saved.scope import in_a_scope, packing_unseen, recomputes, saving_shape_of
+from memopt.torch_compat import grouped_mm, no_torch_function, tensor_hooks
+
+_ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
+_MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
+#: Operations that leave the rows of a matrix what they are; casts to a wider dtype are among them.
+_SAME_ROWS = frozenset(
+    getattr(Tensor, name)
+    for name in ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "float", "type")
+)
+
+
+def weighted_products(module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
+    """The context of one call of `module`, which multiplies outputs of linears with weights of their rows."""
+    return nullcontext() if steps_aside() or followed.products is not None else _Following()
+
+
+class _Following(TorchFunctionMode):
+    def __enter__(self) -> Any:
+        self._products = followed.products = Products()
+        self._chosen: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
+        self._packing = packing_unseen() if in_a_scope() else nullcontext()
+        self._packing.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._packing.__exit__(*error)
+        followed.products = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        look = _LOOKS.get(func)
+        if look is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        return look(self, func, args, kwargs)
+
+    def _product(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        y: Tensor = func(*args, **kwargs)
+        with no_torch_function():
+            product = _FACTORS[func](*args, **kwargs)
+            if product is not None and is_plain(y) and is_plain(product.a) and is_plain(product.matrix):
+                self._products.note(y, product)
+        return y
+
+    def _same_rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        product, output = self._products.of(args[0]), func(*args, **kwargs)
+        if product is not None and isinstance(output, Tensor) and output is not args[0]:
+            with no_torch_function():
+                y = args[0]
+                narrows = torch.promote_types(y.dtype, output.dtype) is not output.dtype
+                if output.numel() == y.numel() and _out(product) == output.size(-1) and not narrows:
+                    self._products.note(output, product)
+        return output
+
+    def _added(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        product = self._products.of(args[0]) if len(args) == 2 and not kwargs else None
+        if product is None or not is_plain(args[1]):
+            return func(*args, **kwargs)
+        y, bias = args
+        with no_torch_function():
+            chosen = self._chosen[1:] if self._chosen is not None and self._chosen[0]() is bias else None
+            is_small = bias.numel() * 2 <= y.numel() or chosen is not None
+            shape, dtype = y.shape, y.dtype
+        output: Tensor = func(y, bias)
+        with no_torch_function():
+            of_sum = with_bias(product, bias, chosen) if is_small else None
+            if of_sum is not None and output.shape == shape and output.dtype is dtype:
+                self._products.note(output, of_sum)
+        return output
+
+    def _rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Biases of the experts that rows were sent to: the last ones that were read."""
+        output = func(*args, **kwargs)
+        with no_torch_function():
+            source, index = args
+            if isinstance(index, Tensor) and index.dim() and not index.is_floating_point() and source.dim() == 2:
+                self._chosen = weakref.ref(output), source, index
+        return output
+
+    def _rows_added(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        source = args[3] if len(args) == 4 and not kwargs else None
+        if not is_plain(source) or not _adding_reads_shape_only():
+            return func(*args, **kwargs)
+        with no_torch_function():
+            context = saving_shape_of(source)
+        with context:
+            return func(*args, **kwargs)
+
+    def _weighted(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 2 and not kwargs:
+            for y, s in (args, args[::-1]):
+                product = self._products.of(y)
+                if product is not None and is_plain(s):
+                    with no_torch_function():
+                        if _are_weights(s, y) and _costs_less(product, y):
+                            return weighted(y, s, product)
+        return func(*args, **kwargs)
+
+
+def _are_weights(s: Tensor, y: Tensor) -> bool:
+    """Whether each row of `y` has one weight, and only the weights' gradient needs `y`."""
+    if not s.requires_grad or tensor_hooks(y) or y.retains_grad or y.size(-1) == 1:
+        return False
+    per_row = s.dim() == 0 or (s.size(-1) == 1 and s.dim() <= y.dim())
+    return per_row and all(mine in (1, its) for mine, its in zip(s.shape[::-1], y.shape[::-1], strict=False))
+
+
+def _costs_less(product: Product, y: Tensor) -> bool:
+    """Whether the gradient of the product's input is needed, and that input is saved anyway or smaller than `y`."""
+    a = product.a
+    if not a.requires_grad:
+        return False
+    return product.matrix.requires_grad or product.spec is not None or a.nbytes <= y.nbytes or recomputes(a)
+
+
+@functools.cache
+def _adding_reads_shape_only() -> bool:
+    """Whether the gradient of the rows that `index_add` adds reads no value of the rows, which it saves.
+
+    Found out once, in a thread of its own: no mode, autocast or hook of the forward that asks is active there.
+    """
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_agrees).result()
+
+
+def _agrees() -> bool:
+    rows, index = torch.ones(4, 2, device="cpu", requires_grad=True), torch.tensor([2, 0, 2, 1], device="cpu")
+    sums, weights = torch.zeros(3, 2, device="cpu"), torch.arange(6.0, device="cpu").view(3, 2)
+    pack: Callable[[Tensor], Any] = lambda saved: ShapeOnly(saved) if saved.shape == rows.shape else saved  # noqa: E731
+    with saved_tensors_hooks(pack, lambda packed: packed.unpack() if isinstance(packed, ShapeOnly) else packed):
+        z = sums.index_add(0, index, rows)
+    (found,) = torch.autograd.grad(z, rows, weights)
+    return torch.equal(found, weights[index])
+
+
+def _out(product: Product) -> int:
+    return product.matrix.size(-1)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+    return Product(x, weight.t(), bias=bias)
+
+
+def _matmul(left: Tensor, right: Tensor) -> Product | None:
+    return Product(left, right) if left.dim() > 1 and right.dim() == 2 else None
+
+
+def _bmm(left: Tensor, right: Tensor) -> Product | None:
+    """One row of each matrix, or one column: then the weights' matrices stand on the left."""
+    if left.size(1) == 1:
+        return Product(left, right)
+    return Product(right.mT, left.mT) if right.size(2) == 1 else None
+
+
+def _grouped(x: Tensor, matrix: Tensor, offs: Tensor | None = None, **others: Any) -> Product | None:
+    is_known = x.dim() == 2 and matrix.dim() == 3 and not any(each is not None for each in others.values())
+    return Product(x, matrix, grouped=grouped_mm, offsets=offs) if is_known and offs is not None else None
+
+
+_FACTORS: dict[Any, Callable[..., Product | None]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm), _matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    grouped_mm: _grouped,
+}
+_LOOKS: dict[Any, Callable[[_Following, Any, Any, Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(_FACTORS, _Following._product),
+    **dict.fromkeys(_SAME_ROWS, _Following._same_rows),
+    **dict.fromkeys(_ADDS, _Following._added),
+    **dict.fromkeys(_MULTIPLIES, _Following._weighted),
+    **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _Following._rows_added),
+    Tensor.__getitem__: _Following._rows,
+}
