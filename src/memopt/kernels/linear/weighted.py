@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +22,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward, without_autocast
 from memopt.recompute.specs import RecomputeSpec
-
-#: (x, W, offs=offsets) -> x W, the rows up to each offset with a matrix of their own.
-Grouped = Callable[..., Tensor]
+from memopt.torch_compat import grouped_mm
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class Product:
     a: Tensor
     """(..., in), with its graph."""
     matrix: Tensor
-    """W: (in, out); one for each of a's matrices, (n, in, out); or where it is grouped one for each expert."""
-    grouped: Grouped | None = None
+    """W: (in, out); one for each of a's matrices, (n, in, out); or where there are offsets one for each expert."""
     offsets: Tensor | None = None
     """(experts,): where the rows of each expert end."""
     spec: RecomputeSpec | None = None
@@ -46,7 +42,11 @@ class Product:
     chosen: tuple[Tensor, Tensor] | None = None
     """(rows, index): the bias is ``rows[index]``, which is as large as y, and these are saved instead."""
     dtype: torch.dtype | None = None
-    """In which the product is computed; None until it was."""
+    """In which the product was computed; None until it was."""
+
+
+def _nothing() -> Tensor | None:
+    return None
 
 
 class Products:
@@ -63,10 +63,9 @@ class Products:
 
     def of(self, y: object) -> Product | None:
         """What `y` is made of; None where that is not known, or where it was changed in place since."""
-        reference, version, product = self._known.get(id(y), (None, 0, None))
-        if reference is None or reference() is not y:
-            return None
-        return product if y._version == version else None  # type: ignore[attr-defined]
+        reference, version, product = self._known.get(id(y), (_nothing, 0, None))
+        tensor = reference()
+        return product if tensor is not None and tensor is y and tensor._version == version else None
 
 
 class _Followed(threading.local):
@@ -99,7 +98,7 @@ def weighted(y: Tensor, s: Tensor, product: Product) -> Tensor:
 
 
 class WeightedFunction(DirectFunction):
-    """Saves what the product's input is, or is recomputed from, and the weights of the rows; not the product."""
+    """Saves the product's input, or what that is recomputed from, and the weights of the rows; not the product."""
 
     __memopt_saves__ = "linear input"
 
@@ -108,11 +107,10 @@ class WeightedFunction(DirectFunction):
         ctx: Any, y: Tensor, s: Tensor, a: Tensor, matrix: Tensor, bias: Tensor | None, product: Product
     ) -> Tensor:
         spec = product.spec
-        ctx.input, ctx.grouped, ctx.dtype = None if spec is None else spec.recomputed, product.grouped, product.dtype
-        ctx.shape, ctx.bias_shape = a.shape, None if bias is None else bias.shape
+        ctx.input, ctx.dtype, ctx.shape = None if spec is None else spec.recomputed, product.dtype, a.shape
+        ctx.bias_shape = None if bias is None else bias.shape
         saved = (a,) if spec is None else spec.take()
-        rows = (bias, None) if product.chosen is None else product.chosen
-        ctx.save_for_backward(s, matrix, product.offsets, *rows, *saved)
+        ctx.save_for_backward(s, matrix, product.offsets, *(product.chosen or (bias, None)), *saved)
         return y * s
 
     @staticmethod
@@ -121,20 +119,23 @@ class WeightedFunction(DirectFunction):
         refuse_double_backward()
         s, matrix, offsets, bias, index, *saved = ctx.saved_tensors
         _, _, _, needs_matrix, needs_bias, _ = ctx.needs_input_grad
-        a = (saved[0].to(ctx.dtype) if ctx.input is None else ctx.input.rows(saved, ctx.dtype)).reshape(ctx.shape)
-        matrix = matrix.to(ctx.dtype)
-        dmatrix = dbias = None
+        a = saved[0].to(ctx.dtype) if ctx.input is None else ctx.input.rows(saved, ctx.dtype)
+        matrix, dmatrix, dbias = matrix.to(ctx.dtype), None, None
+        # Matrices of rows as the product had them, without what `expand` left of a gradient.
+        shape = (*ctx.shape[:-1], dz.size(-1)) if matrix.dim() == 3 else (-1, dz.size(-1))
+        a = a.reshape(*shape[:-1], ctx.shape[-1])
         if needs_matrix or needs_bias:
             dy = (dz * s).to(ctx.dtype)
-            dmatrix = _of_matrix(ctx, a, dy, matrix, offsets) if needs_matrix else None
+            dmatrix = _of_matrix(a, dy.reshape(shape), matrix, offsets) if needs_matrix else None
             dbias = dy.sum_to_size(ctx.bias_shape) if needs_bias else None
             del dy
-        dy = dz.to(ctx.dtype)
-        p = _product(ctx, _laid_out(ctx, dy, matrix), matrix.mT, offsets).reshape(*dz.shape[:-1], ctx.shape[-1])
-        ds = _dot(p, a.reshape(p.shape))
+        p = _product(dz.to(ctx.dtype).reshape(shape).contiguous(), matrix.mT, offsets)
+        ds = _dot(p, a).view(*dz.shape[:-1], 1)
+        del a
         if bias is not None:
             ds += _dot(dz, (bias if index is None else bias[index]).to(ctx.dtype))
-        return None, ds.sum_to_size(s.shape), p.mul_(s).view(ctx.shape), dmatrix, dbias, None
+        da = p.view(*dz.shape[:-1], ctx.shape[-1]).mul_(s).view(ctx.shape)
+        return None, ds.sum_to_size(s.shape), da, dmatrix, dbias, None
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
@@ -142,27 +143,13 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _product(ctx: Any, x: Tensor, matrix: Tensor, offsets: Tensor | None) -> Tensor:
-    return x @ matrix if ctx.grouped is None else ctx.grouped(x, matrix, offs=offsets)
+def _product(x: Tensor, matrix: Tensor, offsets: Tensor | None) -> Tensor:
+    y: Tensor = x @ matrix if offsets is None else grouped_mm(x, matrix, offs=offsets)
+    return y
 
 
-def _laid_out(ctx: Any, dy: Tensor, matrix: Tensor) -> Tensor:
-    """`dy` in the shape that the product gave y, without what `expand` left of it."""
-    if matrix.dim() == 2:
-        return dy.reshape(-1, dy.size(-1))
-    shape = dy.shape if ctx.grouped is not None else (*ctx.shape[:-1], dy.size(-1))
-    return dy.reshape(shape).contiguous()
-
-
-def _of_matrix(ctx: Any, a: Tensor, dy: Tensor, matrix: Tensor, offsets: Tensor | None) -> Tensor:
+def _of_matrix(a: Tensor, dy: Tensor, matrix: Tensor, offsets: Tensor | None) -> Tensor:
     """a^T dy in the layout of the matrix, as autograd computes it."""
-    dy = _laid_out(ctx, dy, matrix)
-    a = a.reshape(*dy.shape[:-1], a.size(-1))
     if matrix.stride(-2) == 1 and matrix.stride(-1) == matrix.size(-2):
-        return _product(ctx, dy.mT, a, offsets).mT
-    return _product(ctx, a.mT, dy, offsets)
-
-
-def with_bias(product: Product, bias: Tensor, chosen: tuple[Tensor, Tensor] | None) -> Product | None:
-    """``product + bias``; None where it has one."""
-    return replace(product, bias=bias, chosen=chosen) if product.bias is None else None
+        return _product(dy.mT, a, offsets).mT
+    return _product(a.mT, dy, offsets)

@@ -137,7 +137,7 @@ class LinearPatch(Patch, Levels, Checks, Reports):
 
 
 def _follow_weighted(live: Live) -> None:
-    """Let the modules run in a function mode that multiply outputs of linears inside them with weights of their rows."""
+    """Let modules that multiply outputs of linears inside them with weights of the rows see what the products were."""
     from memopt.patches.functions import patch_functions
     from memopt.patches.linear.weighted import weighted_products
 

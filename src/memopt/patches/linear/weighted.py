@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.linear.function import is_plain
-from memopt.kernels.linear.weighted import Product, Products, followed, weighted, with_bias
+from memopt.kernels.linear.weighted import Product, Products, followed, weighted
 from memopt.patches.swap import steps_aside
 from memopt.saved.kept import ShapeOnly
+from memopt.saved.observer import is_observed
 from memopt.saved.scope import in_a_scope, packing_unseen, recomputes, saving_shape_of
-from memopt.torch_compat import grouped_mm, no_torch_function, tensor_hooks
+from memopt.torch_compat import grouped_mm, has_any_global_hook, module_hooks, no_torch_function, tensor_hooks
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
@@ -36,9 +38,15 @@ _SAME_ROWS = frozenset(
 )
 
 
-def weighted_products(module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
-    """The context of one call of `module`, which multiplies outputs of linears with weights of their rows."""
-    return nullcontext() if steps_aside() or followed.products is not None else _Following()
+def weighted_products(module: nn.Module, given: object) -> AbstractContextManager[object]:
+    """The context of one call of `module`, which multiplies outputs of linears with weights of their rows.
+
+    Not where a hook inside may capture such an output: nothing would come back to it.
+    """
+    is_off = steps_aside() or followed.products is not None or (has_any_global_hook() and not is_observed())
+    if is_off or any(any(module_hooks(child)) for child in module.modules() if child is not module):
+        return nullcontext()
+    return _Following()
 
 
 class _Following(TorchFunctionMode):
@@ -75,7 +83,7 @@ class _Following(TorchFunctionMode):
             with no_torch_function():
                 y = args[0]
                 narrows = torch.promote_types(y.dtype, output.dtype) is not output.dtype
-                if output.numel() == y.numel() and _out(product) == output.size(-1) and not narrows:
+                if output.numel() == y.numel() and product.matrix.size(-1) == output.size(-1) and not narrows:
                     self._products.note(output, product)
         return output
 
@@ -90,9 +98,8 @@ class _Following(TorchFunctionMode):
             shape, dtype = y.shape, y.dtype
         output: Tensor = func(y, bias)
         with no_torch_function():
-            of_sum = with_bias(product, bias, chosen) if is_small else None
-            if of_sum is not None and output.shape == shape and output.dtype is dtype:
-                self._products.note(output, of_sum)
+            if is_small and product.bias is None and output.shape == shape and output.dtype is dtype:
+                self._products.note(output, replace(product, bias=bias, chosen=chosen))
         return output
 
     def _rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -105,11 +112,10 @@ class _Following(TorchFunctionMode):
         return output
 
     def _rows_added(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        source = args[3] if len(args) == 4 and not kwargs else None
-        if not is_plain(source) or not _adding_reads_shape_only():
-            return func(*args, **kwargs)
-        with no_torch_function():
-            context = saving_shape_of(source)
+        context: AbstractContextManager[object] = nullcontext()
+        if len(args) == 4 and is_plain(args[3]) and _adding_reads_shape_only():
+            with no_torch_function():
+                context = saving_shape_of(args[3])
         with context:
             return func(*args, **kwargs)
 
@@ -142,26 +148,21 @@ def _costs_less(product: Product, y: Tensor) -> bool:
 
 @functools.cache
 def _adding_reads_shape_only() -> bool:
-    """Whether the gradient of the rows that `index_add` adds reads no value of the rows, which it saves.
-
-    Found out once, in a thread of its own: no mode, autocast or hook of the forward that asks is active there.
-    """
-    with ThreadPoolExecutor(1) as alone:
+    """Whether the gradient of the rows that `index_add` adds reads no value of the rows, which it saves."""
+    with ThreadPoolExecutor(1) as alone:  # no mode, autocast or hook of the forward that asks is active there
         return alone.submit(_agrees).result()
 
 
 def _agrees() -> bool:
     rows, index = torch.ones(4, 2, device="cpu", requires_grad=True), torch.tensor([2, 0, 2, 1], device="cpu")
     sums, weights = torch.zeros(3, 2, device="cpu"), torch.arange(6.0, device="cpu").view(3, 2)
-    pack: Callable[[Tensor], Any] = lambda saved: ShapeOnly(saved) if saved.shape == rows.shape else saved  # noqa: E731
-    with saved_tensors_hooks(pack, lambda packed: packed.unpack() if isinstance(packed, ShapeOnly) else packed):
+    with saved_tensors_hooks(
+        lambda saved: ShapeOnly(saved) if saved.shape == rows.shape else saved,
+        lambda packed: packed.unpack() if isinstance(packed, ShapeOnly) else packed,
+    ):
         z = sums.index_add(0, index, rows)
     (found,) = torch.autograd.grad(z, rows, weights)
     return torch.equal(found, weights[index])
-
-
-def _out(product: Product) -> int:
-    return product.matrix.size(-1)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -181,7 +182,7 @@ def _bmm(left: Tensor, right: Tensor) -> Product | None:
 
 def _grouped(x: Tensor, matrix: Tensor, offs: Tensor | None = None, **others: Any) -> Product | None:
     is_known = x.dim() == 2 and matrix.dim() == 3 and not any(each is not None for each in others.values())
-    return Product(x, matrix, grouped=grouped_mm, offsets=offs) if is_known and offs is not None else None
+    return Product(x, matrix, offsets=offs) if is_known and offs is not None else None
 
 
 _FACTORS: dict[Any, Callable[..., Product | None]] = {
