@@ -120,7 +120,14 @@ def test_a_run_that_is_interrupted_removes_what_it_wrote(
 
 
 def test_an_interrupt_that_another_thread_receives_ends_the_run(tmp_path: Path, model: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(STUCK), str(model), str(tmp_path / "out"), str(int(signal.SIGTERM))]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(STUCK),
+        str(model),
+        str(tmp_path / "out"),
+        str(int(signal.SIGTERM)),
+    ]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == 128 + signal.SIGTERM
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 

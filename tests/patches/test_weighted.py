@@ -306,7 +306,8 @@ class Mixed(nn.Module):
     ("what", "count"),
     [
         ("a sum", 0), ("changed in place", 0), ("in another order", 0), ("in another shape", 0),
-        ("a narrower copy", 0), ("weights of channels", 0), ("weights without a gradient", 0), ("twice", 2), ("followed", 1),
+        ("a narrower copy", 0), ("weights of channels", 0), ("weights without a gradient", 0),
+        ("twice", 2), ("followed", 1),
     ],
 )  # fmt: skip
 def test_what_is_no_product_any_more_is_left_to_pytorch(what, count, weighed):
