@@ -100,9 +100,7 @@ else:
 #: tree_map, tree_leaves           every tensor in nested containers
 
 grouped_mm: Any = find("torch._grouped_mm", None, "outputs of experts in grouped products are saved for the router")
-"""(x, matrices, offs=offsets) -> the rows of x up to each offset times a matrix of their own; what
-``torch.nn.functional.grouped_mm`` calls, which function modes see. None where PyTorch lacks it.
-"""
+"""What ``torch.nn.functional.grouped_mm`` calls, and function modes see; None where PyTorch lacks it."""
 
 _VALUES = "memopt_values"
 

@@ -45,10 +45,6 @@ class Product:
     """In which the product was computed; None until it was."""
 
 
-def _nothing() -> Tensor | None:
-    return None
-
-
 class Products:
     """The outputs of products of which it is known what they are made of, while they live."""
 
@@ -61,11 +57,10 @@ class Products:
             reference = weakref.ref(y, lambda _: self._known.pop(key, None))
             self._known[key] = reference, y._version, product if product.dtype else replace(product, dtype=y.dtype)
 
-    def of(self, y: object) -> Product | None:
+    def of(self, y: Tensor) -> Product | None:
         """What `y` is made of; None where that is not known, or where it was changed in place since."""
-        reference, version, product = self._known.get(id(y), (_nothing, 0, None))
-        tensor = reference()
-        return product if tensor is not None and tensor is y and tensor._version == version else None
+        known = self._known.get(id(y))
+        return known[2] if known is not None and known[0]() is y and known[1] == y._version else None
 
 
 class _Followed(threading.local):

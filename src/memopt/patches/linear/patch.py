@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
-from memopt.patches.linear.decide import (
-    RECOMPUTE,
-    decide_linear,
-    output_levels,
-    recomputed_producers,
-    weighing_modules,
-)
+from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers, weighing_modules
 from memopt.patches.linear.rules import LinearRules
 from memopt.recompute.rules import LINEAR, WEIGHT
 from memopt.walk.sites import LinearSite, Sites, is_inside
@@ -119,12 +113,13 @@ class LinearPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, linear, patch_linear)
 
     def finish(self, live: Live) -> None:
+        from memopt.patches.functions import patch_functions
         from memopt.patches.linear.module import patch_linear
         from memopt.patches.linear.stacked import patch_stacked
+        from memopt.patches.linear.weighted import weighted_products
         from memopt.patches.swap import is_swapped
         from memopt.walk.probes.linear import is_linear
 
-        _follow_weighted(live)
         for name, is_stacked in {site.module: len(site.shape) > 2 for site in live.plan.sites.linears}.items():
             module = live.modules.get(name)
             if module is None or not live.plan.recipe.selects(name) or is_swapped(module):
@@ -134,17 +129,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
                     patch_stacked(module)
                 elif any(name.startswith(f"{each}.") for each in live.scopes) and is_linear(module, transposed=True):
                     patch_linear(module, fuses=False)  # scopes adopt the others
-
-
-def _follow_weighted(live: Live) -> None:
-    """Let modules that multiply outputs of linears inside them with weights of the rows see what the products were."""
-    from memopt.patches.functions import patch_functions
-    from memopt.patches.linear.weighted import weighted_products
-
-    for name in weighing_modules(live.plan):
-        if name in live.modules and name not in live.scopes:
-            with contextlib.suppress(ValueError):  # then those outputs are saved
-                patch_functions(live.modules[name], weighted_products)
+        for name in weighing_modules(live.plan):
+            if name in live.modules and name not in live.scopes:
+                with contextlib.suppress(ValueError):  # then the outputs that it multiplies are saved
+                    patch_functions(live.modules[name], weighted_products)
 
 
 def _outputs(plan: PlanView) -> dict[str, bool]:

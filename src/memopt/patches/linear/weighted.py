@@ -32,10 +32,8 @@ from memopt.torch_compat import grouped_mm, has_any_global_hook, module_hooks, n
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 #: Operations that leave the rows of a matrix what they are; casts to a wider dtype are among them.
-_SAME_ROWS = frozenset(
-    getattr(Tensor, name)
-    for name in ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "float", "type")
-)
+_NAMES = ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "float")
+_SAME_ROWS = frozenset(getattr(Tensor, name) for name in _NAMES)
 
 
 def weighted_products(module: nn.Module, given: object) -> AbstractContextManager[object]:
@@ -64,10 +62,8 @@ class _Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        look = _LOOKS.get(func)
-        if look is None or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        return look(self, func, args, kwargs)
+        look = _LOOKS.get(func) if torch.is_grad_enabled() else None
+        return func(*args, **kwargs) if look is None else look(self, func, args, kwargs)
 
     def _product(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         y: Tensor = func(*args, **kwargs)
@@ -78,12 +74,12 @@ class _Following(TorchFunctionMode):
         return y
 
     def _same_rows(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        product, output = self._products.of(args[0]), func(*args, **kwargs)
-        if product is not None and isinstance(output, Tensor) and output is not args[0]:
+        y, output = args[0], func(*args, **kwargs)
+        product = None if output is y else self._products.of(y)
+        if product is not None:
             with no_torch_function():
-                y = args[0]
-                narrows = torch.promote_types(y.dtype, output.dtype) is not output.dtype
-                if output.numel() == y.numel() and product.matrix.size(-1) == output.size(-1) and not narrows:
+                widens = torch.promote_types(y.dtype, output.dtype) is output.dtype
+                if output.numel() == y.numel() and product.matrix.size(-1) == output.size(-1) and widens:
                     self._products.note(output, product)
         return output
 
@@ -94,11 +90,10 @@ class _Following(TorchFunctionMode):
         y, bias = args
         with no_torch_function():
             chosen = self._chosen[1:] if self._chosen is not None and self._chosen[0]() is bias else None
-            is_small = bias.numel() * 2 <= y.numel() or chosen is not None
-            shape, dtype = y.shape, y.dtype
+            is_small, form = chosen is not None or bias.numel() * 2 <= y.numel(), (y.shape, y.dtype)
         output: Tensor = func(y, bias)
         with no_torch_function():
-            if is_small and product.bias is None and output.shape == shape and output.dtype is dtype:
+            if is_small and product.bias is None and (output.shape, output.dtype) == form:
                 self._products.note(output, replace(product, bias=bias, chosen=chosen))
         return output
 
@@ -140,10 +135,8 @@ def _are_weights(s: Tensor, y: Tensor) -> bool:
 
 def _costs_less(product: Product, y: Tensor) -> bool:
     """Whether the gradient of the product's input is needed, and that input is saved anyway or smaller than `y`."""
-    a = product.a
-    if not a.requires_grad:
-        return False
-    return product.matrix.requires_grad or product.spec is not None or a.nbytes <= y.nbytes or recomputes(a)
+    a, is_saved = product.a, product.matrix.requires_grad or product.spec is not None
+    return a.requires_grad and (is_saved or a.nbytes <= y.nbytes or recomputes(a))
 
 
 @functools.cache
@@ -165,10 +158,6 @@ def _agrees() -> bool:
     return torch.equal(found, weights[index])
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
-    return Product(x, weight.t(), bias=bias)
-
-
 def _matmul(left: Tensor, right: Tensor) -> Product | None:
     return Product(left, right) if left.dim() > 1 and right.dim() == 2 else None
 
@@ -186,7 +175,7 @@ def _grouped(x: Tensor, matrix: Tensor, offs: Tensor | None = None, **others: An
 
 
 _FACTORS: dict[Any, Callable[..., Product | None]] = {
-    F.linear: _linear,
+    F.linear: lambda x, weight, bias=None: Product(x, weight.t(), bias=bias),
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm), _matmul),
     **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
     grouped_mm: _grouped,
