@@ -94,6 +94,18 @@ FAULTS: tuple[Fault, ...] = (
         _ACTIVATION,
     ),
     Fault(
+        "weighted rows: the bias is left out of the gradient of the weights",
+        "ds += _dot(dz, (bias",
+        "ds += 0 * _dot(dz, (bias",
+        ("tests/kernels/linear/test_weighted.py", "-k", "pytorchs"),
+    ),
+    Fault(
+        "weighted rows: weights of channels are taken for weights of rows",
+        "(s.size(-1) == 1 and s.dim() <= y.dim())",
+        "s.dim() <= y.dim()",
+        ("tests/patches/test_weighted.py", "-k", "no_product"),
+    ),
+    Fault(
         "gated product: the gradient of up is not activated",
         "(dh * activated).to(factor.dtype)",
         "(dh * z).to(factor.dtype)",

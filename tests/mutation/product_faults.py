@@ -12,6 +12,7 @@ from torch import Tensor
 from memopt.kernels.activation import function as activation
 from memopt.kernels.gated_mlp import function as gated
 from memopt.kernels.linear import function as linear
+from memopt.kernels.linear.weighted import WeightedFunction
 from memopt.patches.activation import module as activation_module
 from memopt.patches.linear import module as linear_module
 from tests.mutation.acting import (
@@ -270,3 +271,43 @@ def _(site: Site, size: float) -> Any:
 @in_modules("linears", "the bias is added twice", *_BIASES, recipe=_UNFOLDED)
 def _(site: Site) -> Any:
     return _output(site, lambda y, bias: y + bias)
+
+
+# --- products with weighted rows ------------------------------------------------------------------------------------
+
+_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def _rows_weights(site: Site, change: Callable[[Tensor, Tensor], Tensor | None]) -> Any:
+    """The gradient of the rows' weights s is change(ds, s)."""
+    return gradients_changed(
+        site, WeightedFunction, lambda ctx, found: (found[0], change(found[1], ctx.saved_tensors[0]), *found[2:])
+    )
+
+
+@in_modules("weighted rows", "the gradient of the weights is scaled", *_EXPERTS, sized=True)
+def _(site: Site, size: float) -> Any:
+    return _rows_weights(site, lambda ds, s: ds * (1 + size))
+
+
+@in_modules("weighted rows", "the gradient of the weights is weighted itself", *_EXPERTS)
+def _(site: Site) -> Any:
+    return _rows_weights(site, lambda ds, s: ds * s)
+
+
+@in_modules("weighted rows", "the gradient of the weights is that of another row", *_EXPERTS)
+def _(site: Site) -> Any:
+    return _rows_weights(site, lambda ds, s: ds.roll(1, 0))
+
+
+@in_modules("weighted rows", "no gradient of the weights", *_EXPERTS)
+def _(site: Site) -> Any:
+    return _rows_weights(site, lambda ds, s: None)
+
+
+@in_modules("weighted rows", "the gradient of the input is not weighted", *_EXPERTS)
+def _(site: Site) -> Any:
+    def change(ctx: Any, found: Gradients) -> Gradients:
+        return *found[:2], found[2] / ctx.saved_tensors[0].reshape(-1, *[1] * (found[2].dim() - 1)), *found[3:]
+
+    return gradients_changed(site, WeightedFunction, change)

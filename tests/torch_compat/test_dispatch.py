@@ -58,6 +58,14 @@ def test_a_function_mode_sees_nothing_under_no_torch_function() -> None:
     assert mode.seen == [torch.ones]
 
 
+def test_rows_are_multiplied_by_groups_and_a_function_mode_sees_it() -> None:
+    x, matrices = torch.randn(4, 8), torch.randn(2, 8, 16)
+    with _Functions() as mode:
+        y = torch.nn.functional.grouped_mm(x, matrices, offs=torch.tensor([1, 4], dtype=torch.int32))
+    assert torch_compat.grouped_mm in mode.seen
+    assert torch.allclose(y, torch.cat([x[:1] @ matrices[0], x[1:] @ matrices[1]]))
+
+
 def test_fake_tensors_have_no_memory_and_can_be_left() -> None:
     with torch_compat.FakeTensorMode():
         fake = torch.empty(2**40)

@@ -34,6 +34,18 @@ class Kept:
         return self.tensor
 
 
+class ShapeOnly:
+    """A tensor of which whoever saves it reads the shape alone. Were a value read, it would be NaN."""
+
+    __slots__ = ("_device", "_dtype", "_shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+
+    def unpack(self) -> Tensor:
+        return torch.full((), torch.nan, dtype=self._dtype, device=self._device).expand(self._shape)
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """What to hold of a saved tensor.
 

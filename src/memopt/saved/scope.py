@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule
 from memopt.recompute.rules import FAMILIES, Node
 from memopt.recompute.versions import check_version
 from memopt.saved.handles import Handle
-from memopt.saved.kept import Forwarded, Kept, alias_of, may_be_a_function, may_write_into_saved
+from memopt.saved.kept import Forwarded, Kept, ShapeOnly, alias_of, may_be_a_function, may_write_into_saved
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
 from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
 from memopt.torch_compat import (
@@ -315,6 +316,15 @@ def new_slot(make: Callable[[Packing], S]) -> S | None:
 def saving_by(pack: Callable[[Tensor], Any]) -> saved_tensors_hooks:
     """Inside, what is saved goes through `pack` of a slot."""
     return saved_tensors_hooks(pack, _unpack)
+
+
+def saving_shape_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Inside, in a scope, an operation that saves `tensor` saves its shape; it must not read the values."""
+    pack = _innermost()
+    if pack is None:
+        return contextlib.nullcontext()
+    pack._replaces, whole = True, weakref.ref(tensor)  # PyTorch keeps the hook as long as what was saved
+    return saved_tensors_hooks(lambda saved: ShapeOnly(saved) if saved is whole() else pack(saved), _unpack)
 
 
 def _innermost() -> _Pack | None:

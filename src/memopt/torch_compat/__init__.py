@@ -43,6 +43,7 @@ from memopt.torch_compat.dispatch import (
     any_autocast_enabled,
     device_read,
     forward_mode_level,
+    grouped_mm,
     interpreter_stack,
     is_legacy_batched,
     is_operator,

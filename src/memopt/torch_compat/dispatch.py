@@ -104,6 +104,9 @@ else:
 #: device_read                     the operator that modes see where the device of a fake tensor is read
 #: tree_map, tree_leaves           every tensor in nested containers
 
+grouped_mm: Any = find("torch._grouped_mm", None, "outputs of experts in grouped products are saved for the router")
+"""What ``torch.nn.functional.grouped_mm`` calls, and function modes see; None where PyTorch lacks it."""
+
 _VALUES = "memopt_values"
 
 

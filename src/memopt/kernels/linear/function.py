@@ -32,6 +32,7 @@ from memopt.kernels.base.autograd import (
     refuse_double_backward,
     without_autocast,
 )
+from memopt.kernels.linear.weighted import followed, noted
 from memopt.recompute.rules import LINEAR, register_operator
 from memopt.recompute.specs import Differentiate, Recompute, Recomputed, RecomputeSpec, spec_of
 from memopt.torch_compat import (
@@ -89,12 +90,13 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
     dtype = autocast_dtype(x) if any_autocast_enabled() else None
     if dtype is not None and x.dtype in (dtype, torch.float64):  # autocast leaves fp64 as it is
         dtype = None
-    if fuses and dtype is None and spec.differentiate is not None and not tensor_hooks(x) and not x.retains_grad:
+    is_free = not tensor_hooks(x) and not x.retains_grad and followed.products is None
+    if fuses and dtype is None and spec.differentiate is not None and is_free:
         differentiate, spec.differentiate = spec.differentiate, None
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
     y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec, dtype)
-    return y
+    return noted(y, x, weight, bias, spec)
 
 
 def fused_linear(
@@ -126,8 +128,9 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     For each element of the weight that is 6 bytes to move in backward, and 2 not to hold until then.
     """
-    y: Tensor = RecomputedInputFunction.apply(x.to(autocast_dtype(x)), weight, bias, None, None)
-    return y
+    narrow = x.to(autocast_dtype(x))
+    y: Tensor = RecomputedInputFunction.apply(narrow, weight, bias, None, None)
+    return noted(y, narrow, weight, bias, None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.gated_mlp.function import gated_linear, gated_product, gated_product_fused
 from memopt.kernels.linear.function import linear
+from memopt.kernels.linear.weighted import followed
 from memopt.patches.reads import observed_reads
 from memopt.patches.scope import ScopeRewrite
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
@@ -88,7 +89,9 @@ def _run(rewrite: GatedMLPRewrite, children: dict[str, nn.Module | None], down: 
     if type(down) is not nn.Linear or weight is None or "bias" not in own or is_watched(down):
         return down(_product(rewrite, *gate_up))
     # Calling it is F.linear of its weight and bias.
-    y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
+    y = None
+    if followed.products is None:  # else what multiplies y has to know its input
+        y = gated_linear(*gate_up, rewrite.activation, rewrite.form == "gate_up", weight, bias)
     return linear(_product(rewrite, *gate_up), weight, bias) if y is None else y
 
 

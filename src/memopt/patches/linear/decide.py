@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from memopt.patches.base import EXCLUDED, LEFT, OFF, READS, PlanView, any_matches
 from memopt.patches.linear.rules import LinearRules
-from memopt.walk.sites import LinearSite
+from memopt.walk.sites import LinearSite, is_inside
 
 RECOMPUTE = "recompute output"
 #: An output of fewer channels than this part of the hidden state (an adapter's) is recomputed only if it is named.
@@ -99,6 +99,19 @@ def _around(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def weighing_modules(plan: PlanView) -> list[str]:
+    """Modules that multiply the output of a linear inside a module of theirs, and save it for that: with the weight of
+    a gate, perhaps. Gated MLPs multiply gate and up."""
+    known = {site.name for site in plan.sites.gated_mlps}
+    found: dict[str, None] = {}
+    for site in plan.sites.linears:
+        for operation, _, module in (each.partition(" in ") for each in site.output_saved_by):
+            is_around = module.count(".") + 1 < site.output_module.count(".") and is_inside(site.output_module, module)
+            if operation == "mul" and is_around and module not in known and plan.recipe.selects(module):
+                found[module] = None
+    return list(found)
 
 
 def _savers(site: LinearSite, plan: PlanView) -> list[str]:

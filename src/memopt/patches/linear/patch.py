@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memopt.patches.base import OFF, Entry, InScopes, Live, Patch, PlanView, Rows, matches
 from memopt.patches.capabilities import Checks, Levels, Output, Reports, Saves
-from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers
+from memopt.patches.linear.decide import RECOMPUTE, decide_linear, output_levels, recomputed_producers, weighing_modules
 from memopt.patches.linear.rules import LinearRules
 from memopt.recompute.rules import LINEAR, WEIGHT
 from memopt.walk.sites import LinearSite, Sites, is_inside
@@ -113,8 +113,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
             live.attempt(self.name, linear, patch_linear)
 
     def finish(self, live: Live) -> None:
+        from memopt.patches.functions import patch_functions
         from memopt.patches.linear.module import patch_linear
         from memopt.patches.linear.stacked import patch_stacked
+        from memopt.patches.linear.weighted import weighted_products
         from memopt.patches.swap import is_swapped
         from memopt.walk.probes.linear import is_linear
 
@@ -127,6 +129,10 @@ class LinearPatch(Patch, Levels, Checks, Reports):
                     patch_stacked(module)
                 elif any(name.startswith(f"{each}.") for each in live.scopes) and is_linear(module, transposed=True):
                     patch_linear(module, fuses=False)  # scopes adopt the others
+        for name in weighing_modules(live.plan):
+            if name in live.modules and name not in live.scopes:
+                with contextlib.suppress(ValueError):  # then the outputs that it multiplies are saved
+                    patch_functions(live.modules[name], weighted_products)
 
 
 def _outputs(plan: PlanView) -> dict[str, bool]:

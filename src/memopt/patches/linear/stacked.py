@@ -1,19 +1,22 @@
 """Modules with the weights of several linears in one parameter: experts, whose own forward stays.
 
 It is told what it reads: weights that a parametrisation computes for the time of a call (an adapter's product added to
-all experts), and rows of hidden states that can be recomputed. A scope then saves neither (`memopt.saved`).
+all experts), and rows of hidden states that can be recomputed. A scope then saves neither (`memopt.saved`). Nor is the
+output of a product saved that is multiplied with the router's weights (`memopt.patches.linear.weighted`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memopt.patches.linear.weighted import weighted_products
 from memopt.patches.swap import original_class, steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute.versions import with_witness
 from memopt.recompute.weights import Settings, adds, tell_weight
@@ -53,7 +56,8 @@ def _forward(stock: Callable[..., Any], rewrite: StackedRewrite, module: nn.Modu
     if "parametrizations" in module._modules and parametrizations_are_cached():
         # A checkpointed block saves its sums while it runs again alone: they would be computed a third time.
         _tell_weights(module, rewrite, saves and not is_checkpointed_region())
-    return stock(module, *args, **kwargs)
+    with weighted_products(module, args) if saves else nullcontext():
+        return stock(module, *args, **kwargs)
 
 
 def _tell_weights(module: nn.Module, rewrite: StackedRewrite, saves: bool) -> None:
