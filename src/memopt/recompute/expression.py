@@ -34,6 +34,12 @@ def cast_to(dtype: torch.dtype) -> Step:
     return Tensor.to, (VALUE, dtype), ()
 
 
+class Branch(NamedTuple):
+    """Stands for the value after more steps: an operation reads two tensors that were made of the same one."""
+
+    steps: tuple[Step, ...]
+
+
 class Read(NamedTuple):
     """A tensor that a step has read beside the value."""
 
@@ -80,4 +86,6 @@ def after(value: Tensor, steps: Iterable[Step], read: Sequence[Tensor] = ()) -> 
 def _filled(each: Any, value: Tensor, read: Sequence[Tensor]) -> Any:
     if type(each) is Beside:
         return value if each is VALUE else read[each.place]
+    if type(each) is Branch:
+        return after(value, each.steps, read)
     return tuple([_filled(part, value, read) for part in each]) if type(each) is tuple else each
