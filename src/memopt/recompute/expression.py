@@ -61,6 +61,12 @@ class Expression(NamedTuple):
     """What was done to the first value since, in order."""
     reads: tuple[Read, ...] = ()
     """What the steps read beside the value."""
+    to_prove: tuple[Any, ...] = ()
+    """The functions of all steps where it has to be seen that they give the tensor (`memopt.recompute.graph`)."""
+
+    def then(self, one: Step) -> Expression:
+        """This expression and one step more."""
+        return self._replace(steps=(*self.steps, one))
 
     def value(self, read: Sequence[Tensor] = ()) -> Tensor:
         """The tensor; `read` are the tensors of `reads`, which need not be there."""

@@ -92,9 +92,11 @@ def expression_of(node: Node) -> Expression:
     """
     expression: Expression | None = node.metadata.get(_EXPRESSION_KEY)
     if expression is None:
-        found = _back((node, 0), [_MOST])
-        expression = Expression(None, None) if found is None else Expression(found[0], rule_of(found[0]), found[1])
-        if expression.node is not node:  # it would own itself
+        first, steps = _back((node, 0), [_MOST]) or (None, ())
+        done = tuple([function for function, _, _ in all_steps(steps)])
+        to_prove = () if PLAIN.issuperset(done) else done
+        expression = Expression(first, None if first is None else rule_of(first), steps, (), to_prove)
+        if first is not node:  # it would own itself
             node.metadata[_EXPRESSION_KEY] = expression
     return expression
 
@@ -163,12 +165,13 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
     Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
     then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
     are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads. Where
-    more was done, the result has to be compared as well (:func:`needs_proof`).
+    more was done, nothing tells of a change between two steps: the result has to be compared as well.
     """
-    done: list[Any] = [function for function, _, _ in all_steps(expression.steps)]
-    if needs_proof(done):
+    done: Sequence[Any] = expression.to_prove
+    if done:
         elementwise = rule.family in (NORMALISED, ELEMENTWISE, PRODUCT)
         return elementwise and not was_changed(expression.node) and dropped_out not in done and padded not in done
+    done = [function for function, _, _ in expression.steps]
     if of_casts_only and not _only_casts(done):
         return False
     if dropped_out in done:
@@ -184,14 +187,6 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
         return True
     is_one_copy = _is_cast_part(done) or (_copies(done) == 1 and Tensor.to not in done)
     return is_one_copy and is_unchanged(expression.node)
-
-
-def needs_proof(done: Sequence[Any]) -> bool:
-    """Whether these steps are repeated only where that was seen to give the tensor to the bit.
-
-    Nothing tells whether a tensor between two of them was changed behind autograd's back.
-    """
-    return not PLAIN.issuperset(done)
 
 
 def nodes_read(expression: Expression) -> Iterator[tuple[Node, str | None]]:

@@ -209,7 +209,7 @@ def scale_of(node: Node) -> tuple[int, Step] | None:
 COPIES: frozenset[Any] = frozenset({clone, padded, rows, F.pad})
 PARTS: frozenset[Any] = frozenset({rows, Tensor.select})
 CLONED = step(clone)
-#: Steps that need no proof (`memopt.recompute.graph.needs_proof`).
+#: Steps after which nothing has to be compared: casts are made on the spot, and of one copy a witness tells.
 PLAIN: frozenset[Any] = COPIES | PARTS | {Tensor.to, Tensor.reshape, Tensor.transpose, Tensor.permute, dropped_out}
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from memopt.recompute.expression import Expression, Step, after
-from memopt.recompute.graph import needs_proof, reads_parts
+from memopt.recompute.graph import reads_parts
+from memopt.recompute.rules import Node
 from memopt.recompute.specs import Recomputed, recomputed_of
-from memopt.recompute.steps import all_steps, padded
-from memopt.torch_compat import FakeTensor
+from memopt.recompute.steps import padded
+from memopt.torch_compat import FakeTensor, storage_id
 
 
 class _Remaking(threading.local):
@@ -34,14 +34,14 @@ class Handle:
 
     __slots__ = (
         "_counted", "_expression", "_form", "_offset", "_recomputed", "_shared", "_size", "_stride", "memopt_unpack",
-        "to_prove",
     )  # fmt: skip
     memopt_unpack: object
-    to_prove: tuple[Any, ...] | None
-    """What was done, where it has to be seen once that :meth:`gives` the tensor; None where not."""
 
-    def __init__(self, expression: Expression, tensor: Tensor, base: Tensor, *, may_be_written: bool = False) -> None:
-        """`tensor` is `base` or a view of it, which is what `expression` gives; its reader may write into it."""
+    def __init__(self, expression: Expression, tensor: Tensor, base: Tensor, *, shared_by: Node | None) -> None:
+        """`tensor` is `base` or a view of it, which is what `expression` gives.
+
+        `shared_by` is the node that made `base`; None where the reader of what has to be proved may write into it.
+        """
         self._expression = expression
         for function, args, _ in expression.steps:
             if function is padded:
@@ -50,13 +50,13 @@ class Handle:
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._form: _Form = (expression.steps, base.stride(), tensor.device)
         self._recomputed = recomputed_of(expression.node)
-        done = tuple([function for function, _, _ in all_steps(expression.steps)])
-        self.to_prove = done if needs_proof(done) else None
         self._shared: Recomputed | None = self._recomputed
-        if self.to_prove:  # not with the first node, which would own the nodes that the steps read, and they own it
-            self._shared = None if may_be_written else recomputed_of(base.grad_fn)
-        self._counted = [each for each in {self._recomputed, self._shared} if each is not None]
+        self._counted = [self._recomputed]
         """Those that this handle is a reader of."""
+        if expression.to_prove:  # the first node would own the nodes that the steps read, and they own it
+            self._shared = None if shared_by is None else recomputed_of(shared_by)
+            if self._shared is not None:
+                self._counted.append(self._shared)
 
     def taken(self) -> Handle:
         """The handle itself, which autograd is about to hold."""
@@ -100,12 +100,13 @@ class Handle:
         if base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         try:
-            value = self._make()
+            value = self._make(keeps=False)
         except RuntimeError:  # what it is made of was changed in place
             return False
         return value.dtype == base.dtype and value.shape == base.shape and torch.equal(*map(_bits, (value, base)))
 
-    def _make(self) -> Tensor:
+    def _make(self, *, keeps: bool = True) -> Tensor:
+        """`keeps`: for other readers of parts."""
         steps, stride, device = self._form
         value = self._recomputed.as_produced()
         remaking.depth += 1
@@ -114,13 +115,14 @@ class Handle:
             with torch.no_grad(), _without_autocast(device):
                 if value is None:
                     value = self._expression.first()
-                    if reads_parts(steps):
+                    if keeps and reads_parts(steps):
                         self._recomputed.keep(value)
-                value = after(value, steps)
+                first, value = storage_id(value.untyped_storage()), after(value, steps)
         finally:
             remaking.depth -= 1
         value = value.to(device)
-        if value.stride() != stride:
+        is_its_own = self._shared is not None or storage_id(value.untyped_storage()) != first
+        if value.stride() != stride or not is_its_own:
             laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)
             value = laid_out.copy_(value)
         return value

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.recompute.expression import Expression, step
 from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule, nodes_read
 from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import FAMILIES, Node, saves_output
@@ -203,27 +204,28 @@ class _Pack:
 
     def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
         """How to make a tensor again, if that can be done."""
-        base = tensor._base
-        if base is None:
-            base = tensor
+        base = tensor if tensor._base is None else tensor._base
         node: Node = base.grad_fn
-        if node is None or not may_have_rule(node) or tensor._version != 0 or not _is_plain_view(tensor, base):
+        if node is None or not may_have_rule(node) or tensor._version != 0:
             return None
         expression = expression_of(node)
+        if base.is_complex() and not tensor.is_complex() and not base.is_conj():  # a rotation by a complex factor
+            base, expression = torch.view_as_real(base.detach()), expression.then(step(torch.view_as_real))
         rule = expression.rule
-        if rule is None or rule.family not in self.families:
+        if rule is None or rule.family not in self.families or not _is_plain_view(tensor, base):
             return None
-        if not may_be_repeated(expression, rule, of_casts_only=of_casts_only) or not all(
-            self._keeps(node, field) for node, field in nodes_read(expression)
-        ):
+        follows = may_be_repeated(expression, rule, of_casts_only=of_casts_only)
+        if not follows or not all(self._keeps(*each) for each in nodes_read(expression)):
             return None
-        handle = Handle(expression, tensor, base, may_be_written=of_casts_only)
-        if handle.to_prove is None:
+        handle = Handle(expression, tensor, base, shared_by=None if of_casts_only else node)
+        if not expression.to_prove:
             return handle if rule.keeps_enough(expression.node) else None
         keeps_enough = rule.keeps_enough(expression.node) or saves_output(expression.node)
-        return handle if keeps_enough and self._is_proven(handle, base) else None
+        # All of it would be recomputed for each part that a function may write into.
+        is_part = of_casts_only and tensor.numel() < base.numel()
+        return handle if keeps_enough and not is_part and self._is_proven(expression, handle, base) else None
 
-    def _is_proven(self, handle: Handle, base: Tensor) -> bool:
+    def _is_proven(self, expression: Expression, handle: Handle, base: Tensor) -> bool:
         """Whether `handle` was seen to give its tensor, in this call of the module or in one before.
 
         Nothing is compared under a foreign hook, which cannot give back in forward what it keeps.
@@ -233,7 +235,7 @@ class _Pack:
         if handle.is_shared:
             return True
         self._proved += 1
-        key = self._proved, handle.to_prove, base.dtype
+        key = self._proved, expression.to_prove, base.dtype
         if key not in self._proofs:
             self._proofs[key] = handle.gives(base)
         return self._proofs[key]
