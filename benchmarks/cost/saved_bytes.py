@@ -197,6 +197,22 @@ def _llama(layers: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def _grouped(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(**_GROUPED, num_hidden_layers=layers)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _qwen3(layers: int) -> nn.Module:
+    config = transformers.Qwen3Config(**_GROUPED, head_dim=128, num_hidden_layers=layers)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+_GROUPED: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": VOCAB, "use_cache": False,
+}  # fmt: skip
+
+
 def _gpt2(layers: int) -> nn.Module:
     config = transformers.GPT2Config(
         n_embd=HIDDEN,
@@ -238,6 +254,13 @@ def _text() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
+def _padded_text() -> dict[str, Any]:
+    """With a mask, under which SDPA is given repeated keys and values."""
+    mask = torch.ones(2, 256, dtype=torch.long)
+    mask[1, :40] = 0
+    return _text() | {"attention_mask": mask}
+
+
 def _image() -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 224, 224, dtype=DTYPE), "labels": torch.tensor([0, 1])}
 
@@ -253,6 +276,9 @@ CASES = [
     Case("BERT (post-norm, GELU)", _bert, _text, 512, "full", 16.05, 10.1),
     Case("BERT (post-norm, GELU)", _bert, _text, 512, LORA, 16.14, 10.2),
     Case("GPT-2 (Conv1D, gelu_new)", _gpt2, _text, 512, "full", 28.04, 10.1),
+    Case("Llama (8 heads on 2, padded)", _grouped, _padded_text, 512, "full", 24.54, 11.1),
+    Case("Qwen3 (q/k norms, 8 heads on 2)", _qwen3, _text, 512, "full", 32.58, 13.1),
+    Case("Qwen3 (q/k norms, 8 heads on 2, padded)", _qwen3, _padded_text, 512, "full", 36.08, 13.6),
 ]
 
 _QUERY_AND_VALUE = ("query", "value", "q_proj", "v_proj")

@@ -21,7 +21,7 @@ from tests.mutation.acting import backward_replaced, changed_at, together
 from tests.mutation.planted import in_modules
 from tests.mutation.site import Site, replaced
 
-_WITH_HANDLES = ("bert", "vit", "mixtral", "qwen3_moe")
+_WITH_HANDLES = ("bert", "vit", "mixtral", "qwen3", "qwen3_moe")
 _READERS = ("bert", "vit", "llama", "qwen3_moe")
 
 # --- handles --------------------------------------------------------------------------------------------------------
@@ -84,6 +84,20 @@ def _(site: Site) -> Any:
 @in_modules("handles", "the tensor of another column", *_WITH_HANDLES)
 def _(site: Site) -> Any:
     return _handles(site, lambda value: value.roll(1, -1))
+
+
+# --- rotated queries and keys ---------------------------------------------------------------------------------------
+
+
+@in_modules("handles", "queries and keys are rotated for the token before", "qwen3", "qwen3_moe")
+def _(site: Site) -> Any:
+    taken = Handle.taken
+
+    def wrong(self: Handle) -> Any:
+        is_rotated = bool(self._expression.to_prove) and site.here()
+        return _Wrong(taken(self), lambda value: value.roll(1, -2), site) if is_rotated else taken(self)
+
+    return replaced(Handle, "taken", wrong)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

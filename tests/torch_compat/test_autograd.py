@@ -192,6 +192,7 @@ def test_unpack_hooks_are_those_of_the_scope_that_saved() -> None:
         hooked, rows = x * y, (x * 2)[torch.tensor([1])]
     assert torch_compat.unpack_hooks(plain.grad_fn) == [None, None]
     assert torch_compat.unpack_hooks(hooked.grad_fn) == [_unpack, _unpack]
+    assert torch_compat.unpack_hooks(hooked.grad_fn, "other") == [_unpack]
     assert torch_compat.unpack_hooks(rows.grad_fn) == [_unpack]
     (plain.sum() + hooked.sum() + rows.sum()).backward()
     for released in (plain, hooked, rows):
@@ -230,6 +231,20 @@ def _nodes() -> dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]]:
         "SelectBackward0": (lambda z: z.select(-1, -2), {"dim": 2**64 - 1, "index": 2**64 - 2}),
         "TransposeBackward0": (lambda z: z.transpose(0, -1), {"dim0": 0, "dim1": 2**64 - 1}),
         "PermuteBackward0": (lambda z: z.permute(2, 0, -2), {"dims": (2, 0, 2**64 - 2)}),
+        "SliceBackward0": (lambda z: z[..., 1:-1:2], {"dim": 2, "start": 1, "end": 2**64 - 1, "step": 2}),
+        "UnsqueezeBackward0": (lambda z: z.unsqueeze(-2), {"dim": 2**64 - 2}),
+        "ExpandBackward0": (lambda z: z.expand(3, 2, 4, 6), {"self_sym_sizes": (2, 4, 6)}),
+        "RollBackward0": (lambda z: z.roll(-1, -2), {"shifts": (2**64 - 1,), "dims": (2**64 - 2,)}),
+        "FlipBackward0": (lambda z: z.flip(-1), {"dims": (2**64 - 1,)}),
+        "RepeatBackward0": (lambda z: z.repeat(3, 1, 1), {"repeats": (3, 1, 1)}),
+        "SplitBackward0": (lambda z: z.split(4, -1)[1], {"split_size": 4, "dim": 2**64 - 1}),
+        "SplitWithSizesBackward0": (lambda z: z.split((2, 4), 2)[1], {"split_sizes": (2, 4), "dim": 2}),
+        "UnbindBackward0": (lambda z: z.unbind(-1)[2], {"dim": 2**64 - 1}),
+        "AddBackward0": (lambda z: torch.add(z, z, alpha=2), {"alpha": 2}),
+        "SubBackward0": (lambda z: torch.sub(z, z, alpha=2), {"alpha": 2}),
+        "DivBackward0": (lambda z: z / z, {}),
+        "CatBackward0": (lambda z: torch.cat((z, z), -1), {"dim": 2**64 - 1}),
+        "StackBackward0": (lambda z: torch.stack((z, z), -1), {"dim": 2**64 - 1}),
         "ConstantPadNdBackward0": (lambda z: F.pad(z, (1, 2)), {"pad": (1, 2)}),
         **{
             f"{mode}Pad{rank}DBackward0": (

@@ -34,11 +34,13 @@ _NOT_QUANTISED = "saved tensors are not quantised, and gradients are exact; quan
 class ScopeHistory:
     """The calls of one module for which the scope replaces nothing. A copy of the module starts with an empty one."""
 
-    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks")
+    __slots__ = ("_calls_closed", "_children", "_linears", "_names", "_pre_hooks", "proofs")
 
     def __init__(self) -> None:
         self._calls_closed: dict[Any, int | None] = {}
         """Form of a call -> calls since the scope was open; None if it has to be open."""
+        self.proofs: dict[Any, bool] = {}
+        """Of the handles of the scope (`memopt.saved.scope`)."""
         self._linears: list[nn.Module] | None = None
         self._children: list[dict[str, nn.Module | None]] = []
         self._names: list[str] = []
@@ -71,6 +73,7 @@ class ScopeHistory:
         if self._linears is not None and list(map(dict.get, self._children, self._names)) == self._linears:
             return False
         self._calls_closed.clear()
+        self.proofs.clear()
         inside = list(module.modules())[1:]
         self._pre_hooks = tuple(table for child in inside for table in module_hooks(child)[:2])
         # With what is around a linear: adapters come and go without changing the linear in them.
@@ -116,7 +119,7 @@ class ScopeRewrite:
             given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             hidden = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if self.prepare is None or hidden is None:
-            return RecomputeScope(self.families, self.compression, hidden)
+            return RecomputeScope(self.families, self.compression, hidden, self.history.proofs)
         # Where hooks watch every module, stock forwards run that are skipped elsewhere. Checkpointing runs a call twice
         # and has to see the same tensors, so there the first finding stays.
         is_final = is_under_foreign_hooks()
@@ -133,7 +136,7 @@ class _Observed(RecomputeScope):
     """A scope that notes whether it replaced anything."""
 
     def __init__(self, families: frozenset[str], history: ScopeHistory, form: Any, is_final: bool) -> None:
-        super().__init__(families)
+        super().__init__(families, proofs=history.proofs)
         self._history, self._form, self._is_final = history, form, is_final
 
     def __exit__(self, *error: object) -> None:

@@ -34,6 +34,12 @@ def cast_to(dtype: torch.dtype) -> Step:
     return Tensor.to, (VALUE, dtype), ()
 
 
+class Branch(NamedTuple):
+    """Stands for the value after more steps: an operation reads two tensors that were made of the same one."""
+
+    steps: tuple[Step, ...]
+
+
 class Read(NamedTuple):
     """A tensor that a step has read beside the value."""
 
@@ -55,6 +61,12 @@ class Expression(NamedTuple):
     """What was done to the first value since, in order."""
     reads: tuple[Read, ...] = ()
     """What the steps read beside the value."""
+    to_prove: tuple[Any, ...] = ()
+    """The functions of all steps where it has to be seen that they give the tensor (`memopt.recompute.graph`)."""
+
+    def then(self, one: Step) -> Expression:
+        """This expression and one step more."""
+        return self._replace(steps=(*self.steps, one))
 
     def value(self, read: Sequence[Tensor] = ()) -> Tensor:
         """The tensor; `read` are the tensors of `reads`, which need not be there."""
@@ -80,4 +92,6 @@ def after(value: Tensor, steps: Iterable[Step], read: Sequence[Tensor] = ()) -> 
 def _filled(each: Any, value: Tensor, read: Sequence[Tensor]) -> Any:
     if type(each) is Beside:
         return value if each is VALUE else read[each.place]
+    if type(each) is Branch:
+        return after(value, each.steps, read)
     return tuple([_filled(part, value, read) for part in each]) if type(each) is tuple else each

@@ -1,171 +1,161 @@
 """Records expressions from the autograd graph: what was done to a tensor since a node with a rule made it.
 
-Followed are casts, copies in another layout or with a border, parts that were read, and dropouts that can be repeated.
+Followed are the operations of `memopt.recompute.steps`, and dropouts that can be repeated. An operation of several
+tensors is followed where all of them were made of one: rotary embeddings rotate a norm's output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.recompute.expression import Expression, Step, cast_to, step
+from memopt.recompute.expression import Branch, Expression, Step, step
 from memopt.recompute.operations import signed
-from memopt.recompute.rules import MASKED, Node, Rule, rule_of
-from memopt.recompute.versions import is_unchanged
+from memopt.recompute.rules import ELEMENTWISE, MASKED, NORMALISED, PRODUCT, Node, Rule, rule_of
+from memopt.recompute.steps import (
+    CAT,
+    CLONE,
+    CLONED,
+    CONSTANT_PAD,
+    COPIES,
+    FILL_KEY,
+    JOINS,
+    PARTS,
+    PLAIN,
+    SCALES,
+    SPLITS,
+    STEP_OF,
+    SUMS,
+    VIEWS,
+    Padding,
+    all_steps,
+    dropped_out,
+    padded,
+    rows,
+    scale_of,
+    scaled,
+)  # fmt: skip
+from memopt.recompute.versions import is_unchanged, was_changed
 from memopt.torch_compat import input_metadata, saved, shows_saved
 
-_CAST, _CLONE, _CAT = "ToCopyBackward0", "CloneBackward0", "CatBackward0"
-_TRANSPOSE, _PERMUTE, _CONSTANT_PAD, _INDEX, _SELECT = (
-    f"{name}Backward0" if shows_saved(f"{name}Backward0") else None
-    for name in ("Transpose", "Permute", "ConstantPadNd", "Index", "Select")
-)
-_VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
-_MODES = {
-    f"{name}Pad{rank}DBackward0": mode
-    for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
-    for rank in (1, 2, 3)
-    if shows_saved(f"{name}Pad{rank}DBackward0")
-}
-_FILL_KEY = "memopt.fill"
 #: Functions of ZeRO-3 that return their input (deepspeed/runtime/zero/parameter_offload.py), a class for each module.
 _SAME = frozenset({"PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"})
-#: Nodes that `expression_of` looks through, beside those of dropouts.
-_STEPS = frozenset({_CAST, _CLONE, _CAT, _TRANSPOSE, _PERMUTE, _CONSTANT_PAD, _INDEX, _SELECT, *_VIEWS, *_MODES})
+#: Nodes that are looked at on one way back from a tensor, and on all ways. A rotation takes about 8, and 20.
+_LONGEST, _MOST = 24, 80
+_EXPRESSION_KEY = "memopt.expression"
+_STOP, _STEP, _SUM, _SCALE = range(4)
+_kind_of_type: dict[type, int] = {}
 
 
-class Mask(Protocol):
-    """What a dropout did to a tensor, in numbers: hashable, equal where it is the same."""
-
-    def on(self, x: Tensor) -> Tensor:
-        """`x` dropped out."""
-
-
-@dataclass(eq=False)
-class Padding:
-    """A constant around a tensor. Its node does not say which: an element of what it made does."""
-
-    pads: tuple[int, ...]
-    fill: Tensor | None = None
-    """An element of the border, of no dimension; None until one is asked for, and where there is no border."""
-
-    def read(self, padded: Tensor) -> None:
-        """Find the constant in the tensor that was padded (the device is not waited for)."""
-        for dim, (before, after) in _sides(self.pads):
-            if self.fill is None and (before > 0 or after > 0):
-                border = padded.detach().select(dim, 0 if before > 0 else -1)
-                if border.numel():
-                    self.fill = border[(0,) * border.dim()].clone()
-
-    def around(self, value: Tensor) -> Tensor:
-        size = list(value.shape)
-        for dim, (before, after) in _sides(self.pads):
-            size[dim] += before + after
-        whole = value.new_empty(size)
-        if self.fill is not None:
-            whole.copy_(self.fill)
-        inside = whole
-        for dim, (before, after) in _sides(self.pads):
-            length = value.size(dim) + min(before, 0) + min(after, 0)
-            inside = inside.narrow(dim, max(before, 0), length)
-            value = value.narrow(dim, max(-before, 0), length)
-        inside.copy_(value)
-        return whole
-
-
-def clone(value: Tensor) -> Tensor:
-    """A copy, of which the reader says where it lies in memory."""
-    return value
-
-
-def padded(value: Tensor, padding: Padding) -> Tensor:
-    """`value` with a constant around it."""
-    return padding.around(value)
-
-
-def dropped_out(value: Tensor, mask: Mask) -> Tensor:
-    """`value` after a dropout."""
-    return mask.on(value)
-
-
-def rows(value: Tensor, node: Node) -> Tensor:
-    """The rows of `value` whose indices `node` saved."""
-    chosen: Tensor = torch.ops.aten.index(value, saved(node, "indices"))
-    return chosen
-
-
-#: Steps that copy in the same dtype, and steps that read some of the rows: experts each read theirs.
-_COPIES: frozenset[Any] = frozenset({clone, padded, rows, F.pad})
-_PARTS: frozenset[Any] = frozenset({rows, Tensor.select})
-_CLONED = step(clone)
-
-
-def _sides(pads: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    """(dimension, counted from behind; what was added before and after it)"""
-    return [(-1 - i, (pads[2 * i], pads[2 * i + 1])) for i in range(len(pads) // 2)]
-
-
-_is_step_type: dict[type, bool] = {}
+def _kind(node: Node) -> int:
+    kind = _kind_of_type.get(type(node))
+    if kind is None:
+        name = node.name()
+        if name in STEP_OF or name in SPLITS or name in MASKED or name in _SAME or name == CONSTANT_PAD:
+            kind = _STEP
+        else:
+            kind = _SUM if name in SUMS else _SCALE if name in SCALES else _STEP if name in JOINS else _STOP
+        if type(node).__name__ == name and name not in _SAME:  # whose type would keep the module
+            _kind_of_type[type(node)] = kind
+    return kind
 
 
 def may_have_rule(node: Node) -> bool:
-    """Whether `expression_of` may find a node with a rule: the same way, without noting what was done on it."""
-    while node is not None:
-        kind = type(node)
-        is_step = _is_step_type.get(kind)
-        if is_step is None:
-            name = node.name()
-            is_step = name in _STEPS or name in MASKED or name in _SAME
-            if kind.__name__ == name and name not in _SAME:  # whose type would keep the module
-                _is_step_type[kind] = is_step
-        if not is_step:
+    """Whether `expression_of` may find a node with a rule: one way back, without noting what was done on it."""
+    for _ in range(_LONGEST):
+        if node is None:
+            return False
+        kind = _kind_of_type.get(type(node))
+        if kind is None:
+            kind = _kind(node)
+        if kind == _STOP:
             return rule_of(node) is not None
         edges = node.next_functions
-        node = edges[0][0] or edges[-1][0]
+        first, last = edges[0][0], edges[-1][0]
+        if kind == _SCALE and first is not None and last is not None:
+            return rule_of(node) is not None
+        # A residual stream is a sum, too, but of something that no step was done to.
+        if kind == _SUM and (first is None or last is None or _STOP in (_kind(first), _kind(last))):
+            return False
+        node = first or last
     return False
 
 
 def expression_of(node: Node) -> Expression:
-    """How the output of `node` is computed, below casts, dropouts, clones, pads and the views between them.
+    """How the output of `node` is computed, below the steps that are followed.
 
     Autocast and adapters cast; attention's output is copied into another layout for the linear behind it; convolutions
-    with borders of their own read a padded copy; adapters read a dropped-out one. The rule is None where there is none.
+    with borders of their own read a padded copy; adapters read a dropped-out one; queries and keys are rotated. The
+    rule is None where there is none.
     """
+    expression: Expression | None = node.metadata.get(_EXPRESSION_KEY)
+    if expression is None:
+        first, steps = _back((node, 0), [_MOST]) or (None, ())
+        done = tuple([function for function, _, _ in all_steps(steps)])
+        to_prove = () if PLAIN.issuperset(done) else done
+        expression = Expression(first, None if first is None else rule_of(first), steps, (), to_prove)
+        if first is not node:  # it would own itself
+            node.metadata[_EXPRESSION_KEY] = expression
+    return expression
+
+
+_Edge = tuple[Node, int]
+_Found = tuple[Node, tuple[Step, ...]]
+"""The first node on the way that no step is known of, and the steps since its output."""
+
+
+def _back(edge: _Edge, left: list[int]) -> _Found | None:
+    """Follow a tensor back, while nodes are `left` to look at; None where what it was made of is not known."""
     steps: list[Step] = []
-    while node is not None:
-        name = node.name()
-        if name == _CAST and input_metadata is not None:
-            steps.append(cast_to(input_metadata(node)[0].dtype))
-        elif name == _CLONE or (name == _CAT and _is_of_one(node)):
-            steps.append(_CLONED)
-        elif name in _VIEWS and input_metadata is not None:
-            steps.append(step(Tensor.reshape, tuple(input_metadata(node)[0].shape)))
-        elif name == _TRANSPOSE:
-            steps.append(step(Tensor.transpose, signed(saved(node, "dim0")), signed(saved(node, "dim1"))))
-        elif name == _PERMUTE:
-            steps.append(step(Tensor.permute, tuple(map(signed, saved(node, "dims")))))
-        elif name == _SELECT:
-            steps.append(step(Tensor.select, signed(saved(node, "dim")), signed(saved(node, "index"))))
-        elif name == _INDEX:
-            steps.append(step(rows, node))
-        elif name in _MODES:
-            steps.append(step(F.pad, tuple(map(signed, saved(node, "padding"))), _MODES[name]))
-        elif name == _CONSTANT_PAD and not steps:  # the constant is read from the tensor itself
+    while True:
+        node, output = edge
+        left[0] -= 1
+        if node is None or left[0] < 0:
+            return None
+        name, next_ = node.name(), 0
+        if name in SPLITS:
+            steps.append(SPLITS[name](node, output))
+        elif output:  # rules speak of first outputs
+            return None
+        elif name in STEP_OF:
+            steps.append(STEP_OF[name](node))
+        elif name == CAT and _is_of_one(node):
+            steps.append(CLONED)
+            next_ = -1
+        elif name in JOINS:
+            joined = _joined(node, left)
+            return joined and (joined[0], (*joined[1], *reversed(steps)))
+        elif name in SCALES and (found := scale_of(node)) is not None:
+            next_ = found[0]
+            steps.append(found[1])
+        elif name == CONSTANT_PAD and shows_saved(name) and not steps:  # the constant is read from the tensor itself
             # The same for every tensor that is made of what the node made.
             padding = Padding(tuple(map(signed, saved(node, "pad"))))
-            steps.append(step(padded, node.metadata.setdefault(_FILL_KEY, padding)))
+            steps.append(step(padded, node.metadata.setdefault(FILL_KEY, padding)))
         elif name in MASKED and getattr(node, "read_unchanged", False):
             steps.append(step(dropped_out, node.mask))
         elif name not in _SAME:
-            break
-        node, output = node.next_functions[-1 if name == _CAT else 0]
-        if output:  # rules speak of first outputs
-            return Expression(None, None)
-    return Expression(node, None if node is None else rule_of(node), tuple(reversed(steps)))
+            return node, tuple(reversed(steps))
+        edge = node.next_functions[next_]
+
+
+def _joined(node: Node, left: list[int]) -> _Found | None:
+    """Follow all that `node` read, back to one tensor; what was done to it for all of them is done once."""
+    first: Node = None
+    ways: list[tuple[Step, ...]] = []
+    for edge in node.next_functions:
+        found = _back(edge, left)
+        if found is None or (first is not None and found[0] is not first):
+            return None
+        first = found[0]
+        ways.append(found[1])
+    shared = 0
+    while all(len(way) > shared and way[shared] == ways[0][shared] for way in ways):
+        shared += 1
+    branches = tuple(Branch(way[shared:]) for way in ways)
+    return first, (*ways[0][:shared], JOINS[node.name()](node, branches))
 
 
 def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool = False) -> bool:
@@ -174,9 +164,14 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
 
     Between its making and its copy a tensor may be changed behind autograd's back. Where the node keeps it, reading it
     then is an error, and where there is a witness, that tells. Of a copy between two others nothing tells, but casts
-    are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads.
+    are made on the spot, by autocast or an adapter. A seeded dropout looks at the version of what it reads. Where
+    more was done, nothing tells of a change between two steps: the result has to be compared as well.
     """
-    done: list[Any] = [function for function, _, _ in expression.steps]
+    done: Sequence[Any] = expression.to_prove
+    if done:
+        elementwise = rule.family in (NORMALISED, ELEMENTWISE, PRODUCT)
+        return elementwise and not was_changed(expression.node) and dropped_out not in done and padded not in done
+    done = [function for function, _, _ in expression.steps]
     if of_casts_only and not _only_casts(done):
         return False
     if dropped_out in done:
@@ -194,17 +189,33 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
     return is_one_copy and is_unchanged(expression.node)
 
 
-def nodes_read(expression: Expression) -> Iterator[Node]:
-    """The nodes whose saved tensors `expression` reads: they say which rows were read, too."""
-    yield expression.node
-    for function, args, _ in expression.steps:
+def nodes_read(expression: Expression) -> Iterator[tuple[Node, str | None]]:
+    """The nodes whose saved tensors `expression` reads, and which of them; None: all, or the rows that were read."""
+    yield expression.node, None
+    for function, args, _ in all_steps(expression.steps):
         if function is rows:
-            yield args[-1]
+            yield args[-1], None
+        elif function is scaled:
+            yield args[1], args[2]
+
+
+def repeated_from(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(shape with the repeats, shape without) where the output of `node` is a copy of a smaller tensor that was
+    expanded, in the order of its elements; None for all other nodes. Grouped keys and values are repeated so."""
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != CLONE or input_metadata is None:
+        return None
+    shape, (expanded, _) = tuple(input_metadata(node)[0].shape), node.next_functions[0]
+    if expanded is None or expanded.name() != "ExpandBackward0" or not shows_saved("ExpandBackward0"):
+        return None
+    once = tuple(saved(expanded, "self_sym_sizes"))
+    return shape, (1,) * (len(shape) - len(once)) + once
 
 
 def reads_parts(steps: Sequence[Step]) -> bool:
     """Whether some of the rows were read: the whole is the same for all experts."""
-    return any(function in _PARTS for function, _, _ in steps)
+    return any(function in PARTS for function, _, _ in steps)
 
 
 def _only_casts(done: Sequence[Any]) -> bool:
@@ -212,12 +223,12 @@ def _only_casts(done: Sequence[Any]) -> bool:
 
 
 def _copies(done: Sequence[Any]) -> int:
-    return sum(each in _COPIES for each in done)
+    return sum(each in COPIES for each in done)
 
 
 def _is_cast_part(done: Sequence[Any]) -> bool:
     """Whether a part was read of the output, or of a view of it, and then at most cast."""
-    last = max((i for i, each in enumerate(done) if each in _PARTS), default=None)
+    last = max((i for i, each in enumerate(done) if each in PARTS), default=None)
     if last is None or not _only_casts(done[last + 1 :]):
         return False
     return _copies(done) <= 1 and Tensor.to not in done[:last]

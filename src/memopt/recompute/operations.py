@@ -53,7 +53,7 @@ def _copies_what_may_change(node: Node) -> bool:
         read = [edge.variable for edge in edges]
         if not saved(node, "training"):
             # A foreign hook (checkpointing) would run a region again to give them.
-            statistics = [_at_hand(held(node, name)) for name in ("running_mean", "running_var")]
+            statistics = [at_hand(held(node, name)) for name in ("running_mean", "running_var")]
             if any(each is None for each in statistics):
                 return False
             read += statistics
@@ -63,7 +63,7 @@ def _copies_what_may_change(node: Node) -> bool:
     return True
 
 
-def _at_hand(packed: Any) -> Tensor | None:
+def at_hand(packed: Any) -> Tensor | None:
     """What autograd, a scope of ours or an observer saved as it is; scopes add the version, or a holder."""
     if (outer := getattr(packed, "memopt_unpack", None)) is not None:  # what a scope has handed on to it
         return packed.unpack() if getattr(outer, "memopt_observer", False) else None

@@ -70,7 +70,14 @@ def _recomputes_output(node: Node) -> bool:
     return getattr(node, "recomputes_output", False)
 
 
+def saves_output(node: Node) -> bool:
+    """Whether the first tensor that `node`, of an operator of memopt's, saved is its output."""
+    return getattr(node, "saves_output", False)
+
+
 def _output(node: Node) -> Tensor:
+    if saves_output(node):
+        return node.saved_tensors[0]  # type: ignore[no-any-return]
     output: Tensor = node.recomputed.function(*node.saved_tensors)
     return output
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memopt.recompute.expression import cast_to
 from memopt.recompute.rules import LINEAR, NORMALISED, Node, rule_of
-from memopt.recompute.versions import versions_of
+from memopt.recompute.versions import versions_of, with_witness
 from memopt.torch_compat import top_saved_tensors_hooks
 
 #: The output from tensors that its producer saved (None where it has none in that place); more are left out.
@@ -187,6 +187,8 @@ def attach_spec(
     top = top_saved_tensors_hooks(False)
     hook = None
     if top is not None:
+        if hasattr(top[0], "memopt_outer_pack"):  # a scope may follow what is made of it
+            with_witness(output)
         hook = getattr(top[0], "memopt_outer_pack", top[0])
         # A spec of an output that outlives its block would keep a scope from compressing its tensors. And what leaves a
         # region that is run twice must not hold what was saved inside; what an activation feeds stays inside.

@@ -61,6 +61,12 @@ def is_unchanged(node: Node) -> bool:
     return witness is not None and witness._version == 0
 
 
+def was_changed(node: Node) -> bool:
+    """Whether the output of `node` has a witness that saw a change."""
+    witness = node.metadata.get(_METADATA_KEY)
+    return witness is not None and witness._version != 0
+
+
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)

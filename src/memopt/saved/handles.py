@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from memopt.recompute.expression import Expression, Step, after
-from memopt.recompute.graph import padded, reads_parts
-from memopt.recompute.specs import recomputed_of
+from memopt.recompute.graph import reads_parts
+from memopt.recompute.rules import Node
+from memopt.recompute.specs import Recomputed, recomputed_of
+from memopt.recompute.steps import padded
+from memopt.torch_compat import FakeTensor, storage_id
 
 
 class _Remaking(threading.local):
@@ -29,11 +32,16 @@ _Form = tuple[tuple[Step, ...], tuple[int, ...], torch.device]
 class Handle:
     """Stands for a tensor that can be recomputed. It counts as a reader from `taken` on."""
 
-    __slots__ = ("_expression", "_form", "_offset", "_recomputed", "_size", "_stride", "memopt_unpack")
+    __slots__ = (
+        "_counted", "_expression", "_form", "_offset", "_recomputed", "_shared", "_size", "_stride", "memopt_unpack",
+    )  # fmt: skip
     memopt_unpack: object
 
-    def __init__(self, expression: Expression, tensor: Tensor, base: Tensor) -> None:
-        """`tensor` is `base` or a view of it, which is what `expression` gives."""
+    def __init__(self, expression: Expression, tensor: Tensor, base: Tensor, *, shared_by: Node | None) -> None:
+        """`tensor` is `base` or a view of it, which is what `expression` gives.
+
+        `shared_by` is the node that made `base`; None where the reader of what has to be proved may write into it.
+        """
         self._expression = expression
         for function, args, _ in expression.steps:
             if function is padded:
@@ -42,10 +50,18 @@ class Handle:
         self._offset = tensor.storage_offset() - base.storage_offset()
         self._form: _Form = (expression.steps, base.stride(), tensor.device)
         self._recomputed = recomputed_of(expression.node)
+        self._shared: Recomputed | None = self._recomputed
+        self._counted = [self._recomputed]
+        """Those that this handle is a reader of."""
+        if expression.to_prove:  # the first node would own the nodes that the steps read, and they own it
+            self._shared = None if shared_by is None else recomputed_of(shared_by)
+            if self._shared is not None:
+                self._counted.append(self._shared)
 
     def taken(self) -> Handle:
         """The handle itself, which autograd is about to hold."""
-        self._recomputed.readers += 1
+        for each in self._counted:
+            each.readers += 1
         return self
 
     @property
@@ -59,14 +75,38 @@ class Handle:
         return getattr(self._expression.node, "slot", None) is not None
 
     def unpack(self) -> Tensor:
-        recomputed = self._recomputed
-        value = recomputed.values.get(self._form)
+        shared = self._shared
+        value = None if shared is None else shared.values.get(self._form)
         if value is None:
-            value = recomputed.values[self._form] = self._make()
-        recomputed.count()
+            value = self._make()
+            if shared is not None:
+                shared.values[self._form] = value
+        for each in self._counted:
+            each.count()
         return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
 
-    def _make(self) -> Tensor:
+    @property
+    def is_shared(self) -> bool:
+        """Whether autograd holds another handle of the same tensor."""
+        return self._shared is not None and self._shared.readers > 0
+
+    def gives(self, base: Tensor) -> bool:
+        """Whether what is recomputed is `base`, to the bit. A device is waited for.
+
+        Without values to compare it is taken to be; in a graph that is being captured nothing can be compared.
+        """
+        if isinstance(base, FakeTensor) or base.device.type == "meta":
+            return True
+        if base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            value = self._make(keeps=False)
+        except RuntimeError:  # what it is made of was changed in place
+            return False
+        return value.dtype == base.dtype and value.shape == base.shape and torch.equal(*map(_bits, (value, base)))
+
+    def _make(self, *, keeps: bool = True) -> Tensor:
+        """`keeps`: for other readers of parts."""
         steps, stride, device = self._form
         value = self._recomputed.as_produced()
         remaking.depth += 1
@@ -75,16 +115,27 @@ class Handle:
             with torch.no_grad(), _without_autocast(device):
                 if value is None:
                     value = self._expression.first()
-                    if reads_parts(steps):
+                    if keeps and reads_parts(steps):
                         self._recomputed.keep(value)
-                value = after(value, steps)
+                first, value = storage_id(value.untyped_storage()), after(value, steps)
         finally:
             remaking.depth -= 1
         value = value.to(device)
-        if value.stride() != stride:
+        is_its_own = self._shared is not None or storage_id(value.untyped_storage()) != first
+        if value.stride() != stride or not is_its_own:
             laid_out = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=device)
             value = laid_out.copy_(value)
         return value
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Two equal NaNs are equal."""
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:

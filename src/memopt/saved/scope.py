@@ -25,16 +25,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.recompute.expression import Expression, step
 from memopt.recompute.graph import expression_of, may_be_repeated, may_have_rule, nodes_read
-from memopt.recompute.rules import FAMILIES, Node
+from memopt.recompute.operations import at_hand
+from memopt.recompute.rules import FAMILIES, Node, saves_output
 from memopt.recompute.versions import check_version
 from memopt.saved.handles import Handle
 from memopt.saved.kept import Forwarded, Kept, ShapeOnly, alias_of, may_be_a_function, may_write_into_saved
 from memopt.saved.pinned import Holder, Packed, PinnedStorages
+from memopt.saved.repeated import Once, once_in
 from memopt.saved.slots import Compression, Compressor, Packing, Slot, settle
 from memopt.torch_compat import (
     FakeTensor,
     current_graph_task_id,
+    held,
     no_torch_function,
     saved_tensors_hooks_disabled,
     top_saved_tensors_hooks,
@@ -58,6 +62,7 @@ class RecomputeScope:
         families: which rules apply (`memopt.recompute.rules.FAMILIES`).
         compression: how saved tensors are stored that are not recomputed; needs `hidden`.
         hidden: hidden states that the code inside is given; their size tells what is worth compressing.
+        proofs: of which handles it is known whether they give their tensor; kept from one call of a module to the next.
     """
 
     def __init__(
@@ -65,8 +70,10 @@ class RecomputeScope:
         families: frozenset[str] = FAMILIES,
         compression: Compression | None = None,
         hidden: Tensor | None = None,
+        proofs: dict[Any, bool] | None = None,
     ) -> None:
         self._families = families
+        self._proofs = {} if proofs is None else proofs
         self._compression = compression if hidden is not None else None
         self._hidden = hidden
         self._entered: list[tuple[saved_tensors_hooks, _Pack] | None] = []
@@ -85,7 +92,7 @@ class RecomputeScope:
             if outer[0].families == self._families and self._compression in (None, outer[0].compression):
                 return None
             outer = outer[0].outer
-        pack = _Pack(self._families, outer, self._compression, self._hidden, inside=inside)
+        pack = _Pack(self._families, outer, self._compression, self._hidden, self._proofs, inside=inside)
         hooks = saved_tensors_hooks(pack, _unpack)
         hooks.__enter__()
         return hooks, pack
@@ -103,8 +110,8 @@ class _Pack:
     """The pack hook of one scope."""
 
     __slots__ = (
-        "_borrowed", "_compressor", "_made_inside", "_outer_unpack", "_pinned", "_replaces", "_slots",
-        "compression", "families", "inside", "memopt_outer_pack", "outer",
+        "_borrowed", "_compressor", "_made_inside", "_outer_unpack", "_pinned", "_proofs", "_proved", "_replaces",
+        "_slots", "compression", "families", "inside", "memopt_outer_pack", "outer",
     )  # fmt: skip
 
     def __init__(
@@ -113,8 +120,10 @@ class _Pack:
         outer: tuple[Callable[..., Any], Callable[..., Any]] | None,
         compression: Compression | None,
         hidden: Tensor | None,
+        proofs: dict[Any, bool],
         inside: _Pack | None,
     ) -> None:
+        self._proofs, self._proved = proofs, 0
         self.families, self.outer, self.compression, self.inside = families, outer, compression, inside
         pair: tuple[Any, Any] = outer or (None, None)
         self.memopt_outer_pack, self._outer_unpack = pair
@@ -148,6 +157,8 @@ class _Pack:
             handle = self._handle(tensor, of_casts_only=may_write_into_saved(sys._getframe().f_back))
             if handle is not None:
                 return handle
+        if node is not None and (once := self._once(tensor, tensor if base is None else base, node)) is not None:
+            return once
         if self.memopt_outer_pack is None and self.compressor is None:
             if tensor.is_leaf:
                 # A view that was made without gradients may own a graph through its base.
@@ -194,18 +205,51 @@ class _Pack:
 
     def _followed(self, tensor: Tensor, *, of_casts_only: bool = False) -> Handle | None:
         """How to make a tensor again, if that can be done."""
-        base = tensor._base
-        if base is None:
-            base = tensor
+        base = tensor if tensor._base is None else tensor._base
         node: Node = base.grad_fn
-        if node is None or not may_have_rule(node) or tensor._version != 0 or not _is_plain_view(tensor, base):
+        if node is None or not may_have_rule(node) or tensor._version != 0:
             return None
         expression = expression_of(node)
+        if base.is_complex() and not tensor.is_complex() and not base.is_conj():  # a rotation by a complex factor
+            base, expression = torch.view_as_real(base.detach()), expression.then(step(torch.view_as_real))
         rule = expression.rule
-        if rule is None or rule.family not in self.families:
+        if rule is None or rule.family not in self.families or not _is_plain_view(tensor, base):
             return None
-        follows = may_be_repeated(expression, rule, of_casts_only=of_casts_only) and rule.keeps_enough(expression.node)
-        return Handle(expression, tensor, base) if follows and all(map(self._keeps, nodes_read(expression))) else None
+        follows = may_be_repeated(expression, rule, of_casts_only=of_casts_only)
+        if not follows or not all(self._keeps(*each) for each in nodes_read(expression)):
+            return None
+        handle = Handle(expression, tensor, base, shared_by=None if of_casts_only else node)
+        if not expression.to_prove:
+            return handle if rule.keeps_enough(expression.node) else None
+        keeps_enough = rule.keeps_enough(expression.node) or saves_output(expression.node)
+        # All of it would be recomputed for each part that a function may write into.
+        is_part = of_casts_only and tensor.numel() < base.numel()
+        return handle if keeps_enough and not is_part and self._is_proven(expression, handle, base) else None
+
+    def _is_proven(self, expression: Expression, handle: Handle, base: Tensor) -> bool:
+        """Whether `handle` was seen to give its tensor, in this call of the module or in one before.
+
+        Nothing is compared under a foreign hook, which cannot give back in forward what it keeps.
+        """
+        if not self.is_free or self.compressor is not None:
+            return False
+        if handle.is_shared:
+            return True
+        self._proved += 1
+        key = self._proved, expression.to_prove, base.dtype
+        if key not in self._proofs:
+            self._proofs[key] = handle.gives(base)
+        return self._proofs[key]
+
+    def _once(self, tensor: Tensor, base: Tensor, node: Node) -> Once | None:
+        """What to keep for a tensor in which one is repeated; None for other tensors."""
+        if not self.is_free or self.compressor is not None or not _is_plain_view(tensor, base):
+            return None
+        found = once_in(tensor, base, node)
+        if found is None:
+            return None
+        self._replaces = True
+        return Once(self._keep(found[0]), found[1], tensor)
 
     def _held_unless_recomputed(self, tensor: Tensor) -> tuple[Packed, Holder | None]:
         handle = self._handle(tensor)
@@ -241,16 +285,20 @@ class _Pack:
         if self._compressor is not None:
             self._compressor.settle()
 
-    def _keeps(self, node: Node) -> bool:
+    def _keeps(self, node: Node, field: str | None) -> bool:
         """Whether the tensors that `node` saved are there, and passed through no hook but a scope's, an observer's, and
-        the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it.
+        the unpack hook outside of this scope; under a foreign hook through this scope's, or that of one inside it. With
+        `field`, whether that tensor is, and is no parameter.
 
         Another foreign hook (checkpointing of the node's module alone) may give each tensor back only once. A scope in
         a checkpointed region hands on to its hook: a reader behind that region would run it again early.
         """
         try:
-            hooks = [hook for hook in unpack_hooks(node) if hook is not None]
+            hooks = [hook for hook in unpack_hooks(node, field) if hook is not None]
         except RuntimeError:  # backward has been through it
+            return False
+        # Sharding may have freed a parameter by the time that a reader asks.
+        if field is not None and isinstance(at_hand(held(node, field)), (nn.Parameter, type(None))):
             return False
         if self._made_inside:
             return bool(hooks) and all(hook in self._made_inside for hook in hooks)

@@ -128,6 +128,20 @@ SAVED_FIELDS: dict[str, tuple[str, ...]] = {
     "SelectBackward0": ("dim", "index"),
     "TransposeBackward0": ("dim0", "dim1"),
     "PermuteBackward0": ("dims",),
+    "SliceBackward0": ("dim", "start", "end", "step"),
+    "UnsqueezeBackward0": ("dim",),
+    "ExpandBackward0": ("self_sym_sizes",),
+    "RollBackward0": ("shifts", "dims"),
+    "FlipBackward0": ("dims",),
+    "RepeatBackward0": ("repeats",),
+    "SplitBackward0": ("split_size", "dim"),
+    "SplitWithSizesBackward0": ("split_sizes", "dim"),
+    "UnbindBackward0": ("dim",),
+    "AddBackward0": ("alpha",),
+    "SubBackward0": ("alpha",),
+    "DivBackward0": ("other",),
+    "CatBackward0": ("dim",),
+    "StackBackward0": ("dim",),
     "ConstantPadNdBackward0": ("pad",),
     **dict.fromkeys(_PADS, ("padding",)),
     **dict.fromkeys(_RESULTS, ("result",)),
@@ -194,13 +208,14 @@ _RAW_FIELDS = tuple(
 )
 
 
-def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
+def _unpack_hooks(node: Any, field: str | None = None) -> list[Callable[[Any], Tensor] | None]:
     """The unpack hook of each tensor that `node` saved, or None if autograd itself holds the tensor.
 
     What a hook unpacks may name another one that it asks, as ``memopt_unpack``; that is then the hook.
 
-    Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read. A foreign hook
-    (checkpointing of one module inside a block) may unpack a tensor only once, so such nodes are not recomputed from.
+    Looks at all tensors of a `torch.autograd.Function`, and at those of an operation that rules read, or only at that
+    which it saved as `field`. A foreign hook (checkpointing of one module inside a block) may unpack a tensor only
+    once, so such nodes are not recomputed from.
     Without ``SavedTensor.unpack_hook`` or the raw fields nothing is recomputed from any node.
 
     Raises:
@@ -208,7 +223,8 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     """
     raw = getattr(node, "_raw_saved_tensors", None)  # raises if it was released
     if not raw:
-        raw = [getattr(node, name) for name in _RAW_FIELDS if hasattr(node, name)]
+        fields = _RAW_FIELDS if field is None else (f"_raw_saved_{field}",)
+        raw = [getattr(node, name) for name in fields if hasattr(node, name)]
         raw += getattr(node, "_raw_saved_indices", ())
         # Released fields of operations do not raise; they have neither a hook nor data.
         if any(getattr(tensor, "unpack_hook", None) is None and tensor.data is None for tensor in raw):
@@ -220,7 +236,7 @@ def _unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
     ]
 
 
-def _unknown_unpack_hooks(node: Any) -> list[Callable[[Any], Tensor] | None]:
+def _unknown_unpack_hooks(node: Any, field: str | None = None) -> list[Callable[[Any], Tensor] | None]:
     raise RuntimeError("it is not known which hooks hold the tensors of a node")
 
 

@@ -131,6 +131,7 @@ class NormFunction(DirectFunction):
         """`saved` is given x_hat, the copy of the affine in two places and the node's `Recomputed`."""
         ctx.arguments, ctx.recomputed = arguments, Recomputed()
         ctx.recomputes_output = weight is not None or bias is not None or arguments.casts
+        ctx.saves_output = not ctx.recomputes_output
         scale, shift = _room(weight, bias), None
         y, x_hat, rstd = norm_ops.forward(x, weight, bias, arguments, residual, scale)
         if weight is None:

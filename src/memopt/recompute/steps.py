@@ -1,0 +1,228 @@
+"""Steps that leave nodes in the autograd graph: what an operation did to a tensor, read off its node.
+
+`memopt.recompute.graph` follows nodes by these tables, from a tensor back to a node with a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memopt.recompute.expression import Branch, Step, cast_to, step
+from memopt.recompute.operations import signed
+from memopt.recompute.rules import Node
+from memopt.torch_compat import input_metadata, saved, shows_saved
+
+FILL_KEY = "memopt.fill"
+
+
+class Mask(Protocol):
+    """What a dropout did to a tensor, in numbers: hashable, equal where it is the same."""
+
+    def on(self, x: Tensor) -> Tensor:
+        """`x` dropped out."""
+
+
+@dataclass(eq=False)
+class Padding:
+    """A constant around a tensor. Its node does not say which: an element of what it made does."""
+
+    pads: tuple[int, ...]
+    fill: Tensor | None = None
+    """An element of the border, of no dimension; None until one is asked for, and where there is no border."""
+
+    def read(self, padded: Tensor) -> None:
+        """Find the constant in the tensor that was padded (the device is not waited for)."""
+        for dim, (before, after) in _sides(self.pads):
+            if self.fill is None and (before > 0 or after > 0):
+                border = padded.detach().select(dim, 0 if before > 0 else -1)
+                if border.numel():
+                    self.fill = border[(0,) * border.dim()].clone()
+
+    def around(self, value: Tensor) -> Tensor:
+        size = list(value.shape)
+        for dim, (before, after) in _sides(self.pads):
+            size[dim] += before + after
+        whole = value.new_empty(size)
+        if self.fill is not None:
+            whole.copy_(self.fill)
+        inside = whole
+        for dim, (before, after) in _sides(self.pads):
+            length = value.size(dim) + min(before, 0) + min(after, 0)
+            inside = inside.narrow(dim, max(before, 0), length)
+            value = value.narrow(dim, max(-before, 0), length)
+        inside.copy_(value)
+        return whole
+
+
+def clone(value: Tensor) -> Tensor:
+    """A copy, of which the reader says where it lies in memory."""
+    return value
+
+
+def padded(value: Tensor, padding: Padding) -> Tensor:
+    """`value` with a constant around it."""
+    return padding.around(value)
+
+
+def dropped_out(value: Tensor, mask: Mask) -> Tensor:
+    """`value` after a dropout."""
+    return mask.on(value)
+
+
+def rows(value: Tensor, node: Node) -> Tensor:
+    """The rows of `value` whose indices `node` saved."""
+    chosen: Tensor = torch.ops.aten.index(value, saved(node, "indices"))
+    return chosen
+
+
+def scaled(value: Tensor, node: Node, field: str) -> Tensor:
+    """`value` times, or divided by, the tensor that `node` saved as `field`, in the order of the operation."""
+    if node.name() == DIVISION:
+        return torch.div(value, saved(node, field))
+    return torch.mul(value, saved(node, field)) if field == "other" else torch.mul(saved(node, field), value)
+
+
+def part(value: Tensor, dim: int, start: int, end: int, stride: int) -> Tensor:
+    """A slice along one dimension."""
+    sliced: Tensor = torch.ops.aten.slice(value, dim, start, end, stride)
+    return sliced
+
+
+def one_of(value: Tensor, into: Callable[..., Sequence[Tensor]], sizes: Any, dim: int, place: int) -> Tensor:
+    """One of the tensors that `into` splits `value` into."""
+    return into(value, *sizes, dim)[place]
+
+
+def _constants(node: Node, *fields: str) -> list[Any]:
+    return [
+        tuple(map(signed, value)) if isinstance(value, tuple) else signed(value)
+        for value in (saved(node, field) for field in fields)
+    ]
+
+
+def _calls(function: Callable[..., Tensor], *fields: str) -> Callable[[Node], Step]:
+    """The step of operations whose node saves all their arguments beside the tensor."""
+    return lambda node: step(function, *_constants(node, *fields))
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    assert input_metadata is not None
+    return tuple(input_metadata(node)[0].shape)
+
+
+def _cast(node: Node) -> Step:
+    assert input_metadata is not None
+    return cast_to(input_metadata(node)[0].dtype)
+
+
+_PADS = {
+    f"{name}Pad{rank}DBackward0": mode
+    for name, mode in (("Reflection", "reflect"), ("Replication", "replicate"))
+    for rank in (1, 2, 3)
+}
+
+
+def _padded_by(mode: str) -> Callable[[Node], Step]:
+    return lambda node: step(F.pad, *_constants(node, "padding"), mode)
+
+
+def _shown(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: made for name, made in table.items() if shows_saved(name)}
+
+
+CAST, CLONE, CAT, CONSTANT_PAD, DIVISION = (
+    f"{name}Backward0" for name in ("ToCopy", "Clone", "Cat", "ConstantPadNd", "Div")
+)
+#: Nodes of copies in the same order of elements and views of them, of which the node shows the shape.
+VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
+_SQUEEZES = tuple(f"SqueezeBackward{i}" for i in range(3))
+_OF_SHAPE: dict[str, Callable[[Node], Step]] = {
+    CAST: _cast,
+    **dict.fromkeys((*VIEWS, *_SQUEEZES), lambda node: step(Tensor.reshape, _shape(node))),
+    "ExpandBackward0": lambda node: step(Tensor.expand, _shape(node)),
+}
+#: Kind of node of one tensor -> the step from that tensor to the node's output.
+STEP_OF: dict[str, Callable[[Node], Step]] = {
+    CLONE: _calls(clone),
+    "NegBackward0": _calls(torch.neg),
+    "ViewAsComplexBackward0": _calls(torch.view_as_complex),
+    "ViewAsRealBackward0": _calls(torch.view_as_real),
+    **({} if input_metadata is None else _OF_SHAPE),
+    **_shown(
+        {
+            "TransposeBackward0": _calls(Tensor.transpose, "dim0", "dim1"),
+            "PermuteBackward0": _calls(Tensor.permute, "dims"),
+            "SelectBackward0": _calls(Tensor.select, "dim", "index"),
+            "SliceBackward0": _calls(part, "dim", "start", "end", "step"),
+            "UnsqueezeBackward0": _calls(Tensor.unsqueeze, "dim"),
+            "RollBackward0": _calls(torch.roll, "shifts", "dims"),
+            "FlipBackward0": _calls(torch.flip, "dims"),
+            "RepeatBackward0": _calls(Tensor.repeat, "repeats"),
+            "IndexBackward0": lambda node: step(rows, node),
+            **{name: _padded_by(mode) for name, mode in _PADS.items()},
+        }
+    ),
+}
+#: Kind of node of several outputs -> (node, which output) -> the step from what was split to that output.
+SPLITS: dict[str, Callable[[Node, int], Step]] = _shown(
+    {
+        "SplitBackward0": lambda node, i: _split(node, i, torch.split, "split_size"),
+        "SplitWithSizesBackward0": lambda node, i: _split(node, i, torch.split, "split_sizes"),
+        "UnbindBackward0": lambda node, i: _split(node, i, torch.unbind),
+    }
+)
+#: Kind of node of several tensors -> (node, what was made of each) -> the step to its output.
+JOINS: dict[str, Callable[[Node, tuple[Branch, ...]], Step]] = _shown(
+    {
+        "AddBackward0": lambda node, terms: (torch.add, terms, (("alpha", saved(node, "alpha")),)),
+        "SubBackward0": lambda node, terms: (torch.sub, terms, (("alpha", saved(node, "alpha")),)),
+        CAT: lambda node, parts: (torch.cat, (parts, *_constants(node, "dim")), ()),
+        "StackBackward0": lambda node, parts: (torch.stack, (parts, *_constants(node, "dim")), ()),
+    }
+)
+SUMS = frozenset({"AddBackward0", "SubBackward0"})
+#: Nodes of two tensors that save the one which needs no gradient.
+SCALES = frozenset(_shown({"MulBackward0": None, DIVISION: None}))
+
+
+def _split(node: Node, place: int, into: Any, *fields: str) -> Step:
+    return step(one_of, into, tuple(_constants(node, *fields)), *_constants(node, "dim"), place)
+
+
+def scale_of(node: Node) -> tuple[int, Step] | None:
+    """Which operand of a product or a quotient is followed, and the step; None where both need a gradient."""
+    (first, _), (second, _) = node.next_functions
+    if second is None:
+        return 0, step(scaled, node, "other")
+    if first is None and node.name() != DIVISION:
+        return 1, step(scaled, node, "self")
+    return None
+
+
+#: Steps that copy in the same dtype, and steps that read some of the rows: experts each read theirs.
+COPIES: frozenset[Any] = frozenset({clone, padded, rows, F.pad})
+PARTS: frozenset[Any] = frozenset({rows, Tensor.select})
+CLONED = step(clone)
+#: Steps after which nothing has to be compared: casts are made on the spot, and of one copy a witness tells.
+PLAIN: frozenset[Any] = COPIES | PARTS | {Tensor.to, Tensor.reshape, Tensor.transpose, Tensor.permute, dropped_out}
+
+
+def all_steps(steps: Sequence[Step]) -> Iterator[Step]:
+    """Those of the branches included."""
+    for each in steps:
+        for argument in each[1]:
+            for branch in argument if type(argument) is tuple else (argument,):
+                if type(branch) is Branch:
+                    yield from all_steps(branch.steps)
+        yield each
+
+
+def _sides(pads: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """(dimension, counted from behind; what was added before and after it)"""
+    return [(-1 - i, (pads[2 * i], pads[2 * i + 1])) for i in range(len(pads) // 2)]

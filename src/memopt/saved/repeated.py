@@ -1,0 +1,45 @@
+"""Tensors in which a smaller one is repeated, as grouped keys and values are for each query head: that one is saved."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from memopt.recompute.graph import repeated_from
+from memopt.recompute.rules import Node
+from memopt.saved.pinned import Packed
+
+
+class Once:
+    """Stands for a contiguous tensor in which one was repeated, and holds that one."""
+
+    __slots__ = ("_packed", "_shape", "_view")
+
+    def __init__(self, packed: Packed, shape: tuple[int, ...], tensor: Tensor) -> None:
+        """`shape` is that of the repeats, of which `tensor` is a view."""
+        self._packed, self._shape = packed, shape
+        self._view = tensor.size(), tensor.stride()
+
+    def unpack(self) -> Tensor:
+        return self._packed.unpack().expand(self._shape).contiguous().as_strided(*self._view)
+
+
+def once_in(tensor: Tensor, base: Tensor, node: Node) -> tuple[Tensor, tuple[int, ...]] | None:
+    """What is repeated in `tensor`, `base` or a view of all of it, as a copy, and the shape of the repeats.
+
+    None where `node`, which made `base`, repeated nothing, or something was changed in place since.
+    """
+    found = repeated_from(node)
+    if found is None or tensor._version != 0 or tensor.numel() != base.numel():
+        return None
+    shape, once = found
+    if not base.is_contiguous() or base.storage_offset() or 2 * math.prod(once) > base.numel():
+        return None
+    with torch.no_grad():
+        kept = base.detach().view(shape)
+        for dim, (size, repeated) in enumerate(zip(once, shape, strict=True)):
+            if size < repeated:
+                kept = kept.narrow(dim, 0, 1)
+        return kept.clone(), shape
