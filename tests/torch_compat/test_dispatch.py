@@ -40,6 +40,13 @@ def test_a_dispatch_mode_sees_operators_with_their_schemas_and_none_under_no_dis
     assert x.sum() == 12
 
 
+def test_a_mode_that_is_entered_where_no_other_is_on_sees_operators_alone() -> None:
+    with _Record() as outer, torch_compat.no_modes(), _Record() as inner:
+        torch.ones(2)
+    assert [torch_compat.operator_name(each) for each in inner.seen] == ["ones"]
+    assert not outer.seen
+
+
 class _Functions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()

@@ -221,16 +221,14 @@ class _Pack:
         handle = Handle(expression, tensor, base, shared_by=None if of_casts_only else node)
         if not expression.to_prove:
             return handle if rule.keeps_enough(expression.node) else None
+        if of_casts_only and tensor.numel() < base.numel():
+            return None  # all of it would be recomputed for each part that a function may write into
         keeps_enough = rule.keeps_enough(expression.node) or saves_output(expression.node)
-        # All of it would be recomputed for each part that a function may write into.
-        is_part = of_casts_only and tensor.numel() < base.numel()
-        return handle if keeps_enough and not is_part and self._is_proven(expression, handle, base) else None
+        return handle if keeps_enough and self._is_proven(expression, handle, base) else None
 
     def _is_proven(self, expression: Expression, handle: Handle, base: Tensor) -> bool:
-        """Whether `handle` was seen to give its tensor, in this call of the module or in one before.
-
-        Nothing is compared under a foreign hook, which cannot give back in forward what it keeps.
-        """
+        """Whether `handle` was seen to give its tensor, in this call of the module or in one before."""
+        # A foreign hook cannot give back in forward what it keeps.
         if not self.is_free or self.compressor is not None:
             return False
         if handle.is_shared:
