@@ -242,7 +242,7 @@ class _Functional(Pair):
 
 def test_a_product_in_the_models_own_forward_is_left_with_the_reason() -> None:
     model = _Functional()
-    with pytest.warns(UserWarning, match="left the model as it was: the forward that computes its product does more"):
+    with pytest.warns(UserWarning, match="did not change the model: the forward that computes its product does more"):
         memopt.patch(model)
     assert "loss" in str(memopt.summary(model))
     assert "1 chunked" not in str(memopt.summary(model))
@@ -266,7 +266,7 @@ class _Needs(Body):
 def test_inputs_that_are_missing_are_said_and_may_be_given() -> None:
     with pytest.warns(
         UserWarning,
-        match=r"knows little of this model: .*with guessed token ids: .*bias has the wrong width.*Pass inputs=",
+        match=r"could observe little of this model: .*with guessed token ids: .*bias has the wrong width.*Pass inputs=",
     ):
         memopt.patch(_Needs())
     given = memopt.patch(_Needs(), inputs={"idx": batch()[0], "bias": torch.zeros(WIDTH)})

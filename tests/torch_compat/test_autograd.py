@@ -71,10 +71,11 @@ def test_the_node_whose_backward_runs_is_known() -> None:
 
 
 def test_the_frame_of_a_module_call_is_told_from_others() -> None:
-    frames = []
+    frames, running = [], []
 
     class Module(nn.Module):
         def forward(self) -> None:
+            running.extend(torch_compat.modules_that_run())
             frame: Any = sys._getframe()
             while frame is not None:
                 frames.append((torch_compat.is_module_call(frame), frame.f_locals.get("self")))
@@ -83,6 +84,15 @@ def test_the_frame_of_a_module_call_is_told_from_others() -> None:
     module = Module()
     module()
     assert [held for is_call, held in frames if is_call] == [module]
+    assert running == [module]
+
+
+def test_the_modules_that_run_are_named_from_the_inside() -> None:
+    running: list[nn.Module] = []
+    outer = nn.Sequential(nn.ReLU())
+    outer[0].register_forward_hook(lambda *_: running.extend(torch_compat.modules_that_run()))
+    outer(leaf())
+    assert running == [outer[0], outer]
 
 
 def test_functions_of_autograd_are_numbered_and_show_their_tensors_too() -> None:
@@ -161,12 +171,14 @@ def test_whether_fsdp_leaves_parameters_gathered() -> None:
             sharded = fully_shard(torch.nn.Linear(2, 2), mesh=mesh, reshard_after_forward=reshards)
             hooks = [hook for each in torch_compat.module_hooks(sharded) for hook in each.values()]
             left.append(torch_compat.fsdp_leaves_gathered(sharded, hooks))
+            assert torch_compat.fsdp_takes_back(sharded) is reshards
             assert hooks
             assert not torch_compat.fsdp_leaves_gathered(sharded, [*hooks, print])
     finally:
         torch.distributed.destroy_process_group()
     assert left == [True, False]
     assert not torch_compat.fsdp_leaves_gathered(torch.nn.Linear(2, 2), [])
+    assert not torch_compat.fsdp_takes_back(torch.nn.Linear(2, 2))
 
 
 def test_selective_checkpointing_is_told_from_plain_checkpointing() -> None:

@@ -15,7 +15,7 @@ import transformers
 
 from memopt.kernels.norm import ops as norm_ops
 from memopt.recompute.expression import step
-from memopt.recompute.graph import clone
+from memopt.recompute.steps import clone
 from memopt.saved import handles
 from tests.zoo.build import model_types
 from tests.zoo.coverage_sums import COVERAGE, lost

@@ -121,7 +121,7 @@ def unswap(module: nn.Module) -> None:
         state.undo(module)
 
 
-def steps_aside(*, off: str = "") -> bool:
+def steps_aside(*, off: str = "", without_gradients: bool = True) -> bool:
     """Whether patched modules should run their stock forward: nothing is recorded, or a compiler or transform records.
 
     The compiler's partitioner decides what is saved (`memopt.patches.compiled`); function transforms (`torch.func`),
@@ -129,14 +129,11 @@ def steps_aside(*, off: str = "") -> bool:
 
     Args:
         off: as in `memopt.patches.compiled.is_being_compiled`.
+        without_gradients: whether they should if gradients are off.
     """
-    return not is_grad_enabled() or is_in_transform(off=off)
-
-
-def is_in_transform(*, off: str = "") -> bool:
-    """Whether a compiler or a transform records what runs, as in :func:`steps_aside`."""
     return (
-        (is_compiling() and is_being_compiled(off))
+        (without_gradients and not is_grad_enabled())
+        or (is_compiling() and is_being_compiled(off))
         or interpreter_stack() is not None
         or forward_mode_level() >= 0
         or tracing_state() is not None

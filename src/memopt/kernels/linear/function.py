@@ -96,7 +96,7 @@ def recomputed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Reco
         assert spec.saved is not None
         return fused_linear(differentiate, lambda *_: x, weight, bias, *spec.saved)
     y: Tensor = RecomputedInputFunction.apply(x, weight, bias, spec, dtype)
-    return noted(y, x, weight, bias, spec)
+    return y if followed.products is None else noted(y, x, weight, bias, spec)
 
 
 def fused_linear(
@@ -130,7 +130,7 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     narrow = x.to(autocast_dtype(x))
     y: Tensor = RecomputedInputFunction.apply(narrow, weight, bias, None, None)
-    return noted(y, narrow, weight, bias, None)
+    return y if followed.products is None else noted(y, narrow, weight, bias, None)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ from memopt.patches.loss.source import (
 )
 from memopt.patches.reads import observed_reads
 from memopt.patches.record import warn_once
-from memopt.patches.swap import is_in_transform, is_swapped, replaced_by, swap_forward, swap_state
+from memopt.patches.swap import is_swapped, replaced_by, steps_aside, swap_forward, swap_state
 from memopt.torch_compat import (
     fsdp_leaves_gathered,
     fsdp_takes_back,
@@ -166,7 +166,9 @@ def _forward(stock: Callable[..., Tensor], rewrite: LossRewrite, module: nn.Modu
         return stock(module, *args, **kwargs)
     tensors = tensors_of(module)
     records = is_grad_enabled() and any(t.requires_grad for t in (*args, *tensors) if isinstance(t, Tensor))
-    if is_in_transform(off=_WHOLE) or not (records or (_is_large(rewrite, x) and _may_wait(rewrite, module, x))):
+    if steps_aside(off=_WHOLE, without_gradients=False):
+        return stock(module, *args, **kwargs)
+    if not (records or (_is_large(rewrite, x) and _may_wait(rewrite, module, x))):
         return stock(module, *args, **kwargs)
     own = [tensor for tensor in module._parameters.values() if tensor is not None]
     transposed = rewrite.transposed if len(own) == len(tensors) else None
