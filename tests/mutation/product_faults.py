@@ -13,6 +13,7 @@ from memopt.kernels.activation import function as activation
 from memopt.kernels.gated_mlp import function as gated
 from memopt.kernels.linear import function as linear
 from memopt.kernels.linear.weighted import WeightedFunction
+from memopt.kernels.replay.call import ReplayedCallFunction
 from memopt.patches.activation import module as activation_module
 from memopt.patches.linear import module as linear_module
 from tests.mutation.acting import (
@@ -311,3 +312,30 @@ def _(site: Site) -> Any:
         return *found[:2], found[2] / ctx.saved_tensors[0].reshape(-1, *[1] * (found[2].dim() - 1)), *found[3:]
 
     return gradients_changed(site, WeightedFunction, change)
+
+
+# --- functions that run again ---------------------------------------------------------------------------------------
+
+
+def _arguments(site: Site, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """The gradient of the first argument x of functions is change(dx)."""
+    return gradients_changed(
+        site,
+        ReplayedCallFunction,
+        lambda ctx, found: (*found[:3], None if found[3] is None else change(found[3]), *found[4:]),
+    )
+
+
+@in_modules("functions", "the gradient of an argument is scaled", "mamba2", sized=True)
+def _(site: Site, size: float) -> Any:
+    return _arguments(site, lambda dx: dx * (1 + size))
+
+
+@in_modules("functions", "the gradient of an argument is that of another token", "mamba2")
+def _(site: Site) -> Any:
+    return _arguments(site, lambda dx: dx.roll(1, 1))
+
+
+@in_modules("functions", "no gradient of an argument", "mamba2")
+def _(site: Site) -> Any:
+    return _arguments(site, lambda dx: None)
