@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,16 +40,10 @@ def _form(value: Any) -> Hashable:
     raise NotPureError(f"it takes a {type(value).__name__}")
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What a pure function returns."""
+def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Of each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it has a gradient.
 
-    differentiable: tuple[bool, ...]
-    """Of each tensor in it, in the order of `torch.utils._pytree.tree_leaves`."""
-
-
-def outputs_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
-    """What ``function(*args, **kwargs)`` returns, found by a call on meta tensors like those given.
+    Found by a call on meta tensors like those given.
 
     The function draws no random numbers, changes none of its arguments and returns new tensors. State that it keeps
     elsewhere (globals, closures) is not seen.
@@ -63,7 +56,7 @@ def outputs_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         given, named = _on_meta(tuple(args), copies), {name: _on_meta(value, copies) for name, value in kwargs.items()}
         versions = [copy._version for copy in copies.values()]
         try:
-            with torch.enable_grad(), _Random() as random:
+            with torch.enable_grad(), RandomDraws() as random:
                 returned = tree_leaves(function(*given, **named))
         except Exception as error:
             raise NotPureError(f"it does not run without values ({type(error).__name__})") from error
@@ -71,10 +64,10 @@ def outputs_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             raise NotPureError("it draws random numbers")
         if versions != [copy._version for copy in copies.values()]:
             raise NotPureError("it changes its arguments")
-        return Outputs(tuple(_differentiable(returned, copies)))
+        return tuple(_of_new(returned, copies))
 
 
-def _differentiable(returned: Sequence[Any], given: Mapping[int, Tensor]) -> list[bool]:
+def _of_new(returned: Sequence[Any], given: Mapping[int, Tensor]) -> list[bool]:
     tensors = [each for each in returned if isinstance(each, Tensor)]
     storages = {storage_id(each.untyped_storage()) for each in (*tensors, *given.values())}
     if len(storages) < len(tensors) + len({storage_id(each.untyped_storage()) for each in given.values()}):
@@ -99,8 +92,8 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Random(TorchDispatchMode):
-    """Whether any operation draws random numbers."""
+class RandomDraws(TorchDispatchMode):
+    """`found`: whether an operation inside draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -8,13 +8,13 @@ price is its forward once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
+from memopt.kernels.replay.function import gradients_again
 from memopt.torch_compat import tree_map
 
 #: run(tensors) -> what the function returns: tensors and plain values, in tuples and lists.
@@ -80,28 +80,11 @@ class ReplayedCallFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        needs = ctx.needs_input_grad[3:]
-        saved = ctx.saved_tensors
-        given = [each for each in gradients if each is not None]
-        if not given:
-            return (None,) * (3 + len(needs))
-        if is_batched(given):
-            # A transform refuses new leaves, and holds for the thread that entered it.
-            with ThreadPoolExecutor(1) as outside:
-                leaves, outputs = outside.submit(_run_again, ctx, saved).result()
-        else:
-            leaves, outputs = _run_again(ctx, saved)
-        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-        reached = [output for output, dy in zip(outputs, gradients, strict=True) if dy is not None]
-        found = iter(torch.autograd.grad(reached, wanted, given, allow_unused=True))
-        return None, None, None, *(next(found) if need else None for need in needs)
 
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            outputs: list[Tensor] = []
+            with autocast_as(ctx.autocast, tensors[0]):
+                _without_tensors(ctx.run(tensors), outputs)
+            return outputs
 
-def _run_again(ctx: Any, saved: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves with the values of `saved`, and the tensors that the function makes of them."""
-    needs = ctx.needs_input_grad[3:]
-    leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
-    outputs: list[Tensor] = []
-    with torch.enable_grad(), autocast_as(ctx.autocast, leaves[0]):
-        _without_tensors(ctx.run(leaves), outputs)
-    return leaves, outputs
+        return None, None, None, *gradients_again(run, ctx.saved_tensors, ctx.needs_input_grad[3:], gradients)

@@ -54,25 +54,43 @@ class ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        needs = ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors
-        if is_batched((dy,)):
-            # A transform refuses new leaves and random numbers, and holds for the thread that entered it.
-            with ThreadPoolExecutor(1) as outside:
-                tensors, y = outside.submit(_run_again, ctx, saved).result()
-        else:
-            tensors, y = _run_again(ctx, saved)
-        wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
-        return None, None, *(next(found) if need else None for need in needs)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [ctx.recomputed.function(*tensors)]
+
+        return None, None, *gradients_again(run, ctx.saved_tensors, ctx.needs_input_grad[2:], [dy])
 
 
-def _run_again(ctx: Any, saved: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Leaves with the values of `saved`, and what the module makes of them."""
-    needs = ctx.needs_input_grad[2:]
-    tensors = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
-    with torch.enable_grad():
-        return tensors, ctx.recomputed.function(*tensors)
+def gradients_again(
+    run: Callable[[Sequence[Tensor]], list[Tensor]],
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of `saved` that are needed, by running ``run(saved)`` again.
+
+    Args:
+        gradients: of each tensor that `run` returns; None where there is none.
+    """
+    given = [each for each in gradients if each is not None]
+    if not given:
+        return [None] * len(needs)
+
+    def again() -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs, strict=True)]
+        with torch.enable_grad():
+            return leaves, run(leaves)
+
+    if is_batched(given):
+        # A transform refuses new leaves and random numbers, and holds for the thread that entered it.
+        with ThreadPoolExecutor(1) as outside:
+            leaves, outputs = outside.submit(again).result()
+    else:
+        leaves, outputs = again()
+    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+    reached = [output for output, dy in zip(outputs, gradients, strict=True) if dy is not None]
+    found = iter(torch.autograd.grad(reached, wanted, given, allow_unused=True))
+    return [next(found) if need else None for need in needs]
 
 
 def _value(run: Replay, count: int, autocast: torch.dtype | None, *tensors: Tensor) -> Tensor:

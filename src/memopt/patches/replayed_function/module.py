@@ -7,6 +7,7 @@ which a kernel of another package is installed: a kernel saves little more than 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch import nn
 
 from memopt.kernels.replay.call import replayed_call
 from memopt.patches.swap import steps_aside
-from memopt.recompute.pure import NotPureError, Outputs, form_of, outputs_of
+from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.walk.models.plain import is_kernel
 
 #: (name of a Python module, name of a function in it)
@@ -33,8 +34,8 @@ class ReplayedFunctions:
 
     def __init__(self, names: Sequence[Name]) -> None:
         self.names = tuple(names)
-        self._known: dict[Hashable, Outputs | None] = {}
-        """Of a function and the form of a call: what it returns; None where it is not pure."""
+        self._known: dict[Hashable, tuple[bool, ...]] = {}
+        """Function and form of a call -> of each tensor that it returns, whether it has a gradient; () if not pure."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplayedFunctions, (self.names,)
@@ -44,29 +45,21 @@ class ReplayedFunctions:
 
     def call(self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``function(*args, **kwargs)``, run again in backward where that is the same."""
-        outputs = None if is_kernel(function) else self._outputs(name, function, args, kwargs)
-        if outputs is None:
-            return function(*args, **kwargs)
-        return replayed_call(function, args, kwargs, outputs.differentiable)
+        known = () if is_kernel(function) else self._proved(name, function, args, kwargs)
+        return replayed_call(function, args, kwargs, known) if any(known) else function(*args, **kwargs)
 
-    def _outputs(
+    def _proved(
         self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Outputs | None:
+    ) -> tuple[bool, ...]:
         try:
             form = name, function, form_of(args, kwargs)
         except NotPureError:
-            return None
+            return ()
         if form not in self._known:
-            self._known[form] = _proved(function, args, kwargs)
+            self._known[form] = ()
+            with contextlib.suppress(NotPureError):
+                self._known[form] = differentiable(function, args, kwargs)
         return self._known[form]
-
-
-def _proved(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs | None:
-    try:
-        outputs = outputs_of(function, args, kwargs)
-    except NotPureError:
-        return None
-    return outputs if any(outputs.differentiable) else None
 
 
 class _Thread(threading.local):

@@ -35,8 +35,8 @@ class ReplayedFunctionPatch(Patch):
             return LEFT, f"{site.called} saves more than its arguments; not rewritten by this recipe"
         if not plan.recipe.selects(site.name):
             return LEFT, EXCLUDED
-        if not site.name or any(block.startswith(f"{site.name}.") for block in plan.sites.blocks):
-            return LEFT, "called by what surrounds the blocks"
+        if plan.sites.surrounds_blocks(site.name):
+            return LEFT, "called outside the blocks"
         return "recompute", f"{site.called}: keeps its arguments and runs again, where no kernel is installed for it"
 
     def scope(self, plan: PlanView) -> InScopes:

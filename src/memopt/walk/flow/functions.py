@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from memopt.recompute.pure import NotPureError, form_of, outputs_of
+from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.saved.observer import Save
 from memopt.torch_compat import tree_leaves
 from memopt.walk.aten.parameters import storage_key
-from memopt.walk.models.plain import homes
+from memopt.walk.models.plain import exchanged, homes
 from memopt.walk.sites import FunctionSite
 
 #: (name of a Python module, name of a function in it)
@@ -49,26 +49,21 @@ class FunctionCalls:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        exchanged = [
-            (vars(home), name, value)
+        recorded = [
+            (home, name, self._recorded((home.__name__, name), value))
             for home in self._homes
-            for name, value in list(vars(home).items())
+            for name, value in vars(home).items()
             if isinstance(value, FunctionType)
         ]
-        for names, name, value in exchanged:
-            names[name] = self._recorded((str(names["__name__"]), name), value)
-        try:
+        with exchanged(recorded):
             yield
-        finally:
-            for names, name, value in exchanged:
-                names[name] = value
 
     def _recorded(self, name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = self._called()
             returned = function(*args, **kwargs)
-            if any(isinstance(each, Tensor) and each.requires_grad for each in (*args, *kwargs.values())):
+            if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((args, kwargs))):
                 self._calls.append(
                     _FunctionCall(self._here(), name, function, args, kwargs, returned, begun, self._called())
                 )
@@ -120,6 +115,6 @@ def _storages(values: Any, parameters: Collection[int | None]) -> dict[int | Non
 def _is_pure(call: _FunctionCall) -> bool:
     try:
         form_of(call.args, call.kwargs)
-        return any(outputs_of(call.function, call.args, call.kwargs).differentiable)
+        return any(differentiable(call.function, call.args, call.kwargs))
     except NotPureError:
         return False

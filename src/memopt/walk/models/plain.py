@@ -6,9 +6,10 @@ A kernel runs on a GPU alone: neither on meta tensors, by which a model is walke
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -23,19 +24,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 def plain_functions(model: nn.Module, instead: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
     """Inside, the classes of `model` and of its twins call plain functions in the place of kernels.
 
-    The names in the modules of their code are exchanged, for the whole process.
-
     Args:
         instead: kernel -> what is called in the place of its plain function, where its package is installed.
     """
-    exchanged = [(vars(home), *found) for home in homes(model) for found in _kernels(home)]
-    for names, name, value, kernel, package in exchanged:
-        other = (instead or {}).get(kernel) if package else None
-        names[name] = _wrapper(value).__wrapped__ if other is None else other
+    others: list[tuple[ModuleType, str, Any]] = []
+    for home in homes(model):
+        for name, value, kernel, package in _kernels(home):
+            other = (instead or {}).get(kernel) if package else None
+            others.append((home, name, _wrapper(value).__wrapped__ if other is None else other))
+    with exchanged(others):
+        yield
+
+
+@contextlib.contextmanager
+def exchanged(others: Sequence[tuple[ModuleType, str, Any]]) -> Iterator[None]:
+    """Inside, names in Python modules stand for other things, for the whole process."""
+    before = [(vars(home), name, vars(home)[name]) for home, name, _ in others]
+    for home, name, value in others:
+        vars(home)[name] = value
     try:
         yield
     finally:
-        for names, name, value, *_ in exchanged:
+        for names, name, value in before:
             names[name] = value
 
 
@@ -60,6 +70,7 @@ def _kernels(home: ModuleType) -> Iterator[tuple[str, Any, str, str]]:
             yield name, value, kernel, str(known.get("package", "")) if known.get("is_new_implementation") else ""
 
 
+@functools.lru_cache(maxsize=256)
 def is_kernel(value: Any) -> bool:
     """Whether `value` calls a kernel, or what stands for one where a step is traced, and not a plain function."""
     wrapper = _wrapper(value)

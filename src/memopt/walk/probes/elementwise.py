@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.recompute.pure import RandomDraws
 from memopt.torch_compat import TorchDispatchMode, operator_name
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.aten.precision import Float64Mode
@@ -146,12 +147,11 @@ def replays(copy: Isolated, *inputs: Tensor) -> bool:
     """Whether a recompute in backward gives what the forward gave. Leaves `copy` in train mode."""
     y = copy.run(inputs[0], None, *inputs[1:])
     copy.module.train()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), _Recorded() as mode:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), Float64Mode(), RandomDraws() as random:
         given = [tensor.clone() for tensor in inputs]
         outputs = [copy.module.forward(*given) for _ in range(2)]
     unchanged = all(torch.equal(one, other) for one, other in zip(given, inputs, strict=True))
-    random = any(torch.Tag.nondeterministic_seeded in operation.tags for operation in mode.operations)
-    return unchanged and all(torch.equal(output, y) for output in outputs) and not random
+    return unchanged and all(torch.equal(output, y) for output in outputs) and not random.found
 
 
 def _is_affine(x: Tensor, y: Tensor) -> bool:
