@@ -294,6 +294,10 @@ class Sites:
         """The sites of a kind that a patch brings."""
         return tuple(site for site in self.brought if isinstance(site, kind))
 
+    def surrounds_blocks(self, name: str) -> bool:
+        """Whether the module `name` is the model itself, or one that blocks are in."""
+        return not name or any(block.startswith(f"{name}.") for block in self.blocks)
+
     @property
     def loss_head(self) -> LossHead | None:
         """The main one of those whose loss is computed over a vocabulary."""

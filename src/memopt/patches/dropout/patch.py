@@ -44,7 +44,7 @@ class DropoutPatch(Patch, Reports):
         if site.is_module:
             return "seed", "keeps the seed of its mask"
         # A mode outside the blocks would see every function of the model because of one dropout.
-        if not site.name or any(block.startswith(f"{site.name}.") for block in plan.sites.blocks):
+        if plan.sites.surrounds_blocks(site.name):
             return LEFT, "a function in the forward of this module keeps its mask"
         return "seed", "a function in the forward of this module keeps the seed of its mask"
 

@@ -36,7 +36,7 @@ class SoftmaxPatch(Patch):
         if not plan.recipe.selects(site):
             return LEFT, EXCLUDED
         # A mode outside the blocks would see every function of the model because of one softmax.
-        if not site or any(block.startswith(f"{site}.") for block in plan.sites.blocks):
+        if plan.sites.surrounds_blocks(site):
             return LEFT, "called outside the blocks"
         return "recompute", "its output is recomputed from queries and keys, which their product saves anyway"
 

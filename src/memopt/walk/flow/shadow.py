@@ -317,16 +317,13 @@ class ShadowMode(TorchDispatchMode):
         lowest, highest = int(ids.amin()), int(ids.amax())
         start, end = max(0, bisect_right(self._bases, lowest) - 1), bisect_right(self._bases, highest)
         among = self._by_base[start:end]
-        if len(among) > 1:
-            # Which of the ranges each id is in, all at once: a hidden state may have channels of every norm.
-            ids = ids.flatten()
-            place = (torch.bucketize(ids, torch.tensor(self._bases[start:end]), right=True) - 1).clamp_(min=0)
-            firsts, lasts = torch.tensor([(each.base, each.base + each.width - 1) for each in among]).unbind(1)
-            inside = (ids >= firsts[place]) & (ids <= lasts[place])
-            found = set(place[inside].bincount(minlength=len(among)).nonzero().flatten().tolist())
-            yield from (record for number, record in enumerate(among) if number in found)
-        elif among and bool(((ids >= among[0].base) & (ids < among[0].base + among[0].width)).any()):
-            yield among[0]
+        if not among:
+            return
+        # All ranges at once: a hidden state may have channels of every norm.
+        firsts, ends = torch.tensor([(each.base, each.base + each.width) for each in among]).unbind(1)
+        place = (torch.bucketize(ids, firsts.contiguous(), right=True) - 1).clamp_(min=0)
+        inside = place[(ids >= firsts[place]) & (ids < ends[place])]
+        yield from (among[number] for number in inside.bincount().nonzero().flatten().tolist())
 
     def _escape(self, shadow: Shadow, what: str, operation: str, module: str, auxiliary: bool = False) -> None:
         for record in self.owners(shadow.ids):
