@@ -18,6 +18,7 @@ from memopt.patches.swap import is_swapped, swap_state
 from memopt.torch_compat import TorchDispatchMode
 from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
+from tests.support.expert_models import IDS, assert_same, gradients
 from tests.support.versions import needs
 
 SIZES = {
@@ -31,7 +32,6 @@ FAMILIES = {
 }
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-IDS = torch.arange(40).reshape(2, 20) * 7 % 61 + 3
 
 
 def base(family="Mixtral", implementation="eager", dtype=torch.float64):
@@ -59,19 +59,6 @@ def adapted(model, *, fp32=False, name=None):
 def stock_and_patched(family="Mixtral", implementation="eager", dtype=torch.float64, **options):
     stock = adapted(base(family, implementation, dtype), **options)
     return stock, memopt.patch(copy.deepcopy(stock))
-
-
-def gradients(model):
-    model.zero_grad()
-    with precise(next(model.parameters()).dtype):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(ours, stock, tolerance=1e-10):
-    assert ours.keys() == stock.keys()
-    for name, expected in stock.items():
-        assert (ours[name] - expected).norm() <= tolerance * expected.norm(), name
 
 
 def saved(model):

@@ -17,6 +17,8 @@ from memopt.patches.linear import weighted
 from memopt.torch_compat import TorchDispatchMode, storage_id, tree_leaves
 from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
+from tests.support import expert_models
+from tests.support.expert_models import IDS, gradients
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
@@ -35,7 +37,6 @@ FAMILIES = {
 }  # fmt: skip
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 ROUTERS = ("mlp.gate.weight", "mlp.router", "shared_expert_gate")
-IDS = torch.arange(40).reshape(2, 20) * 7 % 61 + 3
 
 
 def base(family="Qwen3Moe", implementation="eager", dtype=torch.float64, **sizes):
@@ -77,18 +78,9 @@ def lora(model):
 WAYS = {"full": full, "frozen experts": frozen_experts, "LoRA": lora}
 
 
-def gradients(model, ids=IDS):
-    model.zero_grad()
-    with precise(next(model.parameters()).dtype):
-        model(input_ids=ids, labels=ids).loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_same(ours, stock, tolerance=1e-11):
-    assert ours.keys() == stock.keys()
     assert any(part in name for name in ours for part in ROUTERS)
-    for name, expected in stock.items():
-        assert (ours[name].double() - expected).norm() <= tolerance * expected.norm(), name
+    expert_models.assert_same(ours, stock, tolerance)
 
 
 @pytest.fixture

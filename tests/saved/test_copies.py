@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.saved import RecomputeScope
 from memopt.trace.account import live_bytes
+from tests.saved.builders import WritesIntoWhatItKept
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 8
 WIDTH = HEADS * HEAD_DIM
@@ -120,18 +121,6 @@ def test_a_tensor_that_was_changed_behind_autograds_back_before_its_clone(copied
         return (copied(x) @ w).sin().sum()
 
     assert _agrees(run, leaves)
-
-
-class WritesIntoWhatItKept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return dy * x.cos_()
 
 
 def test_a_clone_that_a_function_may_write_into_is_its_own() -> None:

@@ -19,6 +19,7 @@ from memopt.kernels.norm.reference import NormSpec
 from memopt.saved import RecomputeScope
 from memopt.saved.handles import Handle
 from memopt.trace.account import live_bytes
+from tests.saved.builders import WritesIntoWhatItKept
 
 BATCH, TOKENS, HEADS, GROUPS, HEAD_DIM = 2, 5, 4, 2, 8
 ANGLES = torch.outer(torch.arange(TOKENS), torch.logspace(0, -2, HEAD_DIM // 2)).float()
@@ -392,18 +393,6 @@ def test_checkpointing_gives_each_of_its_tensors_back_once(inside: str, use_reen
     one, other = gradients(scoped=False), gradients(scoped=True)
     assert len(one) == len(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class WritesIntoWhatItKept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return dy * x.cos_()
 
 
 @pytest.mark.parametrize("affine", [False, True])

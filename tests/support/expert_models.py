@@ -1,0 +1,23 @@
+"""What tests of small models with experts share: their tokens, gradients of a step, and how these are compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from memopt.walk.aten.precision import precise
+
+IDS = torch.arange(40).reshape(2, 20) * 7 % 61 + 3
+
+
+def gradients(model: nn.Module, ids: Tensor = IDS) -> dict[str, Tensor]:
+    model.zero_grad()
+    with precise(next(model.parameters()).dtype):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        assert (ours[name].double() - expected).norm() <= tolerance * expected.norm(), name
