@@ -48,8 +48,19 @@ def drawing(x: Tensor) -> Tensor:
 
 
 def writing(x: Tensor, state: Tensor) -> Tensor:
+    """The second time, its state is another one."""
     state.add_(x.detach())
-    return x.exp().sin().exp() * 2
+    return (x.exp().sin().exp() * state).tanh().exp()
+
+
+def writing_into_long(x: Tensor, state: Tensor, length: int) -> Tensor:
+    """What it changes depends on a number, whose value is no part of the form of a call."""
+    return writing(x, state) if length > 4 else x.exp().sin().exp().tanh().exp()
+
+
+def with_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Autocast computes its product in 16 bits."""
+    return (x.exp().sin() @ weight).tanh().exp().sin().tanh()
 
 
 def passing_on(x: Tensor) -> Tensor:
@@ -65,7 +76,7 @@ def reading_values(x: Tensor) -> Tensor:
     return x.exp().sin().exp() * (2 if x.sum().item() > 0 else 3)
 
 
-PURE = ("scan", "of_several")
+PURE = ("scan", "of_several", "with_product")
 IMPURE = ("drawing", "writing", "passing_on", "of_a_module", "reading_values")
 
 
@@ -87,6 +98,8 @@ class Caller(nn.Module):
         if self.function == "of_several":
             _, other = of_several((hidden, hidden * self.decay), 1.5)
             return self._last(other)
+        if self.function == "with_product":
+            return self._last(with_product(hidden, torch.outer(self.decay, self.decay)))
         more: dict[str, Any] = {"writing": {"state": torch.zeros_like(x)}, "of_a_module": {"module": self}}
         return self._last(globals()[self.function](hidden, **more.get(self.function, {})) * self.decay)
 
@@ -150,10 +163,11 @@ def test_under_checkpointing_the_gradients_are_the_same(reentrant: bool) -> None
     assert all(map(torch.equal, first, second))
 
 
-def test_under_autocast_it_runs_again_as_it_ran() -> None:
+@pytest.mark.parametrize("function", PURE)
+def test_under_autocast_it_runs_again_as_it_ran(function: str) -> None:
     found = []
     for patched in (False, True):
-        module = caller("scan", patched=patched).float()
+        module = caller(function, patched=patched).float()
         x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(2))
         with torch.autocast("cpu", torch.bfloat16):
             y = module(x)
@@ -214,6 +228,14 @@ def test_an_argument_that_is_changed_before_backward_is_an_error() -> None:
         module.decay.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_function_that_changes_an_argument_in_some_calls_only_is_an_error_there() -> None:
+    functions, x = ReplayedFunctions([]), torch.randn(3, WIDTH, requires_grad=True)
+    state = torch.ones(3, WIDTH)
+    functions.call(writing_into_long, (x, state, 3), {}).sum().backward()
+    with pytest.raises(RuntimeError, match=r"changed its arguments.*functions.method=none"):
+        functions.call(writing_into_long, (x, state, 9), {})
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.recompute.versions import versions_of
 from memopt.torch_compat import TorchDispatchMode, no_modes, no_torch_function, storage_id, tree_leaves
 
 _COMPARED = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -43,10 +44,8 @@ def _form(value: Any) -> Hashable:
 def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
     """Of each tensor that ``function(*args, **kwargs)`` returns (`tree_leaves`), whether it has a gradient.
 
-    Found by a call on meta tensors like those given.
-
-    The function draws no random numbers, changes none of its arguments and returns new tensors. State that it keeps
-    elsewhere (globals, closures) is not seen.
+    Found by a call on meta tensors like those given: the function draws no random numbers, changes none of its
+    arguments and returns new tensors. State that it keeps elsewhere (globals, closures) is not seen.
 
     Raises:
         NotPureError: one of these does not hold, or the function does not run without values.
@@ -54,7 +53,7 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     with no_modes(), no_torch_function(), saved_tensors_hooks(_itself, _itself):
         copies: dict[int, Tensor] = {}
         given, named = _on_meta(tuple(args), copies), {name: _on_meta(value, copies) for name, value in kwargs.items()}
-        versions = [copy._version for copy in copies.values()]
+        versions = versions_of([*copies.values()])
         try:
             with torch.enable_grad(), RandomDraws() as random:
                 returned = tree_leaves(function(*given, **named))
@@ -62,7 +61,7 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             raise NotPureError(f"it does not run without values ({type(error).__name__})") from error
         if random.found:
             raise NotPureError("it draws random numbers")
-        if versions != [copy._version for copy in copies.values()]:
+        if versions != versions_of([*copies.values()]):
             raise NotPureError("it changes its arguments")
         return tuple(_of_new(returned, copies))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.replay.function import gradients_again
+from memopt.recompute.versions import versions_of
 from memopt.torch_compat import tree_map
 
 #: run(tensors) -> what the function returns: tensors and plain values, in tuples and lists.
@@ -29,6 +30,9 @@ def replayed_call(
     Args:
         function: pure (`memopt.recompute.pure`).
         differentiable: of each tensor that it returns, in order, whether it has a gradient.
+
+    Raises:
+        RuntimeError: `function` changed an argument in place.
     """
     tensors: list[Tensor] = []
     template = _without_tensors((tuple(args), dict(kwargs)), tensors)
@@ -67,12 +71,15 @@ class ReplayedCallFunction(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, differentiable: tuple[bool, ...], returned: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        # Before it runs: an argument that it changed would then be an error in backward.
         ctx.save_for_backward(*tensors)
         ctx.run, ctx.autocast = run, autocast_dtype(tensors[0])
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
+        before = versions_of(tensors)
         returned.append(_without_tensors(run(tensors), outputs))
+        if versions_of(tensors) != before:  # autograd saves them as they are now
+            why = "A function of the model's code changed its arguments in place: it cannot run again in backward."
+            raise RuntimeError(f"{why} Patch the model with functions.method=none.")
         constants = (each for each, known in zip(outputs, differentiable, strict=True) if not known)
         ctx.mark_non_differentiable(*constants)
         return tuple(outputs)

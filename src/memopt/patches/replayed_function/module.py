@@ -11,9 +11,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -30,8 +29,6 @@ Name = tuple[str, str]
 class ReplayedFunctions:
     """The context around calls of one module. A copy of the module proves anew."""
 
-    __slots__ = ("_known", "names")
-
     def __init__(self, names: Sequence[Name]) -> None:
         self.names = tuple(names)
         self._known: dict[Hashable, tuple[bool, ...]] = {}
@@ -41,18 +38,16 @@ class ReplayedFunctions:
         return ReplayedFunctions, (self.names,)
 
     def __call__(self, module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
-        return nullcontext() if steps_aside() else _Inside(self)
+        return nullcontext() if steps_aside() else _inside(self)
 
-    def call(self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``function(*args, **kwargs)``, run again in backward where that is the same."""
-        known = () if is_kernel(function) else self._proved(name, function, args, kwargs)
+        known = () if is_kernel(function) else self._proved(function, args, kwargs)
         return replayed_call(function, args, kwargs, known) if any(known) else function(*args, **kwargs)
 
-    def _proved(
-        self, name: Name, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[bool, ...]:
+    def _proved(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
         try:
-            form = name, function, form_of(args, kwargs)
+            form = function, form_of(args, kwargs)
         except NotPureError:
             return ()
         if form not in self._known:
@@ -72,20 +67,18 @@ _lock = threading.Lock()
 _exchanged: dict[Name, tuple[Any, Any, int]] = {}
 
 
-class _Inside:
-    def __init__(self, functions: ReplayedFunctions) -> None:
-        self._functions, self._outer = functions, _thread.functions
-
-    def __enter__(self) -> None:
-        _thread.functions = self._functions
+@contextlib.contextmanager
+def _inside(functions: ReplayedFunctions) -> Iterator[None]:
+    outer, _thread.functions = _thread.functions, functions
+    with _lock:
+        for name in functions.names:
+            _exchange(name)
+    try:
+        yield
+    finally:
+        _thread.functions = outer
         with _lock:
-            for name in self._functions.names:
-                _exchange(name)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _thread.functions = self._outer
-        with _lock:
-            for name in self._functions.names:
+            for name in functions.names:
                 _give_back(name)
 
 
@@ -115,6 +108,6 @@ def _looking(name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
         inside = _thread.functions
         if inside is None or name not in inside.names or steps_aside():
             return function(*args, **kwargs)
-        return inside.call(name, function, args, kwargs)
+        return inside.call(function, args, kwargs)
 
     return call

@@ -113,8 +113,7 @@ def _storages(values: Any, parameters: Collection[int | None]) -> dict[int | Non
 
 
 def _is_pure(call: _FunctionCall) -> bool:
-    try:
+    with contextlib.suppress(NotPureError):
         form_of(call.args, call.kwargs)
         return any(differentiable(call.function, call.args, call.kwargs))
-    except NotPureError:
-        return False
+    return False
