@@ -38,7 +38,7 @@ _EXPERTS = {
 #: Model types of the clean runs, beside those of `tests.factories`: experts, and small forms of their default configs.
 _TYPES = (
     "olmoe", "granitemoe", "gpt_oss", "qwen2", "gemma", "olmo2", "cohere", "gpt_neox", "falcon", "bloom", "starcoder2",
-    "distilbert", "electra", "deberta-v2", "bart", "mamba2",
+    "distilbert", "electra", "deberta-v2", "bart",
 )  # fmt: skip
 ARCHITECTURES = (*NAMES, *_EXPERTS, *_TYPES)
 KINDS = ("random", "outliers")

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import memopt
 from memopt.patches.functions import patch_functions
 from memopt.patches.replayed_function.module import ReplayedFunctions
+from memopt.patches.replayed_function.patch import ReplayedFunctionPatch
 from memopt.plan.recipe import load_recipe
 from memopt.trace.account import account
-from memopt.walk.models.plain import standing_for_kernel
+from memopt.walk.models.plain import STANDS_FOR_KERNEL
 from memopt.walk.observe import walk_model
 
 WIDTH = 6
@@ -211,14 +213,15 @@ def test_copies_and_pickles_of_a_module_save_as_little() -> None:
 
 
 def test_a_kernel_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys.modules[__name__], "scan", standing_for_kernel(lambda *args, **kwargs: stock(*args, **kwargs))
-    )
+    stock = scan
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)
+
+    setattr(kernel, STANDS_FOR_KERNEL, True)
+    monkeypatch.setattr(sys.modules[__name__], "scan", kernel)
     (_, before), (_, after) = (run(caller("scan", patched=patched)) for patched in (False, True))
     assert after == before
-
-
-stock = scan
 
 
 def test_an_argument_that_is_changed_before_backward_is_an_error() -> None:
@@ -298,3 +301,17 @@ def test_models_of_this_kind_keep_less_and_have_the_same_gradients(
     assert kept[1] < share * kept[0]
     assert len(gradients[0]) > 10
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_verify_allows_a_function_to_free_what_the_stock_model_saves(
+    allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen3_5_text")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    memopt.patch_checkpoint(tmp_path / "model", tmp_path / "out")
+    if not allowed:
+        monkeypatch.setattr(ReplayedFunctionPatch, "frees", lambda self, plan: ())
+    checks = {check.id: check.status for check in memopt.verify(tmp_path / "out", level="memory").checks}
+    assert checks.pop("memory.transient") == ("pass" if allowed else "fail")
+    assert set(checks.values()) == {"pass"}

@@ -95,6 +95,10 @@ class Checks:
         """What its modules save, given the outputs of each module in the stock model."""
         return Saves()
 
+    def frees(self, plan: PlanView) -> Collection[str]:
+        """Modules whose forward frees intermediate results that the stock one saves."""
+        return ()
+
     def checks(self, trial: Trial) -> Iterable[Check]:
         """Checks of the gradient, beside its size and error."""
         return ()

@@ -50,7 +50,7 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     Raises:
         NotPureError: one of these does not hold, or the function does not run without values.
     """
-    with no_modes(), no_torch_function(), saved_tensors_hooks(_itself, _itself):
+    with no_modes(), no_torch_function(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         copies: dict[int, Tensor] = {}
         given, named = _on_meta(tuple(args), copies), {name: _on_meta(value, copies) for name, value in kwargs.items()}
         versions = versions_of([*copies.values()])
@@ -59,10 +59,8 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
                 returned = tree_leaves(function(*given, **named))
         except Exception as error:
             raise NotPureError(f"it does not run without values ({type(error).__name__})") from error
-        if random.found:
-            raise NotPureError("it draws random numbers")
-        if versions != versions_of([*copies.values()]):
-            raise NotPureError("it changes its arguments")
+        if random.found or versions != versions_of([*copies.values()]):
+            raise NotPureError("it draws random numbers or changes its arguments")
         return tuple(_of_new(returned, copies))
 
 
@@ -85,10 +83,6 @@ def _on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
         like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         copies[id(value)] = like.requires_grad_() * 1 if value.requires_grad else like
     return copies[id(value)]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class RandomDraws(TorchDispatchMode):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.walk.models.plain import kernels_of, standing_for_kernel
+from memopt.walk.models.plain import STANDS_FOR_KERNEL, kernels_of
 
 #: The distribution of a package, and the version whose code was read.
 _READ = {"fla": ("flash-linear-attention", "0.6.0")}
@@ -40,7 +40,6 @@ def _new(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return like.new_empty(tuple(shape), dtype=dtype)
 
 
-@standing_for_kernel
 def _delta_rule(
     query: Tensor,
     key: Tensor,
@@ -67,6 +66,8 @@ def _delta_rule(
 
 #: Kernel -> what stands for it while a step is traced.
 STAND_INS: Mapping[str, Callable[..., Any]] = {"chunk_gated_delta_rule": _delta_rule}
+for _function in STAND_INS.values():
+    setattr(_function, STANDS_FOR_KERNEL, True)
 
 
 def notes_of(model: nn.Module) -> list[str]:

@@ -12,12 +12,16 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from memopt.patches.capabilities import Checks
 from memopt.patches.checks import Check, limited
+from memopt.patches.record import record_of
+from memopt.patches.registry import having
 from memopt.torch_compat import storage_id
 from memopt.trace.storages import storages
 from memopt.trace.timeline import Timeline
@@ -50,8 +54,16 @@ class Lived:
     arrays: int
     behind: int
     second: int
-    transient: dict[str, tuple[int, int]]
-    """Module -> the most bytes that its forward allocates and frees at one time, and its largest storage."""
+    transient: dict[str, _Transient]
+    """By module."""
+
+
+class _Transient(NamedTuple):
+    """Bytes of one module's forward: freed again (the most at one time), of its largest storage, and not freed."""
+
+    most: int = 0
+    largest: int = 1
+    kept: int = 0
 
 
 def verify_step(trial: CheckpointTrial) -> list[Check]:
@@ -80,11 +92,12 @@ def _checks(pair: Pair, approximates: Collection[str]) -> Iterator[Check]:
 
 
 def _transient(pair: Pair, stock: Lived, patched: Lived) -> Check:
-    excess = {
-        name: max(0, patched.transient[name][0] - stock.transient.get(name, (0, 0))[0]) / patched.transient[name][1]
-        for name, _ in pair.swapped
-        if name in patched.transient
-    }
+    record, excess = record_of(pair.patched), {}
+    frees = {name for patch in having(Checks) for name in (patch.frees(record.plan) if record is not None else ())}
+    for name in (name for name, _ in pair.swapped if name in patched.transient):
+        found, before = patched.transient[name], stock.transient.get(name, _Transient())
+        allowed = before.most + max(0, before.kept - found.kept) * (name in frees)
+        excess[name] = max(0, found.most - allowed) / found.largest
     worst = max(excess, key=lambda name: excess[name], default="")
     value = excess.get(worst, 0.0)
     subject = (worst or "the model") if value > _TRANSIENT else f"{len(excess)} modules"
@@ -143,14 +156,16 @@ def _peak(timeline: Timeline, until: int) -> int:
     return most
 
 
-def _transients(timeline: Timeline, until: int) -> dict[str, tuple[int, int]]:
-    now, found = Counter[str](), dict[str, tuple[int, int]]()
+def _transients(timeline: Timeline, until: int) -> dict[str, _Transient]:
+    now, found = Counter[str](), dict[str, _Transient]()
     for moment, life in enumerate(timeline.events[:until]):
         born, name = life.born == moment, life.module
-        if 0 <= life.died < until:
+        is_freed = 0 <= life.died < until
+        if is_freed:
             now[name] += life.nbytes if born else -life.nbytes
-        most, largest = found.get(name, (0, 1))
-        found[name] = max(most, now[name]), max(largest, life.nbytes)
+        most, largest, kept = found.get(name, _Transient())
+        kept += 0 if is_freed else life.nbytes
+        found[name] = _Transient(max(most, now[name]), max(largest, life.nbytes), kept)
     return found
 
 

@@ -247,18 +247,16 @@ class LossHead:
     """Why its loss needs, or may have, all logits at once."""
 
 
+#: (name of a Python module, name of a function in it)
+FunctionName = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class FunctionSite:
     """A module whose forward calls pure functions that save more for backward than their arguments."""
 
     name: str
-    functions: tuple[tuple[str, str], ...]
-    """(name of a Python module, name of a function in it)"""
-
-    @property
-    def called(self) -> str:
-        """The names of the functions, for a row."""
-        return ", ".join(name for _, name in self.functions)
+    functions: tuple[FunctionName, ...]
 
 
 @dataclass(frozen=True)

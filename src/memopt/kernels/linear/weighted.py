@@ -72,12 +72,9 @@ followed = _Followed()
 
 
 def noted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, spec: RecomputeSpec | None) -> Tensor:
-    """`y`, which is ``F.linear(x, weight, bias)`` by a function of ours, noted where products are followed.
-
-    Callers that run in every block ask first whether they are: a call costs host time.
-    """
-    if followed.products is not None:
-        followed.products.note(y, Product(x, weight.t(), spec=spec, bias=bias))
+    """`y`, which is ``F.linear(x, weight, bias)``, noted. Callers ask first whether products are followed."""
+    assert followed.products is not None
+    followed.products.note(y, Product(x, weight.t(), spec=spec, bias=bias))
     return y
 
 

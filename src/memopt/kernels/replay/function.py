@@ -54,11 +54,8 @@ class ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [ctx.recomputed.function(*tensors)]
-
-        return None, None, *gradients_again(run, ctx.saved_tensors, ctx.needs_input_grad[2:], [dy])
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        return None, None, *gradients_again(lambda tensors: [ctx.recomputed.function(*tensors)], saved, needs, [dy])
 
 
 def gradients_again(
@@ -67,11 +64,7 @@ def gradients_again(
     needs: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of `saved` that are needed, by running ``run(saved)`` again.
-
-    Args:
-        gradients: of each tensor that `run` returns; None where there is none.
-    """
+    """The gradients of `saved` that are needed, from those of the tensors that ``run(saved)`` returns."""
     given = [each for each in gradients if each is not None]
     if not given:
         return [None] * len(needs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import cast_linear, is_plain, reads_spec, recomputed_linear, saves_a_cast_weight
-from memopt.kernels.linear.weighted import noted
+from memopt.kernels.linear.weighted import followed, noted
 from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
@@ -132,7 +132,8 @@ def _reading(
     if spec is None and not saves_a_cast_weight(x, weight):
         y = stock(module, x)
         # A function mode, which follows products, does not see this one.
-        return noted(y, x, matrix, bias, None) if unseen.depth and is_plain(y) and is_plain(weight) else y
+        is_hidden = unseen.depth and followed.products is not None and is_plain(y) and is_plain(weight)
+        return noted(y, x, matrix, bias, None) if is_hidden else y
     if spec is None:
         return cast_linear(x, matrix, bias)
     fuses = rewrite.fuses and spec.differentiate is not None and not is_watched(module)

@@ -21,15 +21,13 @@ from memopt.kernels.replay.call import replayed_call
 from memopt.patches.swap import steps_aside
 from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.walk.models.plain import is_kernel
-
-#: (name of a Python module, name of a function in it)
-Name = tuple[str, str]
+from memopt.walk.sites import FunctionName
 
 
 class ReplayedFunctions:
     """The context around calls of one module. A copy of the module proves anew."""
 
-    def __init__(self, names: Sequence[Name]) -> None:
+    def __init__(self, names: Sequence[FunctionName]) -> None:
         self.names = tuple(names)
         self._known: dict[Hashable, tuple[bool, ...]] = {}
         """Function and form of a call -> of each tensor that it returns, whether it has a gradient; () if not pure."""
@@ -63,8 +61,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-#: Name -> what stands there now, what stood there before, and how many modules run that need it.
-_exchanged: dict[Name, tuple[Any, Any, int]] = {}
+#: FunctionName -> what stands there now, what stood there before, and how many modules run that need it.
+_exchanged: dict[FunctionName, tuple[Any, Any, int]] = {}
 
 
 @contextlib.contextmanager
@@ -82,7 +80,7 @@ def _inside(functions: ReplayedFunctions) -> Iterator[None]:
                 _give_back(name)
 
 
-def _exchange(name: Name) -> None:
+def _exchange(name: FunctionName) -> None:
     home = vars(sys.modules[name[0]])
     now, before, users = _exchanged.get(name, (None, None, 0))
     if home[name[1]] is not now:
@@ -91,7 +89,7 @@ def _exchange(name: Name) -> None:
     _exchanged[name] = now, before, users + 1
 
 
-def _give_back(name: Name) -> None:
+def _give_back(name: FunctionName) -> None:
     home = vars(sys.modules[name[0]])
     now, before, users = _exchanged.pop(name)
     if users > 1:
@@ -100,7 +98,7 @@ def _give_back(name: Name) -> None:
         home[name[1]] = before
 
 
-def _looking(name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
+def _looking(name: FunctionName, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, called through what the thread is inside of."""
 
     @functools.wraps(function)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.capabilities import Checks
 from memopt.walk.sites import FunctionSite, Sites
 
 
@@ -18,26 +19,32 @@ class ReplayedFunctionRules(Rules):
     """``recompute``: what they save inside is not saved, for their forward once more."""
 
 
-class ReplayedFunctionPatch(Patch):
+class ReplayedFunctionPatch(Patch, Checks):
     """Linear attention, state space models and the like, where no kernel of another package computes them."""
 
     name = "replayed_function"
     after = ("softmax",)
     requires = ("replay",)
-    rows = Rows("function", {"recompute": "run again"}, noun="module's functions", plural="modules' functions")
+    rows = Rows(
+        "function",
+        {"recompute": "run again"},
+        noun="module with replayed functions",
+        plural="modules with replayed functions",
+    )
     rules = ReplayedFunctionRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, FunctionSite]]:
         return ((site.name, site) for site in sites.functions)
 
     def decide(self, site: FunctionSite, plan: PlanView) -> tuple[str, str]:
+        called = ", ".join(name for _, name in site.functions)
         if plan.recipe.rules(ReplayedFunctionRules).is_off:
-            return LEFT, f"{site.called} saves more than its arguments; not rewritten by this recipe"
+            return LEFT, f"{called} saves more than its arguments; not rewritten by this recipe"
         if not plan.recipe.selects(site.name):
             return LEFT, EXCLUDED
         if plan.sites.surrounds_blocks(site.name):
             return LEFT, "called outside the blocks"
-        return "recompute", f"{site.called}: keeps its arguments and runs again, where no kernel is installed for it"
+        return "recompute", f"{called}: keeps its arguments and runs again, where no kernel is installed for it"
 
     def scope(self, plan: PlanView) -> InScopes:
         chosen = plan.chosen("function")
@@ -46,6 +53,9 @@ class ReplayedFunctionPatch(Patch):
         from memopt.patches.replayed_function.module import ReplayedFunctions
 
         return InScopes(modes={site.name: ReplayedFunctions(site.functions) for site in chosen})
+
+    def frees(self, plan: PlanView) -> Collection[str]:
+        return [site.name for site in plan.chosen("function")]
 
     def apply(self, live: Live) -> None:
         from memopt.patches.functions import patch_functions

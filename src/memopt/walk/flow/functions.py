@@ -16,15 +16,12 @@ from memopt.saved.observer import Save
 from memopt.torch_compat import tree_leaves
 from memopt.walk.aten.parameters import storage_key
 from memopt.walk.models.plain import exchanged, homes
-from memopt.walk.sites import FunctionSite
-
-#: (name of a Python module, name of a function in it)
-Name = tuple[str, str]
+from memopt.walk.sites import FunctionName, FunctionSite
 
 
 class _FunctionCall(NamedTuple):
     module: str
-    name: Name
+    name: FunctionName
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -58,7 +55,7 @@ class FunctionCalls:
         with exchanged(recorded):
             yield
 
-    def _recorded(self, name: Name, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, name: FunctionName, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = self._called()
@@ -73,7 +70,7 @@ class FunctionCalls:
 
     def sites(self, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> list[FunctionSite]:
         """The functions that save much, the outermost of nested ones, by the module that calls them."""
-        proved: dict[Name, bool] = {}
+        proved: dict[FunctionName, bool] = {}
         chosen: list[_FunctionCall] = []
         # A function that another one calls ends first.
         for call in reversed(self._calls):
@@ -84,7 +81,7 @@ class FunctionCalls:
                 proved[call.name] = _is_pure(call)
             if proved[call.name]:
                 chosen.append(call)
-        found: dict[str, dict[Name, None]] = {}
+        found: dict[str, dict[FunctionName, None]] = {}
         for call in reversed(chosen):
             found.setdefault(call.module, {})[call.name] = None
         return [FunctionSite(module, tuple(names)) for module, names in found.items()]
@@ -92,17 +89,13 @@ class FunctionCalls:
 
 def _saves_much(call: _FunctionCall, saves: Sequence[tuple[Tensor, Save]], parameters: Collection[int | None]) -> bool:
     """Whether it saves inside half as much as goes in and comes out, beyond what would be kept instead."""
-    first, last = (bisect_left(saves, n + 1, key=_position) for n in (call.begun, call.ended))
+    first, last = (bisect_left(saves, n + 1, key=lambda saved: saved[1].functions_called) for n in call[-2:])
     inside = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor, _ in saves[first:last]}
     given, returned = (_storages(each, parameters) for each in ((call.args, call.kwargs), call.returned))
     known = {*given, *returned, *parameters}
     saved = sum(size for key, size in inside.items() if key not in known)
     kept_instead = sum(size for key, size in given.items() if key not in inside)
     return 2 * (saved - kept_instead) >= sum((given | returned).values()) > 0
-
-
-def _position(saved: tuple[Tensor, Save]) -> int:
-    return saved[1].functions_called
 
 
 def _storages(values: Any, parameters: Collection[int | None]) -> dict[int | None, int]:

@@ -11,13 +11,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 _DECORATORS = "transformers.integrations.hub_kernels"
-_STANDS_FOR_KERNEL = "_memopt_stands_for_kernel"
-F = TypeVar("F", bound=Callable[..., Any])
+#: Attribute of a function that stands for a kernel.
+STANDS_FOR_KERNEL = "_memopt_stands_for_kernel"
 
 
 @contextlib.contextmanager
@@ -75,14 +75,8 @@ def is_kernel(value: Any) -> bool:
     """Whether `value` calls a kernel, or what stands for one where a step is traced, and not a plain function."""
     wrapper = _wrapper(value)
     if wrapper is None:
-        return getattr(value, _STANDS_FOR_KERNEL, False)
+        return getattr(value, STANDS_FOR_KERNEL, False)
     return bool(inspect.getclosurevars(wrapper).nonlocals.get("is_new_implementation"))
-
-
-def standing_for_kernel(function: F) -> F:
-    """Mark a function that stands for a kernel (:func:`is_kernel`)."""
-    setattr(function, _STANDS_FOR_KERNEL, True)
-    return function
 
 
 def _wrapper(value: Any) -> Any:
