@@ -31,6 +31,7 @@ from memopt.torch_compat.autograd import (
     storage_use_count,
     tensor_hooks,
     tensor_hooks_slot,
+    tensor_uses,
     top_saved_tensors_hooks,
     unpack_hooks,
     weak_storage,

@@ -277,6 +277,10 @@ A storage that autograd alone refers to may be replaced by something smaller. Wi
 if not is_found(_ADDRESS):
     storage_use_count = lambda identity: math.inf  # noqa: E731 - the number would be read as an address
 
+_EARLY = "a report may take the gradient of a scan's output for freed too early"
+tensor_uses: Callable[[Tensor], int] = find("torch.Tensor._use_count", lambda tensor: 1, _EARLY)
+"""How many owners a tensor has in C++, the engine that passes a gradient on among them."""
+
 _WEAK, _REVIVE = "torch.multiprocessing.reductions.StorageWeakRef", "torch.UntypedStorage._new_with_weak_ptr"
 _AT_ADDRESS = "a report may miss storages that were allocated where a freed one had been"
 _weak: Any = find(_WEAK, None, _AT_ADDRESS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.torch_compat import FakeTensor, FakeTensorMode, know_values, no_dispatch, run_backward, tree_map
+from memopt.trace.calls import counted_calls
 from memopt.trace.emulate import AnyGroupedProduct, CudaChoices, unpadded_masks
 from memopt.trace.fake import FakeReads, FiniteValues, make_fake
 from memopt.trace.kernels import STAND_INS
-from memopt.trace.timeline import losses_of
+from memopt.trace.timeline import Timeline, losses_of
 from memopt.trace.training import Precision, Training
 from memopt.walk.calls.arguments.request import Size
 from memopt.walk.calls.batch import Batch, placed
@@ -27,7 +28,7 @@ from memopt.walk.flow.watch import autocast_of_meta
 from memopt.walk.models.alike import take_out
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.plain import plain_functions
-from memopt.walk.sites import Sites
+from memopt.walk.sites import FunctionSite, Sites
 
 #: Precision -> (dtype of the weights, dtype of autocast or None).
 DTYPES: dict[Precision, tuple[torch.dtype, torch.dtype | None]] = {
@@ -126,13 +127,16 @@ def _example(of: _Model, size: Training) -> Example:
             targets = training_targets(short, on_meta, run=_run_without_values)
         likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
         # A model may count its blocks, and meta tensors take shapes that others do not.
-        return _that_runs(short, size, likeliest) or _that_runs(model, size) or likeliest
+        those = of.sites.functions
+        return _that_runs(short, size, those, likeliest) or _that_runs(model, size, those) or likeliest
 
 
-def _that_runs(model: PreTrainedModel, size: Training, example: Example | None = None) -> Example | None:
+def _that_runs(
+    model: PreTrainedModel, size: Training, functions: Iterable[FunctionSite], example: Example | None = None
+) -> Example | None:
     """`example`, by default the first, with what the forward of `model` needs; None if it does not run so.
 
-    The tensors of `model` become fake.
+    The tensors of `model` become fake. Of its `functions` one call of each form runs.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(model, fake)
@@ -150,7 +154,7 @@ def _that_runs(model: PreTrainedModel, size: Training, example: Example | None =
 
     if example is None:
         example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
-    if _runs_without_values(model, fake, size, replace(example, is_read=False)):
+    if _runs_without_values(model, fake, size, replace(example, is_read=False), functions):
         return replace(example, is_read=False)
     if not runs(example.inputs):
         return None
@@ -163,9 +167,15 @@ def _reading(fake: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _runs_without_values(model: PreTrainedModel, fake: FakeTensorMode, size: Training, example: Example) -> bool:
+def _runs_without_values(
+    model: PreTrainedModel, fake: FakeTensorMode, size: Training, example: Example, functions: Iterable[FunctionSite]
+) -> bool:
+    timeline = Timeline(model)
     try:
-        with fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices():
+        with (
+            fake, AnyGroupedProduct(), FiniteValues(), unpadded_masks(), CudaChoices(), timeline,
+            counted_calls(functions, True, timeline),
+        ):  # fmt: skip
             run_backward(*losses_of(model(**step_arguments(model, size, example))))
     except Exception:  # with values, too, it may not run; whoever traces it says why
         return False

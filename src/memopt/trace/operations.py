@@ -37,6 +37,10 @@ class Operation:
     copied: int = 0
     """Bytes that go to the memory of the host or come from it."""
 
+    def at(self, moment: int) -> Operation:
+        """The same at another moment."""
+        return Operation(moment, self.flops, self.itemsize, self.nbytes, self.copied)
+
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any, moment: int) -> Operation | None:
     """What one call of an operator costs; None for a view, and for what has no operands."""

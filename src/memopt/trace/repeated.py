@@ -19,8 +19,8 @@ def repeat(events: list[Lifetime], operations: list[Operation], first: Mark, sec
     False, and nothing is put in, where the two are not alike, or where a storage of the first outlives the second.
     """
     one, two = _Piece(events[: second[0]], first[0]), _Piece(events, second[0])
-    costs = [replace(each, moment=each.moment - second[0]) for each in operations[second[1] :]]
-    before = [replace(each, moment=each.moment - first[0]) for each in operations[first[1] : second[1]]]
+    costs = [each.at(each.moment - second[0]) for each in operations[second[1] :]]
+    before = [each.at(each.moment - first[0]) for each in operations[first[1] : second[1]]]
     addresses = [_address(life, two, one) for life, _ in two.events]
     if costs != before or None in addresses or one.tokens() != two.tokens() or any(x.died < 0 for x in one.made):
         return False
@@ -29,7 +29,7 @@ def repeat(events: list[Lifetime], operations: list[Operation], first: Mark, sec
     del events[second[0] :], operations[second[1] :]
     for those in zip(pieces[1:], pieces, strict=False):
         start = len(events)
-        operations += (replace(each, moment=each.moment + start) for each in costs)
+        operations += (each.at(each.moment + start) for each in costs)
         for life, like, term in zip(those[0], two.made, terms, strict=True):
             life.before = like.before if term is None else those[term[0]][term[1]]
         for address, (_, allocated) in zip(addresses, two.events, strict=True):

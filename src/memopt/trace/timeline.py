@@ -23,6 +23,7 @@ from memopt.torch_compat import (
     sequence_number,
     storage_id,
     tree_leaves,
+    weak_storage,
 )
 from memopt.trace.operations import Operation, operation
 from memopt.trace.repeated import repeat
@@ -49,7 +50,7 @@ class Timeline(StorageTracker):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(self._running_module, parameters=[*model.parameters(), *model.buffers()])
+        super().__init__(self.module, parameters=[*model.parameters(), *model.buffers()])
         self.events: list[Lifetime] = []
         """The storage that was allocated or freed, in order."""
         self.operations: list[Operation] = []
@@ -59,8 +60,11 @@ class Timeline(StorageTracker):
         # Of every allocation in a forward: the number of the next node then, and the module.
         self._numbers: list[float] = []
         self._modules: list[str] = []
+        self._silent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._silent:
+            return func(*args, **(kwargs or {}))
         moment = len(self.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         with no_torch_function():
@@ -79,8 +83,63 @@ class Timeline(StorageTracker):
 
     def lives(self, tensor: Tensor | None) -> set[Lifetime]:
         """Lifetimes of the storages behind `tensor`, without those that were allocated before."""
-        found = (self._lives.get(storage_id(storage)) for storage in storages([] if tensor is None else [tensor]))
+        found = (self.life(storage) for storage in storages([] if tensor is None else [tensor]))
         return {life for life in found if life is not None}
+
+    def life(self, storage: torch.UntypedStorage) -> Lifetime | None:
+        """Its lifetime; None if it was allocated before."""
+        return self._lives.get(storage_id(storage))
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is recorded."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, events and operations are recorded in lists of their own; what lives on is forgotten."""
+        before, watched, parameters = (self.events, self.operations), set(self._watched), self._parameters
+        self.events, self.operations, self._parameters = [], [], set(parameters)
+        try:
+            yield
+        finally:
+            ended = [life for moment, life in enumerate(self.events) if life.died == moment]
+            strangers = [life for life in ended if life not in self.events[: life.died]]
+            self.events, self.operations = before
+            self._watched, self._parameters = watched, parameters
+            for life in strangers:  # the garbage collector may free others meanwhile
+                life.died = -1
+                self.end(life)
+
+    def is_parameter(self, storage: torch.UntypedStorage) -> bool:
+        """Whether parameters or buffers of the model lie there."""
+        return storage_id(storage) in self._parameters
+
+    def take_for_parameters(self, tensors: Iterable[Tensor]) -> None:
+        """Let copies of `tensors` be ``of_parameter``."""
+        self._parameters |= {storage_id(storage) for storage in storages(tensors)}
+
+    def add(self, life: Lifetime, storage: torch.UntypedStorage | None = None) -> None:
+        """Count a storage as allocated now: a `storage` whose allocation was not recorded, or none."""
+        life.born = len(self.events)
+        self.events.append(life)
+        if life.birth.module:
+            self._numbers.append(next_sequence_number())
+            self._modules.append(life.module)
+        if storage is not None:
+            self._born[storage_id(storage)] = (weak_storage(storage), life.birth)
+            self._watch(storage, life)
+
+    def end(self, life: Lifetime) -> None:
+        """Count its storage as freed now, whatever becomes of it."""
+        if life.died == -1:
+            node = current_node()
+            life.died, life.died_in = len(self.events), -1 if node is None else sequence_number(node)
+            self.events.append(life)
 
     def _record(self, storage: torch.UntypedStorage, birth: Birth, args: Any) -> None:
         super()._record(storage, birth, args)
@@ -95,15 +154,15 @@ class Timeline(StorageTracker):
         if birth.module:
             self._numbers.append(next_sequence_number())
             self._modules.append(birth.module)
-        self._lives[storage_id(storage)] = life
         self.events.append(life)
+        self._watch(storage, life)
 
+    def _watch(self, storage: torch.UntypedStorage, life: Lifetime) -> None:
         def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            node = current_node()
-            life.died, life.died_in = len(self.events), -1 if node is None else sequence_number(node)
-            self.events.append(life)
             self._watched.discard(reference)
+            self.end(life)
 
+        self._lives[storage_id(storage)] = life
         self._watched.add(weakref.ref(storage, died))
 
     def _module_of(self, number: float) -> str:
@@ -111,7 +170,12 @@ class Timeline(StorageTracker):
         place = bisect_right(self._numbers, number)
         return self._modules[place] if place < len(self._modules) else ""
 
-    def _running_module(self) -> str:
+    def where(self) -> str:
+        """The module that is running, or whose backward is."""
+        node = None if (name := self.module()) else current_node()
+        return name if node is None else self._module_of(sequence_number(node))
+
+    def module(self) -> str:
         """Name of the innermost module that is running; empty if none is, as in backward."""
         frame: Any = sys._getframe(3)
         while frame is not None and frame.f_globals.get("__name__") != _ENGINE_CALLER:
@@ -180,10 +244,12 @@ def record(
     *,
     during_backward: AbstractContextManager[Any] | None = None,
     then: Callable[[], Any] = lambda: None,
+    within: Callable[[Timeline], AbstractContextManager[Any]] = nullcontext,
 ) -> Record:
-    """Every storage of forward, loss, backward and what is to run `then`; other arguments as those of `step`."""
+    """Every storage of forward, loss, backward and what is to run `then`, all `within` a context; other arguments as
+    those of `step`."""
     timeline = Timeline(model)
-    with timeline, counting(timeline), _gradients(model, timeline) as gradients:
+    with timeline, counting(timeline), within(timeline), _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)
         kind_of = _kinds(model, output)

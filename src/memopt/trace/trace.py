@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from memopt.errors import ModelError
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.account import Account, account
+from memopt.trace.calls import counted_calls
 from memopt.trace.estimate import quiet, traced
 from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
 from memopt.trace.quantised import quantisation_state
@@ -53,9 +55,10 @@ def trace(
 
     with traced(of, shrink) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
-        found = record(model.trained, model.run, during_backward=model.choices())
+        calls = partial(counted_calls, of.sites.functions, of.training.cuda_kernels)
+        found = record(model.trained, model.run, during_backward=model.choices(), within=calls)
         events, numbers = step_events(found)
-        operations = tuple(replace(each, moment=bisect_left(numbers, each.moment)) for each in found.operations)
+        operations = tuple(each.at(bisect_left(numbers, each.moment)) for each in found.operations)
         parameters = tuple(parameters_of(model.trained))
         root = next(name for name, module in model.trained.named_modules() if module is model.model)
     for run in runs:

@@ -180,7 +180,7 @@ class _Extension:
 
         def copy(phase: Literal["F", "B"], place: int) -> None:
             for moment, event in self._copied(phase, place):
-                operations.extend(replace(each, moment=len(events)) for each in self._operations[moment])
+                operations.extend(each.at(len(events)) for each in self._operations[moment])
                 events.append(event)
 
         previous: _Segment | None = None
@@ -192,9 +192,9 @@ class _Extension:
                 for place in reversed(range(self._cut, self._cut + self._count)):
                     copy("B", place)
             previous = segment
-            operations.extend(replace(each, moment=len(events)) for each in self._operations[moment])
+            operations.extend(each.at(len(events)) for each in self._operations[moment])
             events += [event] if event.allocated else self._frees(moment, segment)
-        operations.extend(replace(each, moment=len(events)) for each in self._operations[len(self._given)])
+        operations.extend(each.at(len(events)) for each in self._operations[len(self._given)])
         _check_balance(events)
         return tuple(events), tuple(operations)
 
@@ -282,11 +282,10 @@ class _Extension:
             yield moment, Event(storage, event.allocated, event.moment)
 
     def _renamed(self, storage: Storage, by: int) -> Storage:
-        place = self._place(storage.module)
-        if place < 0:
-            return replace(storage)
-        module = storage.module.replace(self._traced[place], self._names[place + by], 1)
-        return replace(storage, module=module)
+        place, module = self._place(storage.module), storage.module
+        if place >= 0:
+            module = module.replace(self._traced[place], self._names[place + by], 1)
+        return Storage(storage.nbytes, storage.part, module, storage.operation, storage.dtype, storage.shape)
 
     def _frees(self, moment: int, segment: _Segment) -> Iterator[Event]:
         """What the free of a traced storage becomes: a neighbour's across the cut is one of a new neighbour."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,36 +24,37 @@ from memopt.recompute.pure import NotPureError, differentiable, form_of
 from memopt.walk.models.plain import is_kernel
 from memopt.walk.sites import FunctionName
 
+#: Function -> form of a call -> of each tensor that it returns, whether it has a gradient; () if it is not pure.
+_proved: WeakKeyDictionary[Callable[..., Any], dict[Hashable, tuple[bool, ...]]] = WeakKeyDictionary()
+
 
 class ReplayedFunctions:
-    """The context around calls of one module. A copy of the module proves anew."""
+    """The context around calls of one module."""
 
     def __init__(self, names: Sequence[FunctionName]) -> None:
         self.names = tuple(names)
-        self._known: dict[Hashable, tuple[bool, ...]] = {}
-        """Function and form of a call -> of each tensor that it returns, whether it has a gradient; () if not pure."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplayedFunctions, (self.names,)
 
     def __call__(self, module: nn.Module, given: Sequence[Any]) -> AbstractContextManager[object]:
         return nullcontext() if steps_aside() else _inside(self)
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``function(*args, **kwargs)``, run again in backward where that is the same."""
-        known = () if is_kernel(function) else self._proved(function, args, kwargs)
+        known = () if is_kernel(function) else _proof(function, args, kwargs)
         return replayed_call(function, args, kwargs, known) if any(known) else function(*args, **kwargs)
 
-    def _proved(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
-        try:
-            form = function, form_of(args, kwargs)
-        except NotPureError:
-            return ()
-        if form not in self._known:
-            self._known[form] = ()
-            with contextlib.suppress(NotPureError):
-                self._known[form] = differentiable(function, args, kwargs)
-        return self._known[form]
+
+def _proof(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+    """What is known of such a call, for all modules that make it: a proof runs the function on meta tensors."""
+    try:
+        form = form_of(args, kwargs)
+    except NotPureError:
+        return ()
+    known = _proved.setdefault(function, {})
+    if form not in known:
+        known[form] = ()
+        with contextlib.suppress(NotPureError):
+            known[form] = differentiable(function, args, kwargs)
+    return known[form]
 
 
 class _Thread(threading.local):

@@ -321,7 +321,7 @@ class ShadowMode(TorchDispatchMode):
             return
         # All ranges at once: a hidden state may have channels of every norm.
         firsts, ends = torch.tensor([(each.base, each.base + each.width) for each in among]).unbind(1)
-        place = (torch.bucketize(ids, firsts.contiguous(), right=True) - 1).clamp_(min=0)
+        place = (torch.bucketize(ids.contiguous(), firsts.contiguous(), right=True) - 1).clamp_(min=0)
         inside = place[(ids >= firsts[place]) & (ids < ends[place])]
         yield from (among[number] for number in inside.bincount().nonzero().flatten().tolist())
 

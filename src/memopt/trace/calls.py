@@ -1,0 +1,264 @@
+"""Calls of a model's pure functions: one of each form is followed in a trace, the others are counted as that one.
+
+A scan in plain PyTorch loops over chunks of tokens: thousands of operations a call, most of the time of a trace. Its
+call on tensors of the same form allocates, frees and computes the same in every block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.recompute.pure import NotPureError, form_of
+from memopt.torch_compat import (
+    FakeTensor,
+    current_node,
+    known_values,
+    sequence_number,
+    tensor_uses,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
+from memopt.trace.followed import Call, Ends, Followed, Run, forms_of, with_tensors, without_tensors
+from memopt.trace.operations import Operation
+from memopt.trace.storages import Lifetime
+from memopt.trace.timeline import Timeline
+from memopt.walk.models.plain import exchanged, is_kernel
+from memopt.walk.sites import FunctionSite
+
+
+@contextlib.contextmanager
+def counted_calls(sites: Iterable[FunctionSite], cuda: bool, timeline: Timeline) -> Iterator[None]:
+    """Inside, the functions of `sites` run once for each form of a call; `timeline` counts the other calls as that one.
+
+    Args:
+        cuda: whether a CUDA device is imitated (`memopt.trace.emulate`), which decides what a call saves.
+    """
+    counter = _Counter(timeline, cuda)
+    names = dict.fromkeys(name for site in sites for name in site.functions)
+    found = [(sys.modules[home], name) for home, name in names if home in sys.modules]
+    functions = [(home, name, getattr(home, name, None)) for home, name in found]
+    plain = [(home, name, value) for home, name, value in functions if callable(value) and not is_kernel(value)]
+    with exchanged([(home, name, counter.counted(value)) for home, name, value in plain]):
+        yield
+
+
+#: What calls did, the last ones of all traces.
+_known: dict[tuple[Call, tuple[bool, ...] | None], Followed | None] = {}
+_MOST_KNOWN = 16
+
+
+class _Counter:
+    def __init__(self, timeline: Timeline, cuda: bool) -> None:
+        self.timeline, self._cuda = timeline, cuda
+        self._follows = False
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, counted where a call like this one is known or can be followed."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            known = self._call((function, args, kwargs), tensors)
+
+            run = functools.partial(_run, function, without_tensors((args, kwargs)))
+            followed = known and self.followed(known, run)
+            if not known or not followed:
+                return function(*args, **kwargs)
+            again = _Again(self, known, followed, run)
+            outputs = _AgainFunction.apply(again, *tensors) if known.graph else again.forward(tensors)  # type: ignore[no-untyped-call]
+            return with_tensors(followed.returned, outputs)
+
+        return call
+
+    def _call(self, call: tuple[Any, Any, Any], tensors: Sequence[Tensor]) -> Call | None:
+        if self._follows or not tensors or torch.is_autocast_enabled("cpu"):
+            return None  # autocast is of a device, and keeps casts of weights from one call to the next
+        if not all(isinstance(each, FakeTensor) and known_values(each) is None for each in tensors):
+            return None
+        graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        if graph and top_saved_tensors_hooks(True) is not None:
+            return None  # checkpointing drops what is saved
+        function, args, kwargs = call
+        try:
+            form = form_of(args, kwargs)
+        except NotPureError:
+            return None
+        plain = tuple(each for each in tree_leaves((args, kwargs)) if not isinstance(each, Tensor))
+        context = torch.is_grad_enabled(), current_node() is None, self._cuda
+        forms, storages = forms_of(tensors)
+        parameters = tuple(map(self.timeline.is_parameter, storages))
+        return Call(forms, (function, form, plain, context), parameters, graph)
+
+    def followed(self, call: Call, run: Run, wanted: tuple[bool, ...] | None = None) -> Followed | None:
+        """What such a call does, where gradients of its outputs are given as `wanted`, by default all."""
+        if (call, wanted) not in _known:
+            if len(_known) == _MOST_KNOWN:
+                del _known[next(iter(_known))]
+            self._follows = True
+            _known[call, wanted] = None
+            try:
+                with contextlib.suppress(Exception):  # the call itself says why
+                    _known[call, wanted] = Ends(self.timeline, call, wanted).followed(run)
+            finally:
+                self._follows = False
+        return _known[call, wanted]
+
+
+def _run(function: Callable[..., Any], template: Any, tensors: Iterable[Tensor]) -> Any:
+    args, kwargs = with_tensors(template, tensors)
+    return function(*args, **kwargs)
+
+
+class _AgainFunction(torch.autograd.Function):
+    """A call that is counted as the one that was followed."""
+
+    __memopt_saves__ = "storages that are counted, not made"
+
+    @staticmethod
+    def forward(ctx: Any, again: _Again, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.again = again
+        ctx.set_materialize_grads(False)
+        outputs = again.forward(tensors)
+        forms = again.followed.outputs.each
+        ctx.mark_non_differentiable(
+            *(each for each, form in zip(outputs, forms, strict=True) if not form.requires_grad)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.again.backward(gradients)
+
+
+class _Again:
+    """One call, counted as the one that was followed."""
+
+    def __init__(self, counter: _Counter, call: Call, followed: Followed, run: Run) -> None:
+        self.followed = followed
+        self._counter, self._timeline, self._call, self._run = counter, counter.timeline, call, run
+        self._module = self._timeline.where()
+        self._lives: dict[Lifetime, Lifetime] = {}
+        """Of the call that was followed -> of this one."""
+        self._open: dict[Lifetime, None] = {}
+        """Those that have no storage and live."""
+        self._kept: dict[Lifetime, torch.UntypedStorage] = {}
+        """Storages of arguments and outputs that the graph of the call keeps, by the lives of the one followed."""
+        weakref.finalize(self, _end, self._timeline, self._open)
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        followed = self.followed
+        with self._timeline.silent():
+            bases = followed.outputs.bases()
+            outputs = followed.outputs.on(bases)
+        arguments = dict(zip(followed.lives[0], forms_of(tensors)[1], strict=True))
+        made = dict(zip(followed.lives[1], (base.untyped_storage() for base in bases), strict=True))
+        self._know(arguments)
+        self._count(followed.forward, followed.computed[0], made)
+        if self._call.graph:
+            kept = {life for allocated, life in followed.backward if not allocated}
+            self._kept = {life: storage for life, storage in {**arguments, **made}.items() if life in kept}
+        return outputs
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        followed = self._as_given(tuple(each is not None for each in gradients))
+        given = dict(zip(followed.lives[2], (each for each in gradients if each is not None), strict=True))
+        self._know({life: each.untyped_storage() for life, each in given.items()})
+        with self._timeline.silent():
+            bases = [
+                given.get(life, base)  # one that is passed on
+                for life, base in zip(followed.lives[3], followed.gradients.bases(), strict=True)
+            ]
+            found = iter(followed.gradients.on(bases))
+        made = {
+            life: base.untyped_storage()
+            for life, base in zip(followed.lives[3], bases, strict=True)
+            if life not in given
+        }
+        only = {life for life, each in given.items() if tensor_uses(each) == 1}
+        self._count(followed.backward, followed.computed[1], made, only)
+        self._kept.clear()
+        _end(self._timeline, self._open)
+        return [next(found) if has else None for has in followed.has_gradient]
+
+    def _as_given(self, given: tuple[bool, ...]) -> Followed:
+        """What the call does where these of its outputs have a gradient."""
+        mine = self.followed
+        if given == tuple(form.requires_grad for form in mine.outputs.each):
+            return mine
+        found = self._counter.followed(self._call, self._run, given)
+        assert found is not None
+        names = dict(zip(_made(mine), _made(found), strict=True))
+        self._lives = {names[life]: value for life, value in self._lives.items()}
+        self._kept = {names[life]: value for life, value in self._kept.items()}
+        return found
+
+    def _know(self, storages: Mapping[Lifetime, torch.UntypedStorage]) -> None:
+        found = {life: self._timeline.life(storage) for life, storage in storages.items()}
+        self._lives.update({life: mine for life, mine in found.items() if mine is not None})
+
+    def _count(
+        self,
+        steps: Sequence[tuple[bool, Lifetime]],
+        computed: Sequence[Operation],
+        made: Mapping[Lifetime, torch.UntypedStorage],
+        only: Collection[Lifetime] = (),
+    ) -> None:
+        """Do `steps` and what was `computed` between them.
+
+        Args:
+            made: storages that are there.
+            only: given ones that nothing else refers to, once the call has let go of them.
+        """
+        timeline, done = self._timeline, 0
+        for number, (allocated, life) in enumerate(steps):
+            while done < len(computed) and computed[done].moment <= number:
+                timeline.operations.append(computed[done].at(len(timeline.events)))
+                done += 1
+            if allocated:
+                self._allocate(life, made.get(life))
+            elif life in self._kept:
+                del self._kept[life]
+            elif (mine := self._lives.get(life)) in self._open or life in only:
+                assert mine is not None
+                self._open.pop(mine, None)
+                timeline.end(mine)
+                mine.died_in = self._node(life.died_in)
+        timeline.operations += (each.at(len(timeline.events)) for each in computed[done:])
+
+    def _allocate(self, like: Lifetime, storage: torch.UntypedStorage | None) -> None:
+        mine = Lifetime(
+            like.nbytes,
+            like.birth,
+            born=-1,
+            before=like.before and self._lives.get(like.before),
+            node=self._node(like.node),
+            recomputed=like.recomputed,
+            module=like.module and self._module,
+        )
+        self._lives[like] = mine
+        if storage is None:
+            self._open[mine] = None
+        self._timeline.add(mine, storage)
+
+    def _node(self, number: float) -> float:
+        """What the number of a node is here: that in whose backward it is called is another one."""
+        node = current_node() if number == self.followed.node else None
+        return number if node is None else sequence_number(node)
+
+
+def _made(followed: Followed) -> list[Lifetime]:
+    return [*followed.lives[0], *(life for allocated, life in followed.forward if allocated)]
+
+
+def _end(timeline: Timeline, lives: dict[Lifetime, None]) -> None:
+    for life in lives:
+        timeline.end(life)
+    lives.clear()
