@@ -29,7 +29,7 @@ class Bar:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("result", type=Path, help="JSON of benchmarks.kernels or benchmarks.block")
+    parser.add_argument("result", type=Path, help="JSON of benchmarks.step, .kernels or .block")
     parser.add_argument("chart", type=Path, help="SVG to write")
     arguments = parser.parse_args()
     plot(json.loads(arguments.result.read_text(encoding="utf-8")), arguments.chart)
@@ -38,7 +38,10 @@ def main() -> int:
 
 def plot(content: dict[str, Any], path: Path) -> None:
     """Draw the result of one benchmark into `path`."""
-    title, bars = _block_bars(content) if "cases" in content else _kernel_bars(content)
+    if "cases" in content:
+        title, bars = _block_bars(content)
+    else:
+        title, bars = _step_bars(content) if "variant" in content["rows"][0] else _kernel_bars(content)
     title += f" ({content['device']['name']})"
     if content["dry_run"]:
         title = f"Dry run: numbers mean nothing. {title}"
@@ -112,6 +115,18 @@ def _block_bars(content: dict[str, Any]) -> tuple[str, list[Bar]]:
             else:
                 bars.append(Bar(label, None, row.get("error", "not measured"), ours=False))
     return "Time of a training step / time of the stock model's", bars
+
+
+def _step_bars(content: dict[str, Any]) -> tuple[str, list[Bar]]:
+    """Every variant's peak relative to the stock one's."""
+    stock = {(row["case"], row["trained"]): row["peak"] for row in content["rows"] if row["variant"] == "stock"}
+    bars = []
+    for row in content["rows"]:
+        share = row["peak"] / stock[row["case"], row["trained"]]
+        way = {"ck": "checkpointing", "memopt + ck": "both"}.get(row["variant"], row["variant"])
+        label = f"{row['case'].partition(',')[0]}: {way}"
+        bars.append(Bar(label, share, f"{row['peak'] / 2**20:.0f} MiB", ours="memopt" in row["variant"]))
+    return "Peak of a training step / the stock model's", bars
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.plot import plot
 from tests.support.processes import run_code
 from tools.pages import ROOT, current, definition, direct
 
@@ -86,3 +88,29 @@ def _anchors(page: Path) -> set[str]:
 
 def _without_code(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+PEAKS = json.loads((ROOT / "benchmarks" / "results" / "step_cpu.json").read_text())
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 700
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "savings.md"], ids=lambda page: page.stem)
+def test_peaks_of_a_step_are_those_of_the_result(page: Path) -> None:
+    written = re.findall(
+        r"^\| ([^|]+) \| (\d+ x \d+) \| (\d+) \| \*\*(\d+)\*\* \| (\d+) \| \*\*(\d+)\*\* \|$", page.read_text(), re.M
+    )
+    assert len(written) == 2
+    for model, size, *peaks in written:
+        (case,) = {row["case"] for row in PEAKS["rows"] if row["case"].startswith(model) and row["case"].endswith(size)}
+        found = {
+            row["variant"]: row["peak"] for row in PEAKS["rows"] if (row["case"], row["trained"]) == (case, "full")
+        }
+        assert peaks == [f"{found[name] / 2**20:.0f}" for name in ("stock", "memopt", "ck", "memopt + ck")]
+
+
+def test_the_chart_is_that_of_the_result(tmp_path: Path) -> None:
+    plot(PEAKS, tmp_path / "step.svg")
+    assert (tmp_path / "step.svg").read_text() == (DOCS / "images" / "step.svg").read_text()

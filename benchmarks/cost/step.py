@@ -306,7 +306,13 @@ def _line(row: Row) -> str:
 
 
 def _of(folder: str) -> Callable[[], PreTrainedConfig]:
-    return lambda: transformers.AutoConfig.from_pretrained(MODELS / folder)
+    def config() -> PreTrainedConfig:
+        if not (MODELS / folder).is_dir():
+            raise SystemExit(f"models/{folder} is missing; get it with: python examples/demo/fetch_models.py {folder}")
+        found: PreTrainedConfig = transformers.AutoConfig.from_pretrained(MODELS / folder)
+        return found
+
+    return config
 
 
 def _llama_1b() -> PreTrainedConfig:
