@@ -36,9 +36,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from benchmarks.coverage import versions
 from benchmarks.floor import Floor, floor_of
 from benchmarks.step import chunk_loss
+from memopt.errors import ModelError
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, load_recipe
 from memopt.trace.account import Account, account
-from memopt.trace.estimate import traced
+from memopt.trace import emulate
+from memopt.trace.estimate import quiet, traced
 from memopt.trace.events import Trace
 from memopt.trace.kernels import STAND_INS
 from memopt.trace.trace import trace
@@ -81,7 +83,10 @@ class Family:
 
     def config(self, depth: int | None = None) -> PreTrainedConfig:
         """The config, without dropout; of `depth` layers."""
-        config = AutoConfig.for_model(self.model_type, **self.fields)
+        fields = dict(self.fields)
+        if depth is not None and "layer_types" in fields:
+            fields |= {"layer_types": fields["layer_types"][:depth], "num_hidden_layers": depth}
+        config = AutoConfig.for_model(self.model_type, **fields)
         config.architectures = [self.architecture]
         for node in config_nodes(config):
             node.use_cache = False
@@ -142,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.render and (family.name in chosen or not chosen):
             try:
                 rows.append(_measured(family, not arguments.no_peaks))
+                if not arguments.families:
+                    _write(rows)  # an interrupted run keeps its rows
             except Exception as error:
                 print(f"{family.name} FAILED {type(error).__name__}: {error}", flush=True)
     if not arguments.families:
@@ -165,7 +172,8 @@ def _measured(family: Family, peaks: bool) -> dict[str, Any]:
 def measure(family: Family, *, peaks: bool = True) -> Row:
     """Trace the layers of `family` and, with `peaks`, its whole steps."""
     with assumed(build_meta(family.config(family.depths[0]))):
-        return _measure(family, peaks)
+        with windows_in_kernels(), quiet():
+            return _measure(family, peaks)
 
 
 def _measure(family: Family, peaks: bool) -> Row:
@@ -174,7 +182,8 @@ def _measure(family: Family, peaks: bool) -> Row:
     stock, memopt, floor = ((b - a) / count for a, b in zip(_bytes(less), _bytes(more), strict=True))
     rows, tokens = family.sizes[0]
     size = f"{rows} x {tokens}" if tokens else f"{rows} rows"
-    found = [_peaks(family, *size) for size in family.sizes] if peaks else []
+    a_row = more[0].unit // (rows * (tokens or 1))
+    found = [_peaks(family, *size, a_row * size[0] * (size[1] or 1)) for size in family.sizes] if peaks else []
     return Row(
         family.name, family.model, family.publisher, size, more[0].unit, stock, memopt, floor,
         _beyond(less, more, count), found, [*([family.note] if family.note else []), *_kernels(more[1])],
@@ -182,6 +191,17 @@ def _measure(family: Family, peaks: bool) -> Row:
 
 
 _Layers = tuple[Floor, Account, Account]
+
+
+@contextlib.contextmanager
+def windows_in_kernels() -> Iterator[None]:
+    """Inside, attention over a window runs in FlashAttention, which takes the window and needs no mask."""
+    stock: Callable[..., Any] = emulate._mask
+    emulate._mask = lambda *, local_size=None, **more: stock(local_size=None, **more)
+    try:
+        yield
+    finally:
+        emulate._mask = stock
 
 
 @contextlib.contextmanager
@@ -212,6 +232,7 @@ def _layers(family: Family, depth: int) -> tuple[Any, _Layers]:
     accounts = []
     for each in (step.stock, step):
         with traced(each) as model:
+            model.arguments.pop("labels", None)  # blocks alone
             accounts.append(account(model.model, model.run, blocks=sites.blocks, sites=sites, notes=model.notes))
     return sites, (floor_of(step), accounts[0], accounts[1])
 
@@ -257,7 +278,8 @@ def _chunk_loss(model: PreTrainedModel) -> None:
     chunk_loss(model)
 
 
-def _peaks(family: Family, rows: int, tokens: int | None) -> dict[str, int]:
+def _peaks(family: Family, rows: int, tokens: int | None, unit: int) -> dict[str, int]:
+    """Variant -> bytes; ``inputs``: of the blocks' inputs, but one."""
     config = family.config()
     sites = find_deep_sites(build_meta(config))
     patched = load_recipe(DEFAULT_MEMORY_RECIPE)
@@ -271,8 +293,10 @@ def _peaks(family: Family, rows: int, tokens: int | None) -> dict[str, int]:
     ):
         kind = _ChunkedTracer if name == "free" and has_loss else Tracer
         training = Training(batch=rows, seq=tokens, checkpointing=checkpointing)  # type: ignore[arg-type]
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(ModelError):  # a class without activation checkpointing
             found[name] = _activations(kind(Step(config, training, sites, recipe)).at(training))
+    if "free" in found:
+        found["inputs"] = (len(sites.blocks) - 1) * unit
     return found
 
 
@@ -330,6 +354,7 @@ def _llama(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocab: int, 
 
 _SHORT = ((8, 512), (64, 512))
 _LM, _LONG = "ForCausalLM", {"max_position_embeddings": 40960}
+_NEMOTRON = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
 #: In the order of the derivatives of their publishers; within one, as people name them.
 FAMILIES = (
     Family("Qwen3", "Qwen3-8B", "Qwen", "qwen3", f"Qwen3{_LM}", _llama(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
@@ -350,7 +375,8 @@ FAMILIES = (
     Family("Gemma 3", "gemma-3-4b", "google", "gemma3_text", f"Gemma3{_LM}",
            _llama(2560, 10240, 34, 8, 4, 262208, head_dim=256, sliding_window=1024), (6, 12)),
     Family("Gemma 2", "gemma-2-2b", "google", "gemma2", f"Gemma2{_LM}", _LONG, (2, 4)),
-    Family("Gemma 3n", "gemma-3n-E4B", "google", "gemma3n_text", f"Gemma3n{_LM}", _LONG, (5, 10)),
+    Family("Gemma 3n", "gemma-3n-E4B", "google", "gemma3n_text", f"Gemma3n{_LM}", {"num_kv_shared_layers": 0, **_LONG},
+           (5, 10), note="No layer takes the keys and values of another."),
     Family("Gemma 4", "default config", "google", "gemma4_text", f"Gemma4{_LM}", _LONG, (6, 12)),
     Family("ViT", "vit-base-patch16-224", "google", "vit", "ViTForImageClassification", sizes=((21, None), (166, None))),
     Family("T5", "flan-t5-base, one block of each stack", "google", "t5", "T5ForConditionalGeneration",
@@ -389,19 +415,21 @@ FAMILIES = (
            sizes=_SHORT),
     Family("DINOv2", "dinov2-base", "facebook", "dinov2", "Dinov2ForImageClassification", sizes=((16, None), (128, None))),
     Family("DINOv3", "default config", "facebook", "dinov3_vit", "DINOv3ViTModel", sizes=((16, None), (128, None))),
-    Family("Mistral", "Mistral-7B-v0.3", "mistralai", "mistral", f"Mistral{_LM}", _llama(4096, 14336, 32, 32, 8, 32768)),
+    Family("Mistral", "Mistral-7B-v0.3", "mistralai", "mistral", f"Mistral{_LM}", _llama(4096, 14336, 32, 32, 8, 32768, sliding_window=None)),
     Family("Ministral", "Ministral-8B-2410", "mistralai", "ministral", f"Ministral{_LM}",
            _llama(4096, 12288, 36, 32, 8, 131072, head_dim=128), (4, 8)),
     Family("Mixtral", "Mixtral-8x7B", "mistralai", "mixtral", f"Mixtral{_LM}",
            _llama(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2)),
     Family("DeepSeek-V3", "DeepSeek-V3", "deepseek-ai", "deepseek_v3", f"DeepseekV3{_LM}", _LONG, (4, 5)),
     Family("GLM-4", "GLM-4-9B-0414", "other", "glm4", f"Glm4{_LM}", _LONG),
-    Family("GLM-4.5", "GLM-4.5-Air", "other", "glm4_moe", f"Glm4Moe{_LM}", _LONG, (2, 3)),
+    Family("GLM-4.5", "GLM-4.5-Air", "other", "glm4_moe", f"Glm4Moe{_LM}", {"head_dim": 128, **_LONG}, (2, 3)),
     Family("Granite 4 hybrid", "granite-4.0-h-micro", "other", "granitemoehybrid", f"GraniteMoeHybrid{_LM}",
            _llama(2048, 2048, 40, 32, 8, 100352, num_local_experts=0, shared_intermediate_size=8192, mamba_n_heads=64,
                   mamba_d_state=128, position_embedding_type="nope",
                   layer_types=["attention" if at % 10 == 5 else "mamba" for at in range(40)]), (10, 20)),
-    Family("Nemotron-H", "Nemotron-H-8B, default pattern", "other", "nemotron_h", f"NemotronH{_LM}", _LONG, (4, 8)),
+    Family("Nemotron-H", "Nemotron-H-8B", "other", "nemotron_h", f"NemotronH{_LM}",
+           {"num_hidden_layers": 52, "layer_types": [_NEMOTRON[kind] for kind in f"M-M-M-M{4 * '*-M-M-M-M-M'}-"], **_LONG},
+           (8, 19)),
     Family("ModernBERT", "ModernBERT-base", "other", "modernbert", "ModernBertForMaskedLM", {}, (4, 7), _SHORT),
     Family("OLMo 2", "OLMo-2-7B", "other", "olmo2", f"Olmo2{_LM}", _llama(4096, 11008, 32, 32, 32, 100352)),
     Family("OLMo 3", "Olmo-3-7B", "other", "olmo3", f"Olmo3{_LM}",

@@ -30,7 +30,7 @@ from memopt.torch_compat import (
 from memopt.trace.estimate import traced
 from memopt.trace.storages import storages, tensors
 from memopt.trace.training import Step
-from memopt.walk.models.plain import STANDS_FOR_KERNEL, exchanged
+from memopt.walk.models.plain import STANDS_FOR_KERNEL, exchanged, homes
 
 #: Products with a weight, whose results are not computed again.
 PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "convolution", "linear"})
@@ -72,7 +72,8 @@ def floor_of(step: Step) -> Floor:
     """What an exact method keeps of the stock model of `step`; errors as `memopt.trace.estimate.traced`'s."""
     with traced(step.stock) as model:
         recorder = Recorder(model.model, step.sites.blocks, list(tensors(model.arguments)))
-        with recorder.watching(_functions(step)):
+        model.arguments.pop("labels", None)  # blocks alone
+        with recorder.watching([*_functions(step), *_stand_ins(model.model)]):
             output = model.run()
         del output
     return cheapest(recorder)
@@ -123,7 +124,7 @@ class Recorder:
         """
         for tensor in (*self.model.parameters(), *self.model.buffers(), *self.given):
             self._set(tensor, None)
-        wrapped = [(sys.modules[home], name, self._whole(vars(sys.modules[home])[name])) for home, name in functions]
+        wrapped = [(sys.modules[home], name, self._whole(vars(sys.modules[home])[name])) for home, name in dict.fromkeys(functions)]
         hooks = [
             hook
             for name, module in self.model.named_modules()
@@ -170,7 +171,7 @@ class Recorder:
         for rows, numbers in ((one, other), (other, one)):
             node = self._of(rows)
             of_rows = numbers.shape[-1:] == (1,) and 1 < rows.numel() == numbers.numel() * rows.shape[-1]
-            if node is not None and node.operation in PRODUCTS and of_rows and numbers.requires_grad is not None:
+            if node is not None and of_rows and _is_product(node):
                 node.needed -= 1
 
     def _whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +199,7 @@ class Recorder:
             hidden = next((each for each in tensors((args, kwargs)) if each.is_floating_point()), None)
             if hidden is not None:
                 self.unit = self.unit or hidden.nbytes
-                _keep_sums(self._of(hidden))
+                _keep_sums(self._of(hidden), self.unit)
 
         return enter
 
@@ -220,6 +221,19 @@ class Recorder:
             self._now[storage_id(storage)] = node
 
 
+def _is_product(node: Node) -> bool:
+    """Whether it holds a product with a weight, or one to which a bias was added."""
+    if node.operation in ("add", "add_"):
+        products = [each for each in node.inputs if each.operation in PRODUCTS]
+        return len(products) == 1 and all(each in products or _is_row(each) for each in node.inputs)
+    return node.operation in PRODUCTS
+
+
+def _is_row(node: Node) -> bool:
+    """Whether it holds rows of a parameter: biases of experts."""
+    return node.operation in ("index", "index_select", "embedding")
+
+
 def _compute_again(sources: Sequence[Node]) -> None:
     """Allow the products of queries and keys behind a softmax."""
     todo = list(sources)
@@ -231,13 +245,16 @@ def _compute_again(sources: Sequence[Node]) -> None:
             todo.extend(node.inputs)
 
 
-def _keep_sums(hidden: Node | None) -> None:
-    """Do not compute the residual sum behind a block's input again, from the sums of all blocks before."""
+def _keep_sums(hidden: Node | None, unit: int) -> None:
+    """Do not compute the residual sum behind a block's input again, from the sums of all blocks before.
+
+    A sum in fp32 counts in the compute dtype: the normalised output that its norm rounds to says as much.
+    """
     todo = [] if hidden is None else [hidden]
     while todo:
         node = todo.pop()
         if node.operation in ("add", "add_") and len(node.inputs) == 2 and node.nbytes >= hidden.nbytes:
-            node.fixed = True
+            node.fixed, node.nbytes = True, min(node.nbytes, unit)
         elif not node.fixed:
             todo.extend(node.inputs)
 
@@ -260,4 +277,11 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _functions(step: Step) -> list[tuple[str, str]]:
-    return list(dict.fromkeys(name for site in step.sites.functions for name in site.functions))
+    return [name for site in step.sites.functions for name in site.functions]
+
+
+def _stand_ins(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for home in homes(model):
+        for name, value in vars(home).items():
+            if getattr(value, STANDS_FOR_KERNEL, False) is True:
+                yield home.__name__, name

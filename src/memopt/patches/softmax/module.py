@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.softmax.function import recomputed_softmax
+from memopt.kernels.softmax.function import recomputed_softmax, recomputed_tanh
 from memopt.patches.swap import steps_aside
 from memopt.recompute.calls import PRODUCTS, STEPS, Followed, costs_less_than
+from memopt.recompute.expression import Expression
 from memopt.recompute.rules import PROBABILITIES
 from memopt.saved.scope import applies, packing_unseen
 from memopt.torch_compat import FakeTensor
 
 #: Calls after which a forward in which no softmax was found is looked at again.
 LOOK_AGAIN = 64
+_CAPS = frozenset({torch.tanh, Tensor.tanh})
 _SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
 
@@ -87,9 +89,22 @@ class _Following(TorchFunctionMode):
         if func not in STEPS or self._followed.is_empty:
             return func(*args, **kwargs)
         known = self._followed.among(args)
+        if func in _CAPS and known is not None and len(args) == 1 and not kwargs:
+            return self._capped(*known)
         output = func(*args, **kwargs)
         if known is not None:
             self._followed.step(func, args, kwargs, *known, output)
+        return output
+
+    def _capped(self, scores: Expression, x: Tensor) -> Tensor:
+        """The tanh, which saves its output; of scores nobody else saves it."""
+        if not (x.requires_grad and applies(PROBABILITIES) and costs_less_than(x.nbytes, scores.reads)):
+            output = torch.tanh(x)
+            self._followed.step(torch.tanh, (x,), {}, scores, x, output)
+            return output
+        read = [each.tensor for each in scores.reads]
+        output = recomputed_tanh(x, scores._replace(reads=()).value, read)
+        self._followed.made_by(output)
         return output
 
     def _softmax(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
