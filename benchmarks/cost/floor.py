@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import networkx
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -39,7 +38,7 @@ PAIRS = frozenset({"bmm", "baddbmm"})
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 _RANDOM = frozenset({"native_dropout", "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like"})
 #: Of their operand they read the shape alone.
-_NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like"})
+_NEW = frozenset(name for what in ("empty", "zeros", "ones", "full") for name in (f"new_{what}", f"{what}_like"))
 
 
 @dataclass(eq=False)
@@ -124,7 +123,8 @@ class Recorder:
         """
         for tensor in (*self.model.parameters(), *self.model.buffers(), *self.given):
             self._set(tensor, None)
-        wrapped = [(sys.modules[home], name, self._whole(vars(sys.modules[home])[name])) for home, name in dict.fromkeys(functions)]
+        homes_of = [(sys.modules[home], name) for home, name in dict.fromkeys(functions)]
+        wrapped = [(home, name, self._whole(vars(home)[name])) for home, name in homes_of]
         hooks = [
             hook
             for name, module in self.model.named_modules()

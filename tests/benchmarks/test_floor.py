@@ -103,7 +103,7 @@ PROGRAMS = {
         lambda x, a, b: (y := (x @ a).half()).sin().float() @ b + y.cos().float(),
         MATRIX // 2,
     ),
-    "a change in place is another value": (lambda x, a, b: ((x @ a).mul_(2).sin() @ b), MATRIX),
+    "a change in place is another value": (lambda x, a, b: (x @ a).mul_(2).sin() @ b, MATRIX),
 }
 
 

@@ -103,12 +103,9 @@ class Followed:
         if node is not None and node.name() == _BMM and all(edge is not None for edge, _ in node.next_functions):
             self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
 
-    def made_by(self, output: Tensor) -> None:
+    def made_by_a_rule(self, output: Tensor) -> None:
         """`output` is that of a node with a rule of its own, whose backward comes after those of its readers."""
-        node: Node = output.grad_fn
-        rule = rule_of(node)
-        assert rule is not None
-        self._note(output, Expression(node, rule))
+        self._note(output, Expression(output.grad_fn, rule_of(output.grad_fn)))
 
     def step(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], before: Expression, x: Tensor, output: Any

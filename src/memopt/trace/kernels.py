@@ -15,9 +15,9 @@ from memopt.walk.models.plain import STANDS_FOR_KERNEL, kernels_of
 
 #: The distribution of a package, and the version whose code was read.
 _READ = {
-    "fla": ("flash-linear-attention", "0.6.0"),
-    "mamba_ssm": ("mamba-ssm", "2.3.0"),
-    "causal_conv1d": ("causal-conv1d", "1.6.0"),
+    "fla": ("flash-linear-attention", "version 0.6.0"),
+    "mamba_ssm": ("mamba-ssm", "commit 01b717a"),
+    "causal_conv1d": ("causal-conv1d", "commit 17f4f2f"),
 }
 _CHUNK = 64
 """Tokens of a chunk, for each of which a row of a triangular matrix is saved."""
@@ -142,11 +142,10 @@ def _selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     delta_bias: Tensor | None = None, return_last_state: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """mamba_ssm.ops.selective_scan_interface: contiguous arguments, states of every 2048 tokens, and the result without
-    the gate."""
+    """mamba_ssm.ops.selective_scan_interface: contiguous arguments, states of every 2048 tokens, the ungated result."""
     given = [each for each in (u, delta, B, C, z, A, D, delta_bias) if each is not None]
     saved = [
-        place if each.dim() < 2 or each.stride(-1) == 1 else (each.shape, each.dtype) for place, each in enumerate(given)
+        at if each.dim() < 2 or each.stride(-1) == 1 else (each.shape, each.dtype) for at, each in enumerate(given)
     ]
     rows, channels, tokens = u.shape
     states = ((rows, channels, -(-tokens // 2048), 2 * A.shape[-1]), torch.float32)
@@ -178,7 +177,7 @@ def notes_of(model: nn.Module) -> list[str]:
         known = [kernel for kernel, of in found.items() if of == package and kernel in STAND_INS]
         others = [kernel for kernel, of in found.items() if of == package and kernel not in STAND_INS]
         if known:
-            notes.append(f"Assumes {name} for {', '.join(known)}: what it saves is that of version {version}.")
+            notes.append(f"Assumes {name} for {', '.join(known)}: what it saves is that of {version}.")
         if others:
             notes.append(
                 f"Of {name}, {', '.join(others)} would count as transformers' plain functions, which save more."

@@ -89,22 +89,19 @@ class _Following(TorchFunctionMode):
         if func not in STEPS or self._followed.is_empty:
             return func(*args, **kwargs)
         known = self._followed.among(args)
-        if func in _CAPS and known is not None and len(args) == 1 and not kwargs:
-            return self._capped(*known)
+        if func in _CAPS and known is not None and (capped := self._capped(*known)) is not None:
+            return capped
         output = func(*args, **kwargs)
         if known is not None:
             self._followed.step(func, args, kwargs, *known, output)
         return output
 
-    def _capped(self, scores: Expression, x: Tensor) -> Tensor:
-        """The tanh, which saves its output; of scores nobody else saves it."""
-        if not (x.requires_grad and applies(PROBABILITIES) and costs_less_than(x.nbytes, scores.reads)):
-            output = torch.tanh(x)
-            self._followed.step(torch.tanh, (x,), {}, scores, x, output)
-            return output
-        read = [each.tensor for each in scores.reads]
-        output = recomputed_tanh(x, scores._replace(reads=()).value, read)
-        self._followed.made_by(output)
+    def _capped(self, scores: Expression, x: Tensor) -> Tensor | None:
+        """The tanh of scores, which would save its output; None if it has to."""
+        if not applies(PROBABILITIES) or not costs_less_than(x.nbytes, scores.reads):
+            return None
+        output = recomputed_tanh(x, scores._replace(reads=()).value, [each.tensor for each in scores.reads])
+        self._followed.made_by_a_rule(output)
         return output
 
     def _softmax(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
