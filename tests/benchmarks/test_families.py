@@ -16,6 +16,7 @@ from benchmarks.families_page import families_section
 from benchmarks.family_list import CAUSES, FAMILIES, PUBLISHERS
 from memopt.walk.models.build import build_meta
 from memopt.walk.models.plain import kernels_of
+from memopt.walk.observe import find_sites
 
 NAMES = [family.name for family in FAMILIES]
 DOCUMENT: dict[str, Any] = json.loads(FAMILIES_FILE.read_text())
@@ -91,3 +92,17 @@ def test_a_mamba_mixer_keeps_its_input_the_scans_result_and_the_roots_of_its_nor
         )  # fmt: skip
     assert output.shape == (rows, tokens, 32)
     assert sum(saved) == x.nbytes + 2 * rows * tokens * heads * width + 4 * rows * tokens * groups
+
+
+_KERNELS = ("Qwen3.5", "Qwen3-Next", "Granite 4 hybrid", "LFM2", "Falcon-H1", "Mamba 2", "Bamba", "Jamba")
+
+
+@pytest.mark.parametrize("name", [*_KERNELS, pytest.param("Kimi-Linear", marks=pytest.mark.slow)])
+def test_the_sites_are_the_same_with_and_without_the_packages_of_kernels(name: str) -> None:
+    family = FAMILIES[NAMES.index(name)]
+    config = family.config(family.depths[0])
+    without = find_sites(build_meta(config))
+    with assumed(build_meta(config)):
+        model = build_meta(config)
+        assert kernels_of(model)
+        assert find_sites(model) == without
