@@ -90,6 +90,12 @@ def main() -> int:
         return 130
 
 
+def coverage_page(document: dict[str, Any]) -> str:
+    """docs/coverage.md, with the families that `benchmarks.families` measured last."""
+    families = COVERAGE.with_name("families.json")
+    return page(document, json.loads(families.read_text()) if families.exists() else None)
+
+
 def _study(arguments: argparse.Namespace) -> Study:
     header: dict[str, Any] = {"versions": versions()}
     if arguments.losses:
@@ -99,10 +105,19 @@ def _study(arguments: argparse.Namespace) -> Study:
         recorded, header["memory"] = document["rows"], document.get("memory", True)
         classes = {row["model_type"]: row["model_class"] for row in recorded if row["model_class"]}
         return Study(
-            "", header, Row, partial(examine_peak, classes=classes), lambda: list(classes), sums, page, recorded
+            "",
+            header,
+            Row,
+            partial(examine_peak, classes=classes),
+            lambda: list(classes),
+            sums,
+            coverage_page,
+            recorded,
         )
     memory = not arguments.no_memory
-    return Study("", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, page)
+    return Study(
+        "", {**header, "memory": memory}, Row, partial(examine, memory=memory), model_types, sums, coverage_page
+    )
 
 
 class _Unusable(Exception):

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tests.zoo.coverage_sums import Row, block_bytes, count, runs, sites, sums
+from benchmarks.families_page import families_section
+from tests.zoo.coverage_sums import Row, Sum, block_bytes, count, runs, sites, sums
 
 _INTRO = """\
-# Coverage
+## Every model type
 
 Written by `make coverage`; do not edit. `python -m benchmarks.coverage --check` recomputes the sums from coverage.json.
 
@@ -27,17 +28,26 @@ planned with recipe `exact`, patched and compared. torch {torch}, Python {python
 """
 
 
-def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
+def page(document: Mapping[str, Any], families: Mapping[str, Any] | None = None) -> str:
+    """The whole page; `families` is what `benchmarks.families` wrote."""
     rows = document["rows"]
-    parts = [_INTRO.format(**document["versions"]), *_sums(rows), *_table(rows), *_not_run(rows), *_reasons(rows)]
+    parts = [
+        "# Coverage\n",
+        *(families_section(families) if families else ()),
+        _INTRO.format(**document["versions"]),
+        *_sums("Sums", [each for each in sums(rows) if not each.is_mean]),
+        *_table(rows),
+        *_not_run(rows),
+        *_reasons(rows),
+        *_sums("Means over all types", [each for each in sums(rows) if each.is_mean]),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _sums(rows: list[Row]) -> Iterator[str]:
-    yield "## Sums\n"
+def _sums(title: str, results: list[Sum]) -> Iterator[str]:
+    yield f"## {title}\n"
     yield "| | | wanted |\n|---|---|---|"
-    for result in sums(rows):
+    for result in results:
         mark = "" if result.holds else " **short**"
         yield f"| {result.name} | {result.text}{mark} | {result.target} |"
     yield ""

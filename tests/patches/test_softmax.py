@@ -315,3 +315,19 @@ def test_compiled_it_is_one_graph_and_the_same_gradient() -> None:
     largest = max(float(each.abs().max()) for each in expected)  # the gradient of keys' biases is nothing but rounding
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * largest)
+
+
+def test_capped_scores_save_neither_the_cap_nor_the_probabilities() -> None:
+    attention = Attention(capped)
+    (expected, before), (found, after) = (run(attention, patched=patched) for patched in (False, True))
+    assert all(map(torch.equal, expected, found))
+    assert after == 0 < before
+
+
+def test_the_backward_of_capped_scores_can_be_repeated() -> None:
+    attention = Attention(capped)
+    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    with RecomputeScope():
+        y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS).square().sum()
+    once, twice = (torch.autograd.grad(y, attention.project.weight, retain_graph=True) for _ in range(2))
+    assert torch.equal(*once, *twice)

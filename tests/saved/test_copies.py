@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from memopt.kernels.norm.function import ms_norm
+from memopt.kernels.norm.reference import NormSpec
 from memopt.saved import RecomputeScope
 from memopt.trace.account import live_bytes
 from tests.saved.builders import WritesIntoWhatItKept
@@ -194,3 +196,28 @@ def test_what_zero_3_puts_between_modules_is_looked_through() -> None:
             return run()
 
     assert live_bytes(run) - live_bytes(scoped) == 64 * 8 * 4
+
+
+def _of_rows(a: Tensor, w: Tensor, *, changed: bool = False) -> Tensor:
+    """A product in a wider dtype of rows of a norm's output, as routers of experts compute it."""
+    x = ms_norm(a * 1, torch.full((4,), 0.5), None, NormSpec("rms", 1e-6), torch.float32)
+    if changed:
+        with torch.no_grad():
+            x.mul_(2)
+    return (x.view(-1, x.size(-1)).double() @ w).sin().sum()
+
+
+def test_a_cast_of_a_view_is_not_kept() -> None:
+    a, w = leaves = [*_leaves((2, 3, 4)), torch.ones(4, 5, dtype=torch.float64, requires_grad=True)]
+    assert _agrees(lambda: _of_rows(a, w), leaves)
+
+    def scoped() -> Tensor:
+        with RecomputeScope():
+            return _of_rows(a, w)
+
+    assert live_bytes(lambda: _of_rows(a, w)) - live_bytes(scoped) == a.numel() * 8
+
+
+def test_a_cast_of_a_view_that_was_changed_behind_autograds_back_is_kept() -> None:
+    leaves = [*_leaves((2, 3, 4)), torch.ones(4, 5, dtype=torch.float64, requires_grad=True)]
+    assert _agrees(lambda: _of_rows(*leaves, changed=True), leaves)

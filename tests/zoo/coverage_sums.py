@@ -23,6 +23,8 @@ class Sum:
     text: str
     target: str
     holds: bool
+    is_mean: bool = False
+    """Over all types, in which common ones count as much as rare ones."""
 
 
 def sums(rows: Sequence[Row]) -> list[Sum]:
@@ -71,7 +73,7 @@ def _peaks(which: str, rows: Sequence[Row], wanted: float) -> Sum:
     saved = fmean(1 - patched / stock for stock, patched in pairs) if pairs else 0.0
     text = f"-{_share(saved, 1)} on average of {len(pairs)} types" if pairs else "not measured"
     name = f"peak of a training step at real widths, 3 layers, {which}"
-    return Sum(name, text, f"-{100 * wanted:.0f} % or more", saved >= wanted)
+    return Sum(name, text, f"-{100 * wanted:.0f} % or more", saved >= wanted, is_mean=True)
 
 
 def lost(before: Iterable[Row], now: Iterable[Row]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast_to, step
-from memopt.recompute.rules import PROBABILITIES, Node, Rule
+from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
 from memopt.torch_compat import (
     FakeTensor,
     saved,
@@ -102,6 +102,10 @@ class Followed:
         # It has saved both factors where both have a gradient.
         if node is not None and node.name() == _BMM and all(edge is not None for edge, _ in node.next_functions):
             self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
+
+    def made_by_a_rule(self, output: Tensor) -> None:
+        """`output` is that of a node with a rule of its own, whose backward comes after those of its readers."""
+        self._note(output, Expression(output.grad_fn, rule_of(output.grad_fn)))
 
     def step(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], before: Expression, x: Tensor, output: Any

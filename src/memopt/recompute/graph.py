@@ -185,7 +185,8 @@ def may_be_repeated(expression: Expression, rule: Rule, *, of_casts_only: bool =
         return _copies(done) == 1 or (not _copies(done) and Tensor.to in done)
     if _only_casts(done):
         return True
-    is_one_copy = _is_cast_part(done) or (_copies(done) == 1 and Tensor.to not in done)
+    is_cast = all(each in (Tensor.to, Tensor.reshape) for each in done)  # of a view: routers of experts compute in fp32
+    is_one_copy = is_cast or _is_cast_part(done) or (_copies(done) == 1 and Tensor.to not in done)
     return is_one_copy and is_unchanged(expression.node)
 
 

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from memopt.walk.models.plain import STANDS_FOR_KERNEL, kernels_of
 
 #: The distribution of a package, and the version whose code was read.
-_READ = {"fla": ("flash-linear-attention", "0.6.0")}
+_READ = {
+    "fla": ("flash-linear-attention", "version 0.6.0"),
+    "mamba_ssm": ("mamba-ssm", "commit 01b717a"),
+    "causal_conv1d": ("causal-conv1d", "commit 17f4f2f"),
+}
 _CHUNK = 64
 """Tokens of a chunk, for each of which a row of a triangular matrix is saved."""
 
@@ -64,8 +68,102 @@ def _delta_rule(
     return result
 
 
+def _delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """fla.ops.kda.chunk: two triangular matrices a head, and the summed gates where it does not compute them itself."""
+    vectors, last = _delta_rule(q, k, v, g[..., 0], beta, **options)
+    rows, tokens, heads, _ = v.shape
+    gates = [1] if use_gate_in_kernel else [1, (g.shape, torch.float32)]
+    more = [each for each in (A_log, dt_bias) if each is not None]
+    saved = [*gates, ((rows, tokens, heads, _CHUNK), k.dtype)]
+    result: tuple[Tensor] = _Kernel.apply([(v.shape, q.dtype)], saved, vectors, g, *more)  # type: ignore[no-untyped-call]
+    return result[0], last
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Any, **options: Any) -> Tensor:
+    """causal_conv1d.causal_conv1d_interface: the activation is computed again."""
+    given = [each for each in (x, weight, bias) if each is not None]
+    copied = x.stride(1) != 1 and x.stride(2) != 1
+    saved = [(x.shape, x.dtype) if copied else 0, 1]
+    channels_last = (x.transpose(1, 2).shape, x.dtype)
+    (result,) = _Kernel.apply([channels_last], saved, *given)  # type: ignore[no-untyped-call]
+    return result.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _split_scan(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    rmsnorm_weight: Tensor | None = None,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    **options: Any,
+) -> Tensor:
+    """mamba_ssm.ops.triton.ssd_combined, of a whole mixer: its input, the scan's result and the norm's root."""
+    rows, tokens, _ = zxbcdt.shape
+    width = D.shape[0] * (headdim or D.shape[-1])
+    weights = (conv1d_weight, conv1d_bias, dt_bias, A, D, rmsnorm_weight, outproj_weight, outproj_bias)
+    given = [zxbcdt, *(each for each in weights if each is not None)]
+    roots = [] if rmsnorm_weight is None else [((ngroups * rows * tokens,), torch.float32)]
+    saved = [0, ((rows, tokens, width), zxbcdt.dtype), *roots, *range(1, len(given))]
+    out = width if outproj_weight is None else outproj_weight.shape[0]
+    (result,) = _Kernel.apply([((rows, tokens, out), zxbcdt.dtype)], saved, *given)  # type: ignore[no-untyped-call]
+    return result  # type: ignore[no-any-return]
+
+
+def _chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, return_final_states: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """mamba_ssm.ops.triton.ssd_combined: its arguments, its result, and the decays summed up in each chunk."""
+    rows, tokens, heads, width = x.shape
+    given = [each for each in (x, dt, A, B, C, D, dt_bias) if each is not None]
+    sums = ((rows, heads, -(-tokens // chunk_size), chunk_size), torch.float32)
+    state = ((rows, heads, width, B.shape[-1]), torch.float32) if return_final_states else None
+    result, last = _Kernel.apply([(x.shape, x.dtype), state], [*range(len(given)), sums], *given)  # type: ignore[no-untyped-call]
+    return (result, last) if return_final_states else result
+
+
+def _selective_scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, return_last_state: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """mamba_ssm.ops.selective_scan_interface: contiguous arguments, states of every 2048 tokens, the ungated result."""
+    given = [each for each in (u, delta, B, C, z, A, D, delta_bias) if each is not None]
+    saved = [
+        at if each.dim() < 2 or each.stride(-1) == 1 else (each.shape, each.dtype) for at, each in enumerate(given)
+    ]
+    rows, channels, tokens = u.shape
+    states = ((rows, channels, -(-tokens // 2048), 2 * A.shape[-1]), torch.float32)
+    result = [] if z is None else [(u.shape, u.dtype)]
+    state = ((rows, channels, A.shape[-1]), torch.float32) if return_last_state else None
+    out, last = _Kernel.apply([(u.shape, u.dtype), state], [*saved, states, *result], *given)  # type: ignore[no-untyped-call]
+    return (out, last) if return_last_state else out
+
+
 #: Kernel -> what stands for it while a step is traced.
-STAND_INS: Mapping[str, Callable[..., Any]] = {"chunk_gated_delta_rule": _delta_rule}
+STAND_INS: Mapping[str, Callable[..., Any]] = {
+    "chunk_gated_delta_rule": _delta_rule,
+    "chunk_kda": _delta_attention,
+    "causal_conv1d_fn": _convolution,
+    "mamba_split_conv1d_scan_combined": _split_scan,
+    "mamba_chunk_scan_combined": _chunk_scan,
+    "selective_scan_fn": _selective_scan,
+}
 for _function in STAND_INS.values():
     setattr(_function, STANDS_FOR_KERNEL, True)
 
@@ -79,7 +177,7 @@ def notes_of(model: nn.Module) -> list[str]:
         known = [kernel for kernel, of in found.items() if of == package and kernel in STAND_INS]
         others = [kernel for kernel, of in found.items() if of == package and kernel not in STAND_INS]
         if known:
-            notes.append(f"Assumes {name} for {', '.join(known)}: what it saves is that of version {version}.")
+            notes.append(f"Assumes {name} for {', '.join(known)}: what it saves is that of {version}.")
         if others:
             notes.append(
                 f"Of {name}, {', '.join(others)} would count as transformers' plain functions, which save more."

@@ -63,6 +63,39 @@ class RecomputedSoftmaxFunction(DirectFunction):
         return dx, None, None, None, *(None for _ in ctx.needs_input_grad[4:])
 
 
+def recomputed_tanh(x: Tensor, compute: Compute, read: Sequence[Tensor]) -> Tensor:
+    """``torch.tanh(x)`` of attention scores that are capped; arguments and result as `recomputed_softmax`'s."""
+    y: Tensor = RecomputedTanhFunction.apply(x, compute, *read)
+    return y
+
+
+class RecomputedTanhFunction(DirectFunction):
+    """Saves what its input is recomputed from. The softmax behind it, which needs y too, recomputes it first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compute: Compute, *read: Tensor) -> Tensor:
+        ctx.compute, ctx.kept, ctx.recomputed = compute, None, Recomputed()
+        ctx.save_for_backward(*read)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        ctx.recomputed.finish()
+        with autocast_as(None, dy):
+            y, ctx.kept = _capped(ctx), None
+            dx = torch.ops.aten.tanh_backward(dy, y)
+        return dx, None, *(None for _ in ctx.needs_input_grad[2:])
+
+
+@recomputable("RecomputedTanhFunctionBackward", PROBABILITIES)
+def _capped(node: Node) -> Tensor:
+    if node.kept is None:
+        node.kept = torch.tanh(node.compute(node.saved_tensors))
+    kept: Tensor = node.kept
+    return kept
+
+
 @recomputable("RecomputedSoftmaxFunctionBackward", PROBABILITIES)
 def _output(node: Node) -> Tensor:
     node.kept = _kept(node)  # the node's own backward comes next

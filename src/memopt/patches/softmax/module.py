@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.base.autograd import autocast_dtype
-from memopt.kernels.softmax.function import recomputed_softmax
+from memopt.kernels.softmax.function import recomputed_softmax, recomputed_tanh
 from memopt.patches.swap import steps_aside
 from memopt.recompute.calls import PRODUCTS, STEPS, Followed, costs_less_than
+from memopt.recompute.expression import Expression
 from memopt.recompute.rules import PROBABILITIES
 from memopt.saved.scope import applies, packing_unseen
 from memopt.torch_compat import FakeTensor
 
 #: Calls after which a forward in which no softmax was found is looked at again.
 LOOK_AGAIN = 64
+_CAPS = frozenset({torch.tanh, Tensor.tanh})
 _SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
 
@@ -87,9 +89,19 @@ class _Following(TorchFunctionMode):
         if func not in STEPS or self._followed.is_empty:
             return func(*args, **kwargs)
         known = self._followed.among(args)
+        if func in _CAPS and known is not None and (capped := self._capped(*known)) is not None:
+            return capped
         output = func(*args, **kwargs)
         if known is not None:
             self._followed.step(func, args, kwargs, *known, output)
+        return output
+
+    def _capped(self, scores: Expression, x: Tensor) -> Tensor | None:
+        """The tanh of scores, which would save its output; None if it has to."""
+        if not applies(PROBABILITIES) or not costs_less_than(x.nbytes, scores.reads):
+            return None
+        output = recomputed_tanh(x, scores._replace(reads=()).value, [each.tensor for each in scores.reads])
+        self._followed.made_by_a_rule(output)
         return output
 
     def _softmax(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
