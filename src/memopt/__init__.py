@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memopt.api import load, patch, plan_for, summary, unpatch
     from memopt.checkpoint.adapters.verb import convert_adapter
+    from memopt.integrations.release import release_gradients
     from memopt.integrations.trainer import TrainerCallback
     from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
     from memopt.plan.plan import Plan, make_plan
@@ -28,6 +29,7 @@ _HOMES = {
     "convert_adapter": "memopt.checkpoint.adapters.verb",
     "verify": "memopt.verification.run",
     "TrainerCallback": "memopt.integrations.trainer",
+    "release_gradients": "memopt.integrations.release",
     **dict.fromkeys(("Plan", "make_plan"), "memopt.plan.plan"),
     **dict.fromkeys(("Recipe", "load_recipe"), "memopt.plan.recipe"),
 }
@@ -47,6 +49,7 @@ __all__ = [
     "patch",
     "patch_checkpoint",
     "plan_for",
+    "release_gradients",
     "report",
     "summary",
     "unpatch",

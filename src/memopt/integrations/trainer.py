@@ -13,6 +13,7 @@ from torch import nn
 from memopt.api import summary
 from memopt.errors import ModelError
 from memopt.integrations.once import Patching, logger
+from memopt.integrations.release import release_gradients
 from memopt.patches.apply import is_patched
 from memopt.patches.record import warn_once
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe
@@ -51,6 +52,7 @@ class TrainerCallback(transformers.TrainerCallback):
         batch: int | None = None,
         seq: int | None = None,
         max_tokens: int | None = None,
+        release_gradients: bool = False,
     ) -> None:
         """
         Args:
@@ -59,7 +61,11 @@ class TrainerCallback(transformers.TrainerCallback):
             batch: rows of a step, for `budget`; else ``per_device_train_batch_size``.
             seq: tokens in a row, for `budget`; else TRL's ``max_length``, or what `memopt.patch` takes.
             max_tokens: as in `memopt.sampling.GradientMemoryCallback`.
+            release_gradients: step each parameter in backward and free its gradient (`memopt.release_gradients`).
+                When training begins, settings that need all gradients at once are errors: ``max_grad_norm``, which is
+                1.0 by default, accumulation, fp16, several processes.
         """
+        self._releases = release_gradients
         self._patching = Patching(recipe, inputs, budget, batch, seq)
         self._gradients = GradientMemoryCallback(max_tokens, required=False)
 
@@ -85,6 +91,10 @@ class TrainerCallback(transformers.TrainerCallback):
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
         assert model is not None
+        if self._releases:
+            _check_released(args)
+            optimizer = kwargs["optimizer"]
+            self._release = release_gradients(getattr(optimizer, "optimizer", optimizer))
         if not is_patched(model):  # the one of `model_init`
             _check_untouched(model, args)
             self._patch(model, args, state)
@@ -96,6 +106,8 @@ class TrainerCallback(transformers.TrainerCallback):
         self._gradients.on_step_end(args, state, control, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._releases:
+            self._release.remove()
         self._gradients.on_train_end(args, state, control, **kwargs)
 
     def _patch(self, model: nn.Module, args: Any, state: Any) -> None:
@@ -119,6 +131,23 @@ def _check_untouched(model: nn.Module, args: Any) -> None:
             f"The Trainer has built its model by `model_init`, and {done} before memopt could see it.",
             "Give it the function of the callback: model_init=callback.model_init(function).",
         )
+
+
+def _check_released(args: Any) -> None:
+    """
+    Raises:
+        ModelError: the arguments ask for something that needs all gradients at once.
+    """
+    asked = {
+        f"max_grad_norm={args.max_grad_norm} (use max_grad_norm=0)": args.max_grad_norm,
+        "gradient_accumulation_steps (use larger batches)": args.gradient_accumulation_steps > 1,
+        "fp16, whose loss scaling looks at all gradients (use bf16)": args.fp16,
+        "several processes": args.world_size > 1 or args.n_gpu > 1,
+        "deepspeed": args.deepspeed,
+    }
+    why = [name for name, value in asked.items() if value]
+    if why:
+        raise ModelError(f"release_gradients=True does not go together with {' and '.join(why)}.")
 
 
 def _keep_liger_out(args: Any) -> None:
