@@ -142,7 +142,7 @@ def test_removing_it_gives_the_usual_order_back() -> None:
         model(torch.ones(3, 4)).sum().backward()
     assert torch.equal(model.weight, before)
     optimizer.step()
-    assert torch.equal(model.weight, before - 0.2 * torch.full_like(before, 3.0))
+    assert torch.equal(model.weight, before.add(torch.full_like(before, 6.0), alpha=-0.1))
 
 
 def unreadable(params: Iterable[Tensor]) -> Optimizer:
