@@ -155,6 +155,14 @@ class OneRecipe(Done):
     recipe: dict[str, Any]
 
 
+class Doctor(Done):
+    command: Literal["doctor"]
+    python: str
+    packages: dict[str, str | None] = Field(description="Distribution -> its version; null if it is not installed.")
+    device: str
+    off: list[str] = Field(description="What does not run here, each with its reason.")
+
+
 class Model(Part):
     id: str
     class_name: str = Field(alias="class")
@@ -269,7 +277,7 @@ class Prediction(Done):
 
 
 DOCUMENT: TypeAdapter[Any] = TypeAdapter(
-    Patch | Verify | Report | Prediction | Unpatch | ConvertedAdapter | Recipes | OneRecipe | Failure
+    Patch | Verify | Report | Prediction | Unpatch | ConvertedAdapter | Recipes | OneRecipe | Doctor | Failure
 )
 
 

@@ -25,7 +25,7 @@ from memopt.errors import StreamError, UsageError
 _HELP = "Patch Hugging Face models to fine-tune them in less memory, and prove that they stay the same."
 #: Set by a shell that asks for completions of the line that it passes in other variables.
 _COMPLETION = "_MEMOPT_COMPLETE"
-COMMANDS = ("patch", "verify", "report", "unpatch", "recipes")
+COMMANDS = ("patch", "verify", "report", "unpatch", "recipes", "doctor")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
