@@ -120,12 +120,12 @@ def test_a_form_of_a_call_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(runs) == 2  # the convolution and the delta rule, of three layers with linear attention
 
 
-def scan(x: Tensor, y: Tensor, repeats: int = 3) -> tuple[Tensor, Tensor]:
-    """What it returns first is saved; the second output may be unused."""
+def scan(x: Tensor, y: Tensor, repeats: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Each output may be unused; nothing that goes in has a gradient of the last."""
     state = x
     for _ in range(repeats):
         state = (state * y).tanh()
-    return state.exp(), state.sigmoid().sum(-1)
+    return state.exp(), state.sigmoid().sum(-1), (y.detach() * 2).requires_grad_()
 
 
 class Caller(nn.Module):
@@ -138,9 +138,10 @@ class Caller(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         total = x.new_zeros(())
         for _ in range(3):
-            first, second = scan(*self.linear(x).chunk(2, -1))
+            first, second, third = scan(*self.linear(x).chunk(2, -1))
             x = first + x if "first" in self.uses else x
             total = total + second.mean() if "second" in self.uses else total
+            total = total + third.mean() if "third" in self.uses else total
         return total + x.mean()
 
 
@@ -155,7 +156,7 @@ def recorded(uses: str, counts: bool, run: Callable[[nn.Module, Tensor], Tensor]
         return record(model, lambda: run(model, x) if run else model(x), within=within)
 
 
-@pytest.mark.parametrize("uses", ["first", "second", "first second"])
+@pytest.mark.parametrize("uses", ["first", "second", "first second", "third"])
 def test_a_counted_call_computes_from_the_gradients_that_there_are(uses: str) -> None:
     counted, every = recorded(uses, counts=True), recorded(uses, counts=False)
     assert [each.flops for each in counted.operations] == [each.flops for each in every.operations]

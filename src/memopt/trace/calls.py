@@ -67,7 +67,6 @@ class _Counter:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             known = self._call((function, args, kwargs), tensors)
-
             run = functools.partial(_run, function, without_tensors((args, kwargs)))
             followed = known and self.followed(known, run)
             if not known or not followed:
@@ -127,10 +126,7 @@ class _AgainFunction(torch.autograd.Function):
         ctx.again = again
         ctx.set_materialize_grads(False)
         outputs = again.forward(tensors)
-        forms = again.followed.outputs.each
-        ctx.mark_non_differentiable(
-            *(each for each, form in zip(outputs, forms, strict=True) if not form.requires_grad)
-        )
+        ctx.mark_non_differentiable(*again.followed.outputs.constants(outputs))
         return tuple(outputs)
 
     @staticmethod
@@ -169,6 +165,10 @@ class _Again:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         followed = self._as_given(tuple(each is not None for each in gradients))
+        if followed is None:
+            self._kept.clear()
+            _end(self._timeline, self._open)
+            return [None] * len(self._call.arguments.each)
         given = dict(zip(followed.lives[2], (each for each in gradients if each is not None), strict=True))
         self._know({life: each.untyped_storage() for life, each in given.items()})
         with self._timeline.silent():
@@ -188,13 +188,14 @@ class _Again:
         _end(self._timeline, self._open)
         return [next(found) if has else None for has in followed.has_gradient]
 
-    def _as_given(self, given: tuple[bool, ...]) -> Followed:
-        """What the call does where these of its outputs have a gradient."""
+    def _as_given(self, given: tuple[bool, ...]) -> Followed | None:
+        """What the call does where these of its outputs have a gradient; None if nothing that goes in has one then."""
         mine = self.followed
         if given == tuple(form.requires_grad for form in mine.outputs.each):
             return mine
         found = self._counter.followed(self._call, self._run, given)
-        assert found is not None
+        if found is None:
+            return None
         names = dict(zip(_made(mine), _made(found), strict=True))
         self._lives = {names[life]: value for life, value in self._lives.items()}
         self._kept = {names[life]: value for life, value in self._kept.items()}
