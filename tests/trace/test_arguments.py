@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GraniteMoeHybridConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from memopt.reporting.build import compare_training
@@ -143,3 +143,15 @@ def test_a_model_that_asks_for_the_autocast_of_meta_has_its_labels(monkeypatch: 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", asks)
     config = tiny_config("llama")
     assert set(example_of(config, find_sites(build_meta(config)), Training(batch=2, seq=16)).targets) == {"labels"}
+
+
+def test_labels_are_found_where_the_forward_reads_its_mask() -> None:
+    """On the meta device it cannot, so no labels are found by running there."""
+    config = GraniteMoeHybridConfig(
+        hidden_size=32, shared_intermediate_size=48, num_local_experts=0, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
+        layer_types=2 * ["mamba", "attention", "mamba", "mamba"], position_embedding_type="nope",
+    )  # fmt: skip
+    config.architectures = ["GraniteMoeHybridForCausalLM"]
+    sites = find_sites(build_meta(config))
+    assert example_of(config, sites, Training(1, 24)).targets.keys() == {"labels"}

@@ -154,11 +154,13 @@ def _that_runs(
 
     if example is None:
         example = with_targets(step_inputs(model, Size(size.batch, size.seq), runs=runs))
+    elif not example.targets:  # a forward that reads values finds none on the meta device
+        example = with_targets(example.inputs)
     if _runs_without_values(model, fake, size, replace(example, is_read=False), functions):
         return replace(example, is_read=False)
     if not runs(example.inputs):
         return None
-    return example if example.targets else with_targets(example.inputs)
+    return example
 
 
 @contextlib.contextmanager
