@@ -1,5 +1,5 @@
-"""Records expressions from the functions that a module's forward calls: products, through elementwise operations and
-views.
+"""Records expressions from the functions that a module's forward calls: products and sums of them, through elementwise
+operations, gathers and views.
 
 The graph does not hold all that has to be known: a mask that is added leaves nothing in it. The node of the product has
 saved both factors, so nothing but what the operations read beside the scores (a mask, a bias) has to be kept.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast_to, step
+from memopt.recompute.expression import VALUE, Beside, Expression, Other, Read, cast_to, step
 from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
 from memopt.torch_compat import (
     FakeTensor,
@@ -29,10 +29,13 @@ _VIEWS = frozenset(
     f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Permute", "Transpose")
 )  # einsum permutes dimensions of size 1
 _PRODUCT = Rule(lambda node: torch.bmm(saved(node, "self"), saved(node, "mat2")), lambda node: True, PROBABILITIES)
+#: Products that one expression may have: a sum of a tensor and itself would double them each time.
+MOST_PRODUCTS = 4
 
 PRODUCTS = frozenset({torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum", "minimum", "tanh")
 _LAID_OUT = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "contiguous", "cat")
+GATHERS = frozenset({torch.gather, Tensor.gather})
 _OPERATORS = {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul"}
 _WRITTEN = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _IN_PLACE = {f"{name}_": name for name in ("add", "sub", "mul", "div", "masked_fill", "clamp")}
@@ -47,7 +50,7 @@ def _steps(meant: Mapping[str, str]) -> dict[Any, Callable[..., Tensor]]:
 
 #: Operations that are followed -> what computes the same into a new tensor.
 STEPS: dict[Any, Callable[..., Tensor]] = {
-    **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT)}),
+    **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT, "gather")}),
     **_steps({"__truediv__": "div", **_OPERATORS, **_WRITTEN, **_IN_PLACE}),
     **{getattr(Tensor, name): Tensor.to for name in _CASTS},
 }
@@ -113,6 +116,8 @@ class Followed:
         """`output` is what one of `STEPS` made of `x`, which is computed as `before` says, and of other arguments."""
         if type(output) is not type(x) or output.device != x.device:
             return
+        if output is not x and any(output is each for each in args):  # written into: what it held before is gone
+            return
         reads = list(before.reads)
         steps = [*before.steps, cast_to(output.dtype)]
         if STEPS[function] is not Tensor.to:
@@ -123,7 +128,11 @@ class Followed:
                 steps.append(cast_to(output.dtype))
         elif output is x:
             return
+        if _products(steps) > MOST_PRODUCTS:
+            return
         # What is made here and as large would live longer, to be kept in the scores' place.
+        if function in GATHERS:  # its node saves the index anyway
+            reads[len(before.reads) :] = [each._replace(made_here=False) for each in reads[len(before.reads) :]]
         here = 2 * _bytes(each.tensor for each in reads if each.made_here)
         if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
             self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
@@ -133,6 +142,9 @@ class Followed:
         if type(each) in (list, tuple):
             return tuple([self._placed(part, places, reads) for part in each])
         if isinstance(each, Tensor) and id(each) not in places:
+            if (other := self.expression_of(each)) is not None:
+                reads += other.reads
+                return Other(other, len(reads) - len(other.reads))
             places[id(each)] = Beside(len(reads))
             reads.append(self._read(each))
         return places.get(id(each), each)
@@ -150,6 +162,12 @@ class Followed:
             # What a step has read lives no longer than what it made.
             reference = weakref.ref(output, lambda _: self._known.pop(key, None))
             self._known[key] = _Scores(reference, output._version, expression)
+
+
+def _products(steps: Iterable[Any]) -> int:
+    """How many products an expression with these steps computes."""
+    others = [each for _, args, _ in steps for part in args for each in (part if type(part) is tuple else (part,))]
+    return 1 + sum(_products(each.expression.steps) for each in others if type(each) is Other)
 
 
 def costs_less_than(nbytes: int, reads: Sequence[Read]) -> bool:
