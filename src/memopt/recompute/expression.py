@@ -56,6 +56,8 @@ class Read(NamedTuple):
     version: int
     made_here: bool
     """In the forward that is followed, for all that is known; what was made before is shared with other layers."""
+    is_saved: bool = False
+    """By the operation that read it, for its own backward: keeping it takes no more memory."""
 
 
 class Expression(NamedTuple):

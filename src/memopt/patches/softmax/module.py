@@ -83,7 +83,7 @@ class _Following(TorchFunctionMode):
         if func in PRODUCTS:
             output = func(*args, **kwargs)
             if not self._is_behind:
-                self._followed.product(output)
+                self._followed.product(func, args, output)
             self._is_behind = False
             return output
         if func not in STEPS or self._followed.is_empty:
@@ -93,6 +93,7 @@ class _Following(TorchFunctionMode):
             return capped
         # The backward of a gather reads the shape alone of what it gathers from, which its node would keep.
         of_shape = func in GATHERS and known is not None and applies(PROBABILITIES)
+        self._found = self._found or of_shape
         with saving_shape_of(args[0]) if of_shape else nullcontext():
             output = func(*args, **kwargs)
         if known is not None:
