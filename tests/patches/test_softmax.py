@@ -127,7 +127,19 @@ def with_frozen_keys(self: Attention, query: Tensor, key: Tensor) -> Tensor:
 
 FORMS = {
     form.__name__: form
-    for form in (disentangled, of_two_products, with_frozen_keys, masked, in_place, capped, with_parameters, with_sinks, in_fp32, rounded_in_place, of_views)
+    for form in (
+        disentangled,
+        of_two_products,
+        with_frozen_keys,
+        masked,
+        in_place,
+        capped,
+        with_parameters,
+        with_sinks,
+        in_fp32,
+        rounded_in_place,
+        of_views,
+    )
 }
 
 
@@ -169,7 +181,10 @@ def doubled(self: Attention, query: Tensor, key: Tensor) -> Tensor:
     return F.softmax(scores, -1)
 
 
-OTHERS = {form.__name__: form for form in (doubled, changed_mask, changed_scores, random, with_a_large_bias, with_a_frozen_bias)}
+OTHERS = {
+    form.__name__: form
+    for form in (doubled, changed_mask, changed_scores, random, with_a_large_bias, with_a_frozen_bias)
+}
 
 
 def run(attention: Attention, *, patched: bool) -> tuple[list[Tensor], int]:

@@ -170,7 +170,8 @@ class Followed:
         is_parameter = base.grad_fn is None and base.requires_grad
         tensor = other.detach().clone() if is_parameter else other.detach()
         made_here = storage_id(tensor.untyped_storage()) not in self._given
-        return Read(tensor, tensor._version, made_here, is_saved and not is_parameter)
+        # What has a graph may be saved as a handle.
+        return Read(tensor, tensor._version, made_here, is_saved and base.grad_fn is None and not is_parameter)
 
     def _note(self, output: Tensor, expression: Expression) -> None:
         if output.requires_grad:

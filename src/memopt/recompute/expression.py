@@ -19,8 +19,8 @@ class Beside(NamedTuple):
 
 #: Stands for the value of the step before.
 VALUE = Beside(-1)
-#: (function, its arguments, pairs of a keyword and its argument), with `VALUE`, :class:`Beside` and :class:`Other` in the place of
-#: tensors. Hashable where it reads nothing beside the value; equal steps give the same result.
+#: (function, its arguments, pairs of a keyword and its argument), with `VALUE`, :class:`Beside` or :class:`Other` in
+#: the place of tensors. Hashable where it reads nothing beside the value; equal steps give the same result.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
