@@ -182,13 +182,16 @@ class Followed:
 
 
 def _is_read_as_it_is(factor: Any, output: Tensor) -> bool:
-    """Whether the product is that of the factor itself, not of a cast, and of no matrix for all of a batch."""
-    return type(factor) in _PLAIN_TYPES and factor.dim() > 2 and factor.dtype == output.dtype
+    """Whether the product is that of the factor itself, not of a cast, nor of a parameter, which may be sharded."""
+    if type(factor) not in _PLAIN_TYPES or isinstance(factor if factor._base is None else factor._base, nn.Parameter):
+        return False
+    return bool(factor.dim() > 2 and factor.dtype == output.dtype)
 
 
 def _products(steps: Iterable[Any]) -> int:
     """How many products an expression with these steps computes."""
-    others = [each for _, args, _ in steps for part in args for each in (part if type(part) is tuple else (part,))]
+    parts = [part for _, args, named in steps for part in (*args, *dict(named).values())]
+    others = [each for part in parts for each in (part if type(part) is tuple else (part,))]
     return 1 + sum(_products(each.expression.steps) for each in others if type(each) is Other)
 
 
