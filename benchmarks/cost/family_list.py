@@ -74,8 +74,8 @@ CAUSES = {
     "Gemma 3n": "The gate's cut to its largest values keeps one more tensor of the MLP's width; sums, as in Gemma 2.",
     "T5": "The sum of position bias and mask, one in each stack and layer, which attention saves.",
     "gpt-oss": "The experts' own gate: the result of its sigmoid, and the product of gate and sigmoid.",
-    "DeBERTa-v3": "Attention in transformers' own code, whose scores are sums with gathered products: the "
-    "probabilities, masks, and gathered places.",
+    "DeBERTa-v3": "Scaled keys beside the keys, which another product reads; the mask and the places of the gathers, "
+    "made in each layer.",
     "DINOv2": "A layer scale keeps the output that it scales; the sum behind it could be computed from that.",
     "DINOv3": "A layer scale keeps the output that it scales; the sum behind it could be computed from that.",
     "DeepSeek-V3": "Keys, joined with their rotated part, beside the product that they and the values are parts of.",

@@ -7,9 +7,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,9 +20,10 @@ from memopt.patches.functions import patch_functions
 from memopt.patches.softmax import module as softmaxes
 from memopt.saved import RecomputeScope
 from memopt.trace.account import account
-from tests.factories import tiny_inputs, tiny_model
+from tests.factories import randomise_vectors_, tiny_inputs, tiny_model
 
 HEADS, LENGTH, WIDTH = 4, 12, 3
+SPAN = 2 * LENGTH
 SHAPE = (2, HEADS, LENGTH, LENGTH)
 
 
@@ -31,6 +34,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 MASK = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.7
 MASK[..., 0] = True
 ADDED = torch.zeros(MASK.shape, dtype=torch.float64).masked_fill(~MASK, -1e9)
+PLACES = LENGTH + torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
 BIAS = draw(2, HEADS, LENGTH, LENGTH)
 
 
@@ -44,6 +48,7 @@ class Attention(nn.Module):
         self.bias = nn.Parameter(draw(HEADS, 1, LENGTH))
         self.sinks = nn.Parameter(draw(HEADS))
         self.scale = nn.Parameter(draw(HEADS, 1, 1))
+        self.positions = nn.Parameter(draw(2 * HEADS, SPAN, WIDTH))
         with torch.no_grad():
             self.project.weight.copy_(draw(3 * WIDTH, WIDTH))
 
@@ -99,9 +104,42 @@ def rounded_in_place(self: Attention, query: Tensor, key: Tensor) -> Tensor:
     return F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
 
 
+def disentangled(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """Scores of contents, and of contents and relative positions in both directions, as in DeBERTa."""
+    query, key = query.flatten(0, 1), key.flatten(0, 1)
+    places = PLACES.expand(2 * HEADS, -1, -1)
+    bias = 0 + torch.gather(torch.bmm(query, self.positions.mT), dim=-1, index=places) / torch.tensor(1.5)
+    bias += torch.bmm(key, self.positions.mT).gather(-1, places).transpose(-1, -2) / 2.5
+    scores = (torch.bmm(query, key.mT / 1.5) + bias).view(SHAPE)
+    return F.softmax(scores.masked_fill(~MASK, -1e9), dim=-1)
+
+
+def of_two_products(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """Each with a mask of its own, which the expression of the sum reads."""
+    first = torch.where(MASK, query @ key.mT, draw(1))
+    return F.softmax(first + torch.where(MASK.mT, key @ query.mT + draw(LENGTH), draw(1)), -1)
+
+
+def with_frozen_keys(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """The product saves the keys, and not the queries."""
+    return F.softmax(torch.matmul(query.contiguous(), key.detach().contiguous().mT) + ADDED, -1)
+
+
 FORMS = {
     form.__name__: form
-    for form in (masked, in_place, capped, with_parameters, with_sinks, in_fp32, rounded_in_place, of_views)
+    for form in (
+        disentangled,
+        of_two_products,
+        with_frozen_keys,
+        masked,
+        in_place,
+        capped,
+        with_parameters,
+        with_sinks,
+        in_fp32,
+        rounded_in_place,
+        of_views,
+    )
 }
 
 
@@ -135,7 +173,18 @@ def with_a_frozen_bias(self: Attention, query: Tensor, key: Tensor) -> Tensor:
     return F.softmax(torch.matmul(query, key.mT) + self.given.exp(), -1)
 
 
-OTHERS = {form.__name__: form for form in (changed_mask, changed_scores, random, with_a_large_bias, with_a_frozen_bias)}
+def doubled(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+    """It would take eight products."""
+    scores = torch.matmul(query, key.mT)
+    for _ in range(3):
+        scores = scores + scores.transpose(-1, -2)
+    return F.softmax(scores, -1)
+
+
+OTHERS = {
+    form.__name__: form
+    for form in (doubled, changed_mask, changed_scores, random, with_a_large_bias, with_a_frozen_bias)
+}
 
 
 def run(attention: Attention, *, patched: bool) -> tuple[list[Tensor], int]:
@@ -150,8 +199,12 @@ def run(attention: Attention, *, patched: bool) -> tuple[list[Tensor], int]:
         sizes.append(tensor.nbytes if tensor.numel() >= torch.Size(SHAPE).numel() else 0)
         return tensor
 
-    note.memopt_observer = True  # type: ignore[attr-defined]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), RecomputeScope():
+    def give(tensor: Tensor) -> Tensor:
+        return tensor
+
+    for hook in (note, give):
+        hook.memopt_observer = True  # type: ignore[attr-defined]
+    with torch.autograd.graph.saved_tensors_hooks(note, give), RecomputeScope():
         y = attention(x, BIAS)
     gradients = torch.autograd.grad(y.square().sum(), [x, *attention.parameters()], allow_unused=True)
     return [y, *(each for each in gradients if each is not None)], sum(sizes)
@@ -187,6 +240,32 @@ def test_a_mask_that_is_changed_later_is_an_error_and_no_wrong_gradient() -> Non
     mask.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_the_index_of_a_gather_that_is_changed_later_is_an_error() -> None:
+    places = (PLACES % LENGTH).expand(2, HEADS, -1, -1).clone()
+    attention = Attention(lambda _, query, key: F.softmax(torch.matmul(query, key.mT).gather(-1, places), -1))
+    patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+    with RecomputeScope():
+        y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS)
+    places.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_scores_that_are_added_into_an_argument_are_not_added_to_what_came_of_it() -> None:
+    def added(self: Attention, query: Tensor, key: Tensor) -> Tensor:
+        self.given += torch.matmul(query, key.mT)
+        return F.softmax(self.given, -1)
+
+    attention, gradients = Attention(added), []
+    for patched in (False, True):
+        if patched:
+            patch_functions(attention, softmaxes.RecomputedSoftmaxes())
+        with RecomputeScope():
+            y = attention(draw(2, HEADS, LENGTH, WIDTH), BIAS.clone())
+        gradients += torch.autograd.grad(y.square().sum(), attention.project.weight)
+    assert torch.equal(*gradients)
 
 
 def test_what_is_followed_lives_no_longer_than_the_forward() -> None:
@@ -259,6 +338,81 @@ def test_gradients_of_the_probabilities_that_a_model_returns_are_the_same() -> N
         (returned.loss + sum(each.square().sum() for each in returned.attentions)).backward()
         found.append([each.grad for each in model.parameters() if each.grad is not None])
     assert all(map(torch.equal, *found))
+
+
+IDS = torch.randint(3, 99, (2, 32), generator=torch.Generator().manual_seed(1))
+PADDED = torch.arange(32) < torch.tensor([[32], [20]])
+
+
+def deberta(recipe: Any, *, dtype: torch.dtype = torch.float32, lora: bool = False, dropout: float = 0.0) -> nn.Module:
+    """In the form of DeBERTa-v3; None for a recipe leaves it as it is."""
+    config = transformers.DebertaV2Config(
+        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, position_buckets=16, relative_attention=True, pos_att_type=["c2p", "p2c"],
+        share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = transformers.DebertaV2ForMaskedLM(config)
+        randomise_vectors_(model)
+        if lora:
+            names = ["query_proj", "value_proj"]
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, init_lora_weights=False))
+            model.enable_input_require_grads()
+    model.to(dtype).train()
+    return model if recipe is None else memopt.patch(model, recipe)
+
+
+def padded_inputs() -> dict[str, Tensor]:
+    return {"input_ids": IDS, "attention_mask": PADDED.long(), "labels": IDS}
+
+
+def padded_step(model: nn.Module, autocast: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**padded_inputs()).loss
+    loss.backward()
+    return [loss, *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_disentangled_attention_computes_the_same_bits(
+    dtype: torch.dtype, autocast: bool, lora: bool, dropout: float
+) -> None:
+    models = [deberta(recipe, dtype=dtype, lora=lora, dropout=dropout) for recipe in (OFF, ON)]
+    expected, found = (padded_step(model, autocast) for model in models)
+    assert len(expected) == len(found) > 4
+    assert all(map(torch.equal, expected, found))
+    # OFF keeps dropped-out probabilities as a copy of those that their softmax keeps, ON keeps them themselves.
+    tensors = 2 if dropout else 3
+    saved = []
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            saved.append(account(model, lambda model=model: model(**padded_inputs())).total)
+    config = models[0].config
+    scores = 2 * config.num_attention_heads * 32 * 32 * (2 if autocast else dtype.itemsize)
+    less = saved[0] - saved[1]
+    assert less > 0 if lora or autocast else less == tensors * config.num_hidden_layers * scores
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_disentangled_attention_has_the_gradients_of_the_stock_model(lora: bool) -> None:
+    expected, found = (padded_step(deberta(recipe, dtype=torch.float64, lora=lora)) for recipe in (None, ON))
+    assert len(expected) == len(found) > 4
+    for one, other in zip(expected, found, strict=True):
+        assert float((one - other).detach().norm()) <= 1e-9 * max(float(one.detach().norm()), 1e-6)
+
+
+def test_disentangled_attention_under_checkpointing_is_exact() -> None:
+    models = [deberta(recipe) for recipe in (OFF, ON)]
+    for model in models:  # the reentrant kind fails in stock: all blocks share the norm of the positions
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(torch.equal, *(padded_step(model) for model in models)))
 
 
 def test_models_with_fused_attention_have_nothing_to_recompute() -> None:

@@ -435,7 +435,15 @@ def test_a_repeated_tensor_that_was_changed_in_place_is_kept() -> None:
     assert _bytes_saved(run) == 0
 
 
-@pytest.mark.parametrize("repeat", [lambda x: x.repeat_interleave(3, 1), lambda x: x[None].expand(3, *x.shape).clone()])
+REPEATS = {
+    "interleaved": lambda x: x.repeat_interleave(3, 1),
+    "expanded": lambda x: x[None].expand(3, *x.shape).clone(),
+    "repeated": lambda x: x.repeat(3, 1, 1),
+    "repeated inside": lambda x: x.repeat(1, 1, 3, 1),
+}
+
+
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
 def test_one_of_the_repeats_is_kept(repeat: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 3, 4, requires_grad=True)
     factor = torch.ones_like(repeat(x)).requires_grad_()

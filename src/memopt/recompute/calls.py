@@ -1,5 +1,5 @@
-"""Records expressions from the functions that a module's forward calls: products, through elementwise operations and
-views.
+"""Records expressions from the functions that a module's forward calls: products and sums of them, through elementwise
+operations, gathers and views.
 
 The graph does not hold all that has to be known: a mask that is added leaves nothing in it. The node of the product has
 saved both factors, so nothing but what the operations read beside the scores (a mask, a bias) has to be kept.
@@ -7,6 +7,7 @@ saved both factors, so nothing but what the operations read beside the scores (a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memopt.recompute.expression import VALUE, Beside, Expression, Read, cast_to, step
+from memopt.recompute.expression import VALUE, Beside, Expression, Other, Read, cast_to, step
+from memopt.recompute.operations import at_hand
 from memopt.recompute.rules import PROBABILITIES, Node, Rule, rule_of
 from memopt.torch_compat import (
     FakeTensor,
+    held,
     saved,
     shows_saved,
     storage_id,
@@ -29,13 +32,19 @@ _VIEWS = frozenset(
     f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Permute", "Transpose")
 )  # einsum permutes dimensions of size 1
 _PRODUCT = Rule(lambda node: torch.bmm(saved(node, "self"), saved(node, "mat2")), lambda node: True, PROBABILITIES)
+#: Of a product whose factors are both read: its step takes no first value.
+_READ = Rule(lambda node: torch.empty(0), lambda node: True, PROBABILITIES)
+#: Products that one expression may have: a sum of a tensor and itself would double them each time.
+MOST_PRODUCTS = 4
 
 PRODUCTS = frozenset({torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "masked_fill", "where", "clamp", "maximum", "minimum", "tanh")
 _LAID_OUT = ("view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "contiguous", "cat")
+GATHERS = frozenset({torch.gather, Tensor.gather})
 _OPERATORS = {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul"}
 _WRITTEN = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _IN_PLACE = {f"{name}_": name for name in ("add", "sub", "mul", "div", "masked_fill", "clamp")}
+_SAVED = ("gather", "masked_fill", "mul", "div")
 _CASTS = ("to", "float", "half", "bfloat16", "double", "type", "type_as")
 
 
@@ -45,9 +54,11 @@ def _steps(meant: Mapping[str, str]) -> dict[Any, Callable[..., Tensor]]:
     return {getattr(owner, name): getattr(owner, meant[name]) for owner, name in owners}
 
 
+#: Operations whose node saves what they read beside a tensor that has a gradient.
+_SAVING = frozenset(getattr(owner, name) for owner in (Tensor, torch) for name in _SAVED if hasattr(owner, name))
 #: Operations that are followed -> what computes the same into a new tensor.
 STEPS: dict[Any, Callable[..., Tensor]] = {
-    **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT)}),
+    **_steps({name: name for name in (*_ELEMENTWISE, *_LAID_OUT, "gather")}),
     **_steps({"__truediv__": "div", **_OPERATORS, **_WRITTEN, **_IN_PLACE}),
     **{getattr(Tensor, name): Tensor.to for name in _CASTS},
 }
@@ -91,17 +102,26 @@ class Followed:
                 return expression, each
         return None
 
-    def product(self, output: Any) -> None:
-        """`output` is what one of `PRODUCTS` returned."""
+    def product(self, function: Any, args: Sequence[Any], output: Any) -> None:
+        """`output` is what `function`, one of `PRODUCTS`, returned for `args`."""
         # Then views of the product's own result have left its elements in their order.
         if type(output) not in _PLAIN_TYPES or not output.is_contiguous() or output.storage_offset():
             return
         node: Node = output.grad_fn
         while node is not None and node.name() in _VIEWS:
             node = node.next_functions[0][0]
-        # It has saved both factors where both have a gradient.
-        if node is not None and node.name() == _BMM and all(edge is not None for edge, _ in node.next_functions):
+        if node is None or node.name() != _BMM:
+            return
+        # It has saved both factors where both have a gradient, else the one that has none.
+        if all(edge is not None for edge, _ in node.next_functions):
             self._note(output, Expression(node, _PRODUCT, (step(Tensor.view, output.shape),)))
+        elif function is not torch.einsum and len(args) == 2 and all(_is_read_as_it_is(each, output) for each in args):
+            held_by_node = [at_hand(held(node, name)) for name in ("self", "mat2")]
+            saved_ids = {storage_id(each.untyped_storage()) for each in held_by_node if each is not None}
+            storages = [storage_id(each.untyped_storage()) for each in args]
+            reads = [self._read(each, is_saved=at in saved_ids) for each, at in zip(args, storages, strict=True)]
+            if 2 * _bytes(reads) <= output.nbytes:
+                self._note(output, Expression(node, _READ, ((function, (Beside(0), Beside(1)), ()),), tuple(reads)))
 
     def made_by_a_rule(self, output: Tensor) -> None:
         """`output` is that of a node with a rule of its own, whose backward comes after those of its readers."""
@@ -113,36 +133,45 @@ class Followed:
         """`output` is what one of `STEPS` made of `x`, which is computed as `before` says, and of other arguments."""
         if type(output) is not type(x) or output.device != x.device:
             return
+        if output is not x and any(output is each for each in args):  # written into: what it held before is gone
+            return
         reads = list(before.reads)
         steps = [*before.steps, cast_to(output.dtype)]
         if STEPS[function] is not Tensor.to:
-            places = {id(x): VALUE}
-            named = tuple((name, self._placed(each, places, reads)) for name, each in kwargs.items())
-            steps[-1:] = [(STEPS[function], self._placed(args, places, reads), named)]
+            places, placed = {id(x): VALUE}, functools.partial(self._placed, saves=STEPS[function] in _SAVING)
+            named = tuple((name, placed(each, places, reads)) for name, each in kwargs.items())
+            steps[-1:] = [(STEPS[function], placed(args, places, reads), named)]
             if output is x:  # written in place, in the dtype that it had
                 steps.append(cast_to(output.dtype))
         elif output is x:
             return
+        if _products(steps) > MOST_PRODUCTS:
+            return
         # What is made here and as large would live longer, to be kept in the scores' place.
-        here = 2 * _bytes(each.tensor for each in reads if each.made_here)
+        here = 2 * _bytes([each for each in reads if each.made_here])
         if here <= output.nbytes and all(type(each.tensor) in _PLAIN_TYPES for each in reads):
             self._note(output, Expression(before.node, before.rule, tuple(steps), tuple(reads)))
 
-    def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read]) -> Any:
+    def _placed(self, each: Any, places: dict[int, Beside], reads: list[Read], saves: bool) -> Any:
         """What stands in a step for this argument; `reads` gets the tensors in it that have no place yet."""
         if type(each) in (list, tuple):
-            return tuple([self._placed(part, places, reads) for part in each])
+            return tuple([self._placed(part, places, reads, saves) for part in each])
         if isinstance(each, Tensor) and id(each) not in places:
+            if (other := self.expression_of(each)) is not None:
+                reads += other.reads
+                return Other(other, len(reads) - len(other.reads))
             places[id(each)] = Beside(len(reads))
-            reads.append(self._read(each))
+            reads.append(self._read(each, is_saved=saves))
         return places.get(id(each), each)
 
-    def _read(self, other: Tensor) -> Read:
+    def _read(self, other: Tensor, *, is_saved: bool) -> Read:
         base = other if other._base is None else other._base
         # Sharding may have freed a parameter by the time of backward.
         is_parameter = base.grad_fn is None and base.requires_grad
         tensor = other.detach().clone() if is_parameter else other.detach()
-        return Read(tensor, tensor._version, storage_id(tensor.untyped_storage()) not in self._given)
+        made_here = storage_id(tensor.untyped_storage()) not in self._given
+        # What has a graph may be saved as a handle.
+        return Read(tensor, tensor._version, made_here, is_saved and base.grad_fn is None and not is_parameter)
 
     def _note(self, output: Tensor, expression: Expression) -> None:
         if output.requires_grad:
@@ -152,15 +181,33 @@ class Followed:
             self._known[key] = _Scores(reference, output._version, expression)
 
 
+def _is_read_as_it_is(factor: Any, output: Tensor) -> bool:
+    """Whether the product is that of the factor itself, not of a cast, nor of a parameter, which may be sharded."""
+    if type(factor) not in _PLAIN_TYPES or isinstance(factor if factor._base is None else factor._base, nn.Parameter):
+        return False
+    return bool(factor.dim() > 2 and factor.dtype == output.dtype)
+
+
+def _products(steps: Iterable[Any]) -> int:
+    """How many products an expression with these steps computes."""
+    parts = [part for _, args, named in steps for part in (*args, *dict(named).values())]
+    others = [each for part in parts for each in (part if type(part) is tuple else (part,))]
+    return 1 + sum(_products(each.expression.steps) for each in others if type(each) is Other)
+
+
 def costs_less_than(nbytes: int, reads: Sequence[Read]) -> bool:
     """Whether keeping what the steps have read is worth leaving out so many bytes, and nothing of it has changed.
 
     What other layers read as well is kept once for all; if none does, no more is kept than before.
     """
     unchanged = all(each.tensor._version == each.version for each in reads)
-    return unchanged and _bytes(each.tensor for each in reads) <= nbytes
+    return unchanged and _bytes(reads) <= nbytes
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = [each.untyped_storage() for each in tensors]
-    return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
+def _bytes(reads: Sequence[Read]) -> int:
+    """Of all storages but those that are saved anyway."""
+    storages = {storage_id(storage := each.tensor.untyped_storage()): storage.nbytes() for each in reads}
+    for each in reads:
+        if each.is_saved:
+            storages.pop(storage_id(each.tensor.untyped_storage()), None)
+    return sum(storages.values())

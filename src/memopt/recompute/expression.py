@@ -19,8 +19,8 @@ class Beside(NamedTuple):
 
 #: Stands for the value of the step before.
 VALUE = Beside(-1)
-#: (function, its arguments, pairs of a keyword and its argument), with `VALUE` and :class:`Beside` in the place of
-#: tensors. Hashable where it reads nothing beside the value; equal steps give the same result.
+#: (function, its arguments, pairs of a keyword and its argument), with `VALUE`, :class:`Beside` or :class:`Other` in
+#: the place of tensors. Hashable where it reads nothing beside the value; equal steps give the same result.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
@@ -40,6 +40,14 @@ class Branch(NamedTuple):
     steps: tuple[Step, ...]
 
 
+class Other(NamedTuple):
+    """Stands for a tensor with an expression of its own, in a step that reads it beside the value."""
+
+    expression: Expression
+    first_read: int
+    """Its reads stand together among those of the expression that has the step, from this one on."""
+
+
 class Read(NamedTuple):
     """A tensor that a step has read beside the value."""
 
@@ -48,6 +56,8 @@ class Read(NamedTuple):
     version: int
     made_here: bool
     """In the forward that is followed, for all that is known; what was made before is shared with other layers."""
+    is_saved: bool = False
+    """By the operation that read it, for its own backward: keeping it takes no more memory."""
 
 
 class Expression(NamedTuple):
@@ -94,4 +104,6 @@ def _filled(each: Any, value: Tensor, read: Sequence[Tensor]) -> Any:
         return value if each is VALUE else read[each.place]
     if type(each) is Branch:
         return after(value, each.steps, read)
+    if type(each) is Other:
+        return each.expression.value(read[each.first_read :])
     return tuple([_filled(part, value, read) for part in each]) if type(each) is tuple else each

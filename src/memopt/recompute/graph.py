@@ -24,6 +24,7 @@ from memopt.recompute.steps import (
     JOINS,
     PARTS,
     PLAIN,
+    REPEAT,
     SCALES,
     SPLITS,
     STEP_OF,
@@ -202,9 +203,14 @@ def nodes_read(expression: Expression) -> Iterator[tuple[Node, str | None]]:
 
 def repeated_from(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """(shape with the repeats, shape without) where the output of `node` is a copy of a smaller tensor that was
-    expanded, in the order of its elements; None for all other nodes. Grouped keys and values are repeated so."""
+    expanded or repeated, in the order of its elements; None for all other nodes. Grouped keys and values are repeated
+    so, and keys of positions for each row of a batch."""
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
+    if node is not None and node.name() == REPEAT and input_metadata is not None and shows_saved(REPEAT):
+        sides = list(zip(saved(node, "repeats"), input_metadata(node)[0].shape, strict=True))
+        shape = tuple(n for repeats, size in sides for n in (repeats, size // max(repeats, 1)))
+        return shape, tuple(1 if i % 2 == 0 else n for i, n in enumerate(shape))
     if node is None or node.name() != CLONE or input_metadata is None:
         return None
     shape, (expanded, _) = tuple(input_metadata(node)[0].shape), node.next_functions[0]

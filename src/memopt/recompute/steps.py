@@ -136,8 +136,8 @@ def _shown(table: dict[str, Any]) -> dict[str, Any]:
     return {name: made for name, made in table.items() if shows_saved(name)}
 
 
-CAST, CLONE, CAT, CONSTANT_PAD, DIVISION = (
-    f"{name}Backward0" for name in ("ToCopy", "Clone", "Cat", "ConstantPadNd", "Div")
+CAST, CLONE, CAT, CONSTANT_PAD, DIVISION, REPEAT = (
+    f"{name}Backward0" for name in ("ToCopy", "Clone", "Cat", "ConstantPadNd", "Div", "Repeat")
 )
 #: Nodes of copies in the same order of elements and views of them, of which the node shows the shape.
 VIEWS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
@@ -163,7 +163,7 @@ STEP_OF: dict[str, Callable[[Node], Step]] = {
             "UnsqueezeBackward0": _calls(Tensor.unsqueeze, "dim"),
             "RollBackward0": _calls(torch.roll, "shifts", "dims"),
             "FlipBackward0": _calls(torch.flip, "dims"),
-            "RepeatBackward0": _calls(Tensor.repeat, "repeats"),
+            REPEAT: _calls(Tensor.repeat, "repeats"),
             "IndexBackward0": lambda node: step(rows, node),
             **{name: _padded_by(mode) for name, mode in _PADS.items()},
         }

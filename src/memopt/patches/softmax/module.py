@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.softmax.function import recomputed_softmax, recomputed_tanh
 from memopt.patches.swap import steps_aside
-from memopt.recompute.calls import PRODUCTS, STEPS, Followed, costs_less_than
+from memopt.recompute.calls import GATHERS, PRODUCTS, STEPS, Followed, costs_less_than
 from memopt.recompute.expression import Expression
 from memopt.recompute.rules import PROBABILITIES
-from memopt.saved.scope import applies, packing_unseen
+from memopt.saved.scope import applies, packing_unseen, saving_shape_of
 from memopt.torch_compat import FakeTensor
 
 #: Calls after which a forward in which no softmax was found is looked at again.
@@ -83,7 +83,7 @@ class _Following(TorchFunctionMode):
         if func in PRODUCTS:
             output = func(*args, **kwargs)
             if not self._is_behind:
-                self._followed.product(output)
+                self._followed.product(func, args, output)
             self._is_behind = False
             return output
         if func not in STEPS or self._followed.is_empty:
@@ -91,7 +91,11 @@ class _Following(TorchFunctionMode):
         known = self._followed.among(args)
         if func in _CAPS and known is not None and (capped := self._capped(*known)) is not None:
             return capped
-        output = func(*args, **kwargs)
+        # The backward of a gather reads the shape alone of what it gathers from, which its node would keep.
+        of_shape = func in GATHERS and known is not None and applies(PROBABILITIES)
+        self._found = self._found or of_shape
+        with saving_shape_of(args[0]) if of_shape else nullcontext():
+            output = func(*args, **kwargs)
         if known is not None:
             self._followed.step(func, args, kwargs, *known, output)
         return output
