@@ -30,7 +30,9 @@ planned with recipe `exact`, patched and compared. torch {torch}, Python {python
 def page(document: Mapping[str, Any]) -> str:
     """The whole page."""
     rows = document["rows"]
-    parts = [_INTRO.format(**document["versions"]), *_sums(rows), *_table(rows), *_not_run(rows), *_reasons(rows)]
+    libraries = _libraries(document.get("libraries", []))
+    intro = _INTRO.format(**document["versions"])
+    parts = [intro, *_sums(rows), *libraries, *_table(rows), *_not_run(rows), *_reasons(rows)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -40,6 +42,34 @@ def _sums(rows: list[Row]) -> Iterator[str]:
     for result in sums(rows):
         mark = "" if result.holds else " **short**"
         yield f"| {result.name} | {result.text}{mark} | {result.target} |"
+    yield ""
+
+
+_OF_LIBRARIES = """\
+## Models of other libraries
+
+Written by `python -m benchmarks.coverage --libraries`, where the libraries are installed. `memopt.patch(model)` gets no
+inputs: it guesses them. Models are small and random. **Saved** is what a whole forward saves for backward (fp32, batch
+2), stock and patched, in KiB. **Right**: outputs and every gradient equal stock's to 1e-9 in fp64, in eval and in train
+mode, on a batch that memopt has not seen.
+
+| library | model | patched | saved | | right |
+|---|---|---|---:|---:|---|"""
+
+
+def _libraries(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield _OF_LIBRARIES
+    for row in rows:
+        library = f"{row['library']} {row['version']}".strip()
+        if row["saved_bytes"] is None:
+            yield f"| {library} | {row['model']} | | | | {row['status']}: {_escaped(row['reason'])} |"
+            continue
+        stock, patched = row["saved_bytes"]
+        sizes = f"{stock / 1024:.0f} -> {patched / 1024:.0f} | {100 * (patched - stock) / stock:+.0f} %"
+        right = "yes" if row["status"] == "ok" else f"**no**: {_escaped(row['reason'])}"
+        yield f"| {library} | {row['model']} | {row['patched']} | {sizes} | {right} |"
     yield ""
 
 
