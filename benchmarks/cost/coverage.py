@@ -7,6 +7,8 @@
                                                    every type -> FILE; exit 1 where less holds than in the other file
     python -m benchmarks.coverage --losses         losses of types with a head -> docs/losses.json, docs/losses.md
     python -m benchmarks.coverage --peaks [TYPE…]  the peaks of a step alone, into the rows of docs/coverage.json
+    python -m benchmarks.coverage --libraries [NAME…]
+                                                   timm, diffusers, ..., where installed, into docs/coverage.json
 
 A type is one process (`tests.zoo.examine`), so that a crash or a hang costs that type alone. Rows are kept beside
 the output as they come: an interrupted run goes on where it stopped.
@@ -42,6 +44,7 @@ from benchmarks.coverage_page import page
 from tests.zoo.build import Row, model_types
 from tests.zoo.coverage_sums import COVERAGE, Sum, lost, sums
 from tests.zoo.examine import examine
+from tests.zoo.library_rows import library_rows
 from tests.zoo.losses import LOSSES, LossRow, examine_loss, loss_page, loss_sums, types_with_a_head
 from tests.zoo.peaks import examine_peak, with_peaks
 
@@ -73,6 +76,8 @@ def main() -> int:
     # A terminated run stops its workers, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if arguments.libraries:
+            return _libraries(arguments.out, arguments.types)
         study = _study(arguments)
         if arguments.check:
             return _check(_read(arguments.out, study.row), study)
@@ -138,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--losses", action="store_true", help="compare losses, of types with a head over a vocabulary")
     part.add_argument("--peaks", action="store_true", help="trace the peaks of a step into the rows that --out has")
+    part.add_argument("--libraries", action="store_true", help="models of other libraries, into what --out has")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="exit 1 where less holds than in this earlier file"
     )
@@ -167,6 +173,8 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
     rows = sorted(rows if study.onto is None else with_peaks(study.onto, rows), key=lambda row: row["model_type"])
     command = f"python -m benchmarks.coverage {study.options}".rstrip()
     document = {"command": command, "device": "cpu", **study.header, "rows": rows}
+    if not arguments.losses and (libraries := _of_libraries(arguments.out)):
+        document["libraries"] = libraries
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     arguments.out.with_suffix(".md").write_text(study.page(document))
     partial_rows.unlink()
@@ -175,6 +183,26 @@ def _all(arguments: argparse.Namespace, study: Study) -> int:
         print(f"lost: {loss}", file=sys.stderr)
     _print(study.sums(rows))
     return EXIT_SHORT if losses or any(row["status"] == "wrong" for row in rows) else EXIT_OK
+
+
+def _libraries(out: Path, names: Sequence[str]) -> int:
+    """Rows of models of other libraries, each kept where its library is not installed here."""
+    document = _read(out, Row)
+    known = {(row["library"], row["model"]): row for row in _of_libraries(out)}
+    for row in library_rows(list(names)):
+        key = row["library"], row["model"]
+        print(f"{row['status']:8} {' '.join(filter(None, key))}: {row['reason'] or row['patched']}", flush=True)
+        if row["status"] != "skipped" or key not in known:
+            known[key] = row
+    document["libraries"] = list(known.values())
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    out.with_suffix(".md").write_text(page(document))
+    return EXIT_SHORT if any(row["status"] in ("wrong", "not run") for row in known.values()) else EXIT_OK
+
+
+def _of_libraries(out: Path) -> Rows:
+    """The rows of other libraries that a file has."""
+    return list(_read(out, Row).get("libraries", [])) if out.exists() else []
 
 
 def versions() -> dict[str, str]:

@@ -36,6 +36,7 @@ def page(document: Mapping[str, Any], families: Mapping[str, Any] | None = None)
         *(families_section(families) if families else ()),
         _INTRO.format(**document["versions"]),
         *_sums("Sums", [each for each in sums(rows) if not each.is_mean]),
+        *_libraries(document.get("libraries", [])),
         *_table(rows),
         *_not_run(rows),
         *_reasons(rows),
@@ -50,6 +51,34 @@ def _sums(title: str, results: list[Sum]) -> Iterator[str]:
     for result in results:
         mark = "" if result.holds else " **short**"
         yield f"| {result.name} | {result.text}{mark} | {result.target} |"
+    yield ""
+
+
+_OF_LIBRARIES = """\
+## Models of other libraries
+
+Written by `python -m benchmarks.coverage --libraries`, where the libraries are installed. `memopt.patch(model)` gets no
+inputs: it guesses them. Models are small and random. **Saved** is what a whole forward saves for backward (fp32, batch
+2), stock and patched, in KiB. **Right**: outputs and every gradient equal stock's to 1e-9 in fp64, in eval and in train
+mode, on a batch that memopt has not seen.
+
+| library | model | patched | saved | | right |
+|---|---|---|---:|---:|---|"""
+
+
+def _libraries(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield _OF_LIBRARIES
+    for row in rows:
+        library = f"{row['library']} {row['version']}".strip()
+        if row["saved_bytes"] is None:
+            yield f"| {library} | {row['model']} | | | | {row['status']}: {_escaped(row['reason'])} |"
+            continue
+        stock, patched = row["saved_bytes"]
+        sizes = f"{stock / 1024:.0f} -> {patched / 1024:.0f} | {100 * (patched - stock) / stock:+.0f} %"
+        right = "yes" if row["status"] == "ok" else f"**no**: {_escaped(row['reason'])}"
+        yield f"| {library} | {row['model']} | {row['patched']} | {sizes} | {right} |"
     yield ""
 
 

@@ -14,6 +14,8 @@ from benchmarks.coverage_page import page
 from tests.zoo.build import Row
 from tests.zoo.config import default_config
 from tests.zoo.coverage_sums import lost, rewrites, sums
+from tests.zoo.libraries import LibraryModel
+from tests.zoo.library_rows import LibraryRow, examine_library
 from tests.zoo.losses import LossRow, loss_page, loss_sums
 from tests.zoo.peaks import with_peaks
 
@@ -202,6 +204,29 @@ def test_losses_are_checked_from_their_own_file(tmp_path: Path, monkeypatch, cap
     assert run("--losses", "--check", "--out", str(file), monkeypatch=monkeypatch) == 0
     assert run("--check", "--out", str(file), monkeypatch=monkeypatch) == 2
     assert "97 of 97 (100.0 %)" in capsys.readouterr().out
+
+
+def test_rows_of_libraries_join_those_of_types_and_outlive_a_missing_library(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "coverage.json"
+    versions = {"transformers": "5", "torch": "2", "python": "3"}
+    file.write_text(json.dumps({"versions": versions, "rows": [row()]}))
+
+    def found(status: str, saved: tuple[int, int] | None) -> list[dict]:
+        return [dataclasses.asdict(LibraryRow("timm", "vit", status, "why", "1.0", "5 of 5 norms", saved, 1e-16))]
+
+    monkeypatch.setattr(coverage, "library_rows", lambda names: found("ok", (2048, 1024)))
+    assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 0
+    monkeypatch.setattr(coverage, "library_rows", lambda names: found("skipped", None))
+    assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 0
+    assert "| timm 1.0 | vit | 5 of 5 norms | 2 -> 1 | -50 % | yes |" in file.with_suffix(".md").read_text()
+    assert [each["model_type"] for each in json.loads(file.read_text())["rows"]] == ["llama"]
+    monkeypatch.setattr(coverage, "library_rows", lambda names: found("wrong", (2048, 1024)))
+    assert run("--libraries", "--out", str(file), monkeypatch=monkeypatch) == 1
+
+
+def test_a_library_that_is_missing_is_skipped_by_name() -> None:
+    missing = LibraryModel("no_such_library", "x", lambda: None, dict)
+    assert examine_library(missing).reason == "no_such_library is not installed"
 
 
 def test_parts_of_a_model_type_get_defaults() -> None:

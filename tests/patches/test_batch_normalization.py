@@ -145,3 +145,63 @@ def test_an_account_sees_all_that_a_patched_step_keeps(recipe: str, training: bo
     assert counted.saved == live < stock
     copies = [each for each in counted.storages if each.cause == "weight copy"]
     assert {each.savers[0][1] for each in copies} == {"batch_norm"}
+
+
+class InPlace(nn.Module):
+    """Convolutions, batch norms and activations that write into their input, as timm's ResNets have them."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ReLU, *, reads_input: bool = False) -> None:
+        super().__init__()
+        self.reads_input = reads_input
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.norm2, self.third = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.act, self.act2 = activation(inplace=True), activation(inplace=True)  # type: ignore[call-arg]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.first(x))
+        if self.reads_input:
+            self.act(y)
+            alias = y  # whoever holds the input sees the output
+            return self.third(self.act2(self.norm2(self.second(alias)))) + y[:, :4, 2:, 2:]
+        y = self.act(y)
+        z: torch.Tensor = self.third(self.act2(self.norm2(self.second(y))))
+        return z
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU, nn.Hardswish, nn.ReLU6, nn.LeakyReLU])
+@pytest.mark.parametrize("reads_input", [False, True])
+def test_activations_in_place_are_recomputed_and_write_for_whoever_holds_their_input(
+    activation: type[nn.Module], reads_input: bool
+) -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(InPlace(activation, reads_input=reads_input)).double().train()
+    patched = memopt.patch(copy.deepcopy(stock))
+    x = torch.randn(2, 3, 20, 20, dtype=torch.float64)
+    kept = [account(model, lambda model=model: model(x)).total for model in (stock, patched)]
+    with precise(torch.float64):
+        results = [model(x) for model in (stock, patched)]
+        for result in results:
+            (result * torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)).sum().backward()
+    assert torch.equal(*results)
+    pairs = zip(stock.parameters(), patched.parameters(), strict=True)
+    largest = max(float(each.grad.abs().max()) for each in stock.parameters())
+    for one, other in pairs:
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-9, atol=1e-12 * largest)
+    rows = {entry.site: entry.action for entry in memopt.plan_for(memopt.unpatch(patched)).entries}
+    assert rows["0.act"] == rows["0.act2"] == "recompute"
+    assert kept[1] < 0.8 * kept[0]
+
+
+def test_an_alias_of_an_input_in_place_sees_the_output() -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(InPlace()).train()
+    patched = memopt.patch(copy.deepcopy(stock))
+    x = torch.randn(2, 3, 20, 20)
+    seen: list[torch.Tensor] = []
+    for model in (stock, patched):
+        model[0].norm.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+        model(x).sum().backward()
+    assert float(seen[0].min()) == 0
+    assert torch.equal(*seen)
+    for one, other in zip(stock.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)

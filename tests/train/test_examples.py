@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODELS = {"encoder": "all-MiniLM-L6-v2"}
+MODELS = {"encoder": "all-MiniLM-L6-v2", "embeddings": "all-MiniLM-L6-v2"}
 #: Modules that run memopt's forward at least: the norms, and the product of each block's MLP where it is patched.
-LEAST = {"encoder": 19, "qlora": 62, "plain": 14}
+LEAST = {"encoder": 19, "qlora": 62, "plain": 14, "diffusion": 100, "embeddings": 44}
+#: Libraries that these examples alone need.
+LIBRARIES = {"diffusion": "diffusers", "embeddings": "sentence_transformers"}
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo", "plain"])
+@pytest.mark.parametrize("name", ["full", "lora", "qlora", "encoder", "sft", "dpo", "plain", "diffusion", "embeddings"])
 def test_an_example_trains_a_patched_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = EXAMPLES.parent / "models" / MODELS.get(name, "SmolLM2-135M-Instruct")
-    if not model.is_dir():
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name], reason=f"{LIBRARIES[name]} is not installed")
+    if name != "diffusion" and not model.is_dir():
         pytest.skip(f"models/{model.name} is missing; get it with: python examples/demo/fetch_models.py {model.name}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -38,5 +42,5 @@ def test_an_example_trains_a_patched_model(
 
 def test_an_example_is_short() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lines) == 8
+    assert len(lines) == 10
     assert max(lines.values()) < 60

@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,15 @@ class _Result:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     error: str = ""
+
+
+def compared(model: nn.Module, change: Callable[[nn.Module], object], call: Call) -> dict[str, float]:
+    """Differences of outputs and gradients, in eval and in train mode, before and after `change` of an fp64 model."""
+    before = [_run(model, call, training) for training in (False, True)]
+    change(model)
+    if not all(result.gradients for result in before):
+        raise MemoptError(next((result.error for result in before if result.error), "no gradients to compare"))
+    return _differences(before, [_run(model, call, training) for training in (False, True)])
 
 
 def _run(model: nn.Module, call: Call, training: bool) -> _Result:

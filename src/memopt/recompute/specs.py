@@ -39,11 +39,13 @@ SPEC_ATTRIBUTE, _METADATA_KEY = "_memopt_recompute_spec", "memopt"
 class Recomputed:
     """The recomputed output of one node while its readers need it. Refers to no node."""
 
-    __slots__ = ("_rows", "_value", "function", "of_cast", "readers", "served", "spec", "values")
+    __slots__ = ("_rows", "_value", "for_node", "function", "of_cast", "readers", "served", "spec", "values")
 
     def __init__(self, function: Recompute | None = None) -> None:
         self.function = function
         """The output from the tensors that the node saved, for nodes of memopt's operators."""
+        self.for_node = False
+        """The node's own backward reads the output where a reader has recomputed it: then it is kept until then."""
         self.readers = 0
         """Linears and handles that will need the output in backward."""
         self.served = 0
@@ -90,7 +92,7 @@ class Recomputed:
     def count(self) -> None:
         """One reader more has been served."""
         self.served += 1
-        if self.served >= self.readers:
+        if self.served >= self.readers and not self.for_node:
             self.release()
 
     def release(self, *_: object) -> None:

@@ -221,6 +221,9 @@ def _unseen(model: nn.Module, observed: Observed) -> str:
     """One sentence on the modules with weights that no call reached, where they have a tenth of the parameters."""
     own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
     reached = {id(each) for name in observed.mode.visited for each in own.get(name, ())}  # by another module, if tied
+    # Attention may read the weight of a linear without a call of it.
+    read = {linear.parameter for linear in observed.labels.linear_sites()} if observed.labels else set()
+    reached |= {id(each) for name, each in model.named_parameters(remove_duplicate=False) if name in read}
     left = {name: sum(each.numel() for each in its if id(each) not in reached) for name, its in own.items()}
     left_out = [name for name, size in left.items() if size and name not in observed.mode.visited]
     share = sum(left[name] for name in left_out) / max(1, sum(each.numel() for each in model.parameters()))

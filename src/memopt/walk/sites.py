@@ -143,6 +143,8 @@ class ActivationSite:
     """Number of aten operations; with more than one, autograd saves intermediates."""
     replays: bool = True
     """False for a module that is random, depends on train mode or writes into its input: it cannot be recomputed."""
+    in_place: bool = False
+    """Whether it is a module that could be recomputed if it did not write into its input."""
     parameters: bool = False
     """Whether the module has parameters: scalars, or one number for each channel."""
     linear: str | None = None

@@ -73,6 +73,20 @@ def recomputed_activation(
     return h
 
 
+def recomputed_relu(z: Tensor, *, in_place: bool = False) -> Tensor:
+    """relu(z), keeping z only, which is recomputed itself. In eager mode.
+
+    Args:
+        z: any shape, floating point.
+        in_place: the output gets the memory of `z`, which nobody else may have.
+    """
+    steps = _steps("relu", z.dtype)
+    recomputed = Recomputed(steps.value)
+    recomputed.for_node = not runs_triton(z)
+    h: Tensor = (InPlaceReluFunction if in_place else ReluFunction).apply(steps, recomputed, z)
+    return h
+
+
 @functools.cache
 def _steps(kind: str, dtype: torch.dtype) -> Steps:
     return Steps(functools.partial(_value, kind=kind, dtype=dtype), functools.partial(_gradients, kind=kind), True)
@@ -137,6 +151,38 @@ class KernelActivationFunction(SavedInputsFunction):
 
 
 register_operator("KernelActivationFunctionBackward", ELEMENTWISE)
+
+
+class ReluFunction(SavedInputsFunction):
+    """Keeps z, which is recomputed; its backward reads h where a reader has recomputed that, and else z: z > 0 where
+    h > 0."""
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        h = ctx.recomputed.as_produced()
+        if h is None:
+            return SavedInputsFunction.backward(ctx, dh)
+        refuse_double_backward()
+        ctx.recomputed.finish()
+        return None, None, torch.ops.aten.threshold_backward(dh, h, 0)
+
+
+class InPlaceReluFunction(ReluFunction):
+    """The same, whose output has the memory of z."""
+
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, recomputed: Recomputed, *inputs: Tensor) -> Tensor:
+        def write(z: Tensor) -> Tensor:
+            # Neither z nor the output counts as written to: what was changed in place is not recomputed.
+            return z.data.clamp_min_(0).data
+
+        output = SavedInputsFunction.forward(ctx, steps._replace(value=write), recomputed, *inputs)
+        ctx.steps = steps
+        return output
+
+
+for _node in ("ReluFunctionBackward", "InPlaceReluFunctionBackward"):
+    register_operator(_node, ELEMENTWISE)
 
 
 def _value(z: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt.kernels.activation.function import Dtypes, recomputed_activation
+from memopt.kernels.activation.function import Dtypes, recomputed_activation, recomputed_relu
 from memopt.kernels.base.device import runs_triton
 from memopt.kernels.derivative_codes.codes import code_of, derivative_code, encode
 from memopt.kernels.derivative_codes.function import CodableFunction, MaskableReluFunction, coded_activation
@@ -24,6 +25,7 @@ from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute.specs import keep_producer
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
+from memopt.torch_compat import storage_id, storage_use_count
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
@@ -39,6 +41,8 @@ class ActivationRewrite:
     """The stock module saves only its input; a kernel of ours helps the linear behind it."""
     saves_its_output: bool = False
     """The stock module saves its output; this one saves its input, if that can be recomputed."""
+    in_place: bool = False
+    """The stock module writes into its input; this one only where that cannot be recomputed."""
     linear: str | None = None
     """The child whose output it is a function of, if it runs one first."""
     code: DerivativeCode | None = None
@@ -56,7 +60,7 @@ def patch_activation(module: nn.Module, site: ActivationSite, rules: ActivationR
     Raises:
         ValueError: the module cannot be swapped, or its derivative has no such code.
     """
-    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.saves_its_output, site.linear)
+    rewrite = ActivationRewrite(site.kind, site.operations == 1, site.saves_its_output, site.in_place, site.linear)
     if rules is not None and site.saves_its_output:
         rewrite = dataclasses.replace(rewrite, code=RELU_MASK)
     elif rules is not None and rules.code != "none":
@@ -83,6 +87,8 @@ def _forward(
     if rewrite.linear is not None:
         alone = with_stand_ins(module, {rewrite.linear: nn.Identity()}, training=module.training)
         z, function = getattr(module, rewrite.linear)(z), functools.partial(stock, alone)
+    if rewrite.in_place:
+        return _in_place(stock, rewrite, module, z)
     # A recomputed output costs less than a mask of it.
     is_recomputed = rewrite.saves_its_output and recomputes(z)
     if rewrite.code is not None and z.requires_grad and not is_recomputed:
@@ -93,10 +99,31 @@ def _forward(
     if is_stock or not z.requires_grad:
         return with_witness(function(z))
     specifies = not rewrite.saves_its_output
-    h = with_witness(recomputed_activation(z, function, rewrite.kind, rewrite.dtypes, specifies=specifies))
+    if rewrite.saves_its_output and rewrite.kind == "relu":
+        h = recomputed_relu(z)
+    else:
+        h = recomputed_activation(z, function, rewrite.kind, rewrite.dtypes, specifies=specifies)
+    h = with_witness(h)
     if is_watched(module):
         keep_producer(h)
     return h
+
+
+def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, z: Tensor) -> Tensor:
+    """The output as the very tensor object that `z` is, for whoever holds it: written in place, it could not be
+    recomputed. Where another tensor has its storage, that has to change as well."""
+    shared = storage_use_count(storage_id(z.untyped_storage())) > 2  # z, and the storage's own Python object
+    if not z.requires_grad or shared or weakref.getweakrefs(z) or not recomputes(z):
+        return stock(module, z)
+    if rewrite.kind == "relu":
+        h = recomputed_relu(z, in_place=True)
+    else:
+        alone = with_stand_ins(module, training=module.training)
+        vars(alone)["inplace"] = False
+        function = functools.partial(stock, alone)
+        h = recomputed_activation(z, function, rewrite.kind, rewrite.dtypes, specifies=False)
+    torch.utils.swap_tensors(z, h)
+    return with_witness(z)
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:

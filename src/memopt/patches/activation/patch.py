@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from memopt.patches.checks import Check
 
 
+_BEHIND_BATCH_NORM = "its output is recomputed where it reads a batch norm's, which is recomputed too"
+
+
 class ActivationPatch(Patch, Checks):
     """Recomputed and coded activations."""
 
@@ -40,6 +43,8 @@ class ActivationPatch(Patch, Checks):
             return LEFT, EXCLUDED
         if site.saves_its_output and not gated:
             return _of_kept_output(site, rules, plan.sites)
+        if site.in_place and is_behind_batch_norm(site, plan.sites):
+            return "recompute", _BEHIND_BATCH_NORM
         if not site.replays:
             return LEFT, "random, or different in train mode: it cannot be recomputed"
         if rules.code != OFF and (kept := _code(site, rules, gated)):
@@ -91,7 +96,7 @@ class ActivationPatch(Patch, Checks):
         for site in coded:
             live.attempt(self.name, site.name, patch_activation, site, rules)
         for site in plan.chosen("activation"):
-            if not site.is_module or not site.replays or site in coded:
+            if not site.is_module or not (site.replays or site.in_place) or site in coded:
                 continue
             if not site.gains_alone and not is_behind_batch_norm(site, plan.sites):
                 continue
@@ -120,16 +125,18 @@ class ActivationPatch(Patch, Checks):
 
 
 def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
-    """Whether a ReLU may read a batch norm's output, which is recomputed from the batch norm's input."""
+    """Whether a ReLU, or any activation in place, may read a batch norm's output, which is recomputed from the batch
+    norm's input."""
     around = parent(site.name)
-    return site.kind == "relu" and site.is_module and site.replays and around in map(parent, sites.batch_norms)
+    may_read = site.in_place or (site.kind == "relu" and site.is_module and site.replays)
+    return bool(around) and may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
 
 
 def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) -> tuple[str, str]:
     if site.kind == "relu" and rules.relu != OFF and site.is_module and site.replays:
         return "code", "keeps one bit an element where nothing else keeps its output, which is exact"
     if is_behind_batch_norm(site, sites):
-        return "recompute", "its output is recomputed where it reads a batch norm's, which is recomputed too"
+        return "recompute", _BEHIND_BATCH_NORM
     if site.copied and site.next_linear is not None:
         why = "the copy of its output that the next linear reads is recomputed from the output, which is kept anyway"
         return "recompute", why

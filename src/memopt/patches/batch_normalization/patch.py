@@ -27,6 +27,8 @@ class BatchNormalizationPatch(Patch):
             return LEFT, "the recipe does not patch norms"
         if not plan.recipe.selects(site):
             return LEFT, EXCLUDED
+        if not parent(site):
+            return LEFT, "it stands in the model itself, around which there is no scope"
         return "recompute", "its output is recomputed from its input and the statistics of the forward"
 
     def scope(self, plan: PlanView) -> InScopes:

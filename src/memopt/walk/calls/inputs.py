@@ -14,13 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.walk.aten.meta_reads import MetaReads
 from memopt.walk.aten.precision import precise
 from memopt.walk.calls.arguments import candidates
-from memopt.walk.calls.arguments.plain import token_ids
+from memopt.walk.calls.arguments.elsewhere import foreign
 from memopt.walk.calls.arguments.request import Size, forward_parameters, inner_model
 from memopt.walk.calls.batch import placed
 from memopt.walk.calls.labels import target_candidates
@@ -149,26 +149,38 @@ def runnable_calls(
     if inputs is not None:
         tried = [Call("inputs", form) for form in _forms(dict(inputs), _place(model)[0])]
     elif isinstance(getattr(inner_model(model), "config", None), PreTrainedConfig):
-        tried = list(proposed(model, variants, seed))
+        calls = first_to_run(model, proposed(model, variants, seed), run)
+        if calls or isinstance(inner_model(model), PreTrainedModel):
+            return calls
+        return _without_config(model, variants, seed, run)  # a wrapper shows the config of the model inside
     else:
-        return _with_token_ids(model, variants, seed, run)
+        return _without_config(model, variants, seed, run)
     return first_to_run(model, tried, run)
 
 
-def _with_token_ids(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
+def _without_config(model: nn.Module, variants: Sequence[str], seed: int, run: Runner | None) -> Calls:
     """Calls of a model without a transformers config; those with targets too are one more of each variant."""
-    device, _ = _place(model)
-    tried = [
+    device, dtype = _place(model)
+
+    def attempt(given: dict[str, Any]) -> None:
+        *others, last = _forms(given, device, dtype)
+        for form in others:
+            if _error_of(model, Call("", form), None, model.training) is None:
+                return
+        run_once(model, Call("", last))
+
+    tried = (
         Call(f"{variant} {name}".rstrip(), form)
         for variant in variants
-        for name, kwargs in token_ids(inner_model(model), variant, seed)
-        for form in _forms(kwargs, device)
-    ]
-    if not tried:
-        why = "has no transformers config, and token ids cannot be guessed for it: pass inputs"
-        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
+        for name, kwargs in foreign(inner_model(model), variant, seed, attempt)
+        for form in _forms(kwargs, device, dtype)
+    )
     calls = first_to_run(model, tried, run)
-    return Calls(calls, [(label, f"with guessed token ids: {error}") for label, error in calls.errors])
+    if not calls and not calls.errors:
+        why = "has no transformers config, and its inputs cannot be guessed: pass inputs"
+        return Calls(errors=[("inputs", f"{type(inner_model(model)).__name__} {why}")])
+    # Notes tell the last error: that of the likeliest inputs.
+    return Calls(calls, [(label, f"with guessed inputs: {error}") for label, error in reversed(calls.errors)])
 
 
 def first_to_run(model: nn.Module, tried: Iterable[Call], run: Runner | None = None) -> Calls:

@@ -339,7 +339,8 @@ class Labels:
 
 
 def _site(name: str, probe: ActivationProbe) -> ActivationSite:
-    return ActivationSite(name, probe.kind, True, probe.operations, probe.replays, probe.parameters, probe.linear)
+    replays, in_place = probe.replays, probe.in_place
+    return ActivationSite(name, probe.kind, True, probe.operations, replays, in_place, probe.parameters, probe.linear)
 
 
 def _is_near(classes: int, vocabulary: int) -> bool:

@@ -43,6 +43,8 @@ class ActivationProbe:
     """It has parameters: scalars, or one number for each channel."""
     linear: str | None = None
     """Its child, a linear that runs first, where it is a function of that linear's output."""
+    in_place: bool = False
+    """It writes its output into its input, by its attribute `inplace`, and could be recomputed otherwise."""
 
 
 def probe_activation(module: nn.Module, cache: dict[Any, Any] | None = None) -> ActivationProbe | None:
@@ -125,7 +127,11 @@ def _probe(module: nn.Module) -> ActivationProbe | None:
     known = (k for k, row in ACTIVATIONS.items() if fixed and float((row.value(x) - y).abs().max()) < _AGREES)
     # A trained scale and shift save their input only.
     operations = 1 if affine else _count_operations(copy, x)
-    return ActivationProbe(next(known, "other"), operations, replays(copy, x), has_parameters)
+    kind, repeats = next(known, "other"), replays(copy, x)
+    in_place = vars(copy.module).get("inplace") is True
+    if in_place:
+        vars(copy.module)["inplace"] = False
+    return ActivationProbe(kind, operations, repeats, has_parameters, in_place=in_place and replays(copy, x))
 
 
 def _is_elementwise(copy: Isolated, x: Tensor, y: Tensor, *, by_channel: bool) -> bool:

@@ -1,0 +1,288 @@
+"""Arguments of a model that has no transformers config, by the names in its signature and by its layers.
+
+Names say what kind of tensor an argument is (`ARGUMENTS`), the first layers say it of the main argument. How wide a
+tensor has to be, `fitted` reads from the layer that refuses another width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memopt.walk.calls.arguments.plain import token_ids
+from memopt.walk.calls.arguments.request import BATCH, Forms, Kwargs, parameters_of
+
+#: Widths that no layer has: a layer that meets one in its input tells which argument it comes from.
+_UNKNOWN = (5, 37, 41, 43, 47, 53, 59, 61)
+#: Text beside an image, in tokens.
+_TEXT, _ODD_TEXT = 8, 7
+#: Images: frames of a video, and sides in tokens of a sequence of patches.
+_FRAMES, _ROWS = 2, 4
+#: Fields and attributes that hold the side of an image, in pixels; sides that are tried beside.
+_SIDES = ("img_size", "image_size", "sample_size", "input_size")
+_USUAL_SIDES = (64, 224)
+_MOST_REPAIRS = 12
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model whose arguments are guessed."""
+
+    model: nn.Module
+    names: Mapping[str, inspect.Parameter]
+    settings: Mapping[str, Any]
+    """Of its ``config``: a mapping, a dataclass or any object."""
+    text: int
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, model: nn.Module, variant: str, seed: int) -> Foreign:
+        config = getattr(model, "config", None)
+        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        text = _ODD_TEXT if variant == "odd" else _TEXT
+        return cls(model, parameters_of(model), settings, text, torch.Generator().manual_seed(seed))
+
+    @property
+    def required(self) -> list[str]:
+        return [name for name, parameter in self.names.items() if parameter.default is inspect.Parameter.empty]
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def whole(self, name: str, default: int) -> int:
+        value = self.settings.get(name)
+        return value if isinstance(value, int) else default
+
+
+Run = Callable[[Kwargs], Any]
+Build = Callable[[Foreign], Any]
+Kinds = tuple[tuple[type[nn.Module], tuple[Callable[[Foreign, int], Tensor], ...]], ...]
+
+#: First layer -> what the main argument may be: images, frames of a video, a sequence, a wave.
+MAIN: Kinds = (
+    (nn.Conv3d, (lambda it, side: it.normal(BATCH, _UNKNOWN[0], _FRAMES, side, side),)),
+    (
+        nn.Conv2d,
+        (
+            lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
+            lambda it, side: it.normal(BATCH, _FRAMES, _UNKNOWN[0], side, side),
+        ),
+    ),
+    (nn.Conv1d, (lambda it, side: it.normal(BATCH, _UNKNOWN[0], side),)),
+    (
+        nn.Linear,
+        (
+            lambda it, side: it.normal(BATCH, _FRAMES * _ROWS**2, _UNKNOWN[0]),
+            lambda it, side: it.normal(BATCH, _UNKNOWN[0]),
+            lambda it, side: it.normal(BATCH, _UNKNOWN[0], side, side),
+        ),
+    ),
+)
+
+
+def _axes(it: Foreign) -> int:
+    sizes = it.settings.get("axes_dims_rope")
+    return len(sizes) if isinstance(sizes, tuple | list) else 3
+
+
+def _conditions(it: Foreign) -> dict[str, Any]:
+    """What UNets and DiTs take beside the text: sizes and a pooled text, or nothing."""
+    if it.settings.get("addition_embed_type") != "text_time":
+        return {"resolution": None, "aspect_ratio": None}
+    times = 6 * it.whole("addition_time_embed_dim", 256)
+    width = max(1, it.whole("projection_class_embeddings_input_dim", times + 1) - times)
+    return {"text_embeds": it.normal(BATCH, width), "time_ids": torch.ones(BATCH, 6)}
+
+
+#: What other arguments are, by their names, in the order in which widths are given. An argument that has a default is
+#: given where its pattern stands here.
+ARGUMENTS: tuple[tuple[re.Pattern[str], Build], ...] = tuple(
+    (re.compile(pattern), build)
+    for pattern, build in (
+        (r"(img|image)_ids", lambda it: torch.ones(_FRAMES * _ROWS**2, _axes(it))),
+        (r"(txt|text)_ids", lambda it: torch.ones(it.text, _axes(it))),
+        (r"(img|image)_shapes", lambda it: [[(_FRAMES, _ROWS, _ROWS)]] * BATCH),
+        (r"num_frames", lambda it: _FRAMES),
+        (r"height|width", lambda it: _ROWS),
+        (r"added_cond_kwargs", _conditions),
+        (
+            r"(encoder_(hidden_states|attention)|text|prompt|caption)\w*mask",
+            lambda it: torch.ones(BATCH, it.text).long(),
+        ),
+        (
+            r"encoder_hidden_states|context|(text|prompt|caption)_(embeds|states)",
+            lambda it: it.normal(BATCH, it.text, 1),
+        ),
+        (r"pooled_(projections|embeds)\w*", lambda it: it.normal(BATCH, 1)),
+        (r"(time_?steps?|times?|t|sigmas?)", lambda it: torch.ones(BATCH).long()),
+        (r"guidance", lambda it: torch.ones(BATCH) if it.settings.get("guidance_embeds", True) else None),
+        (r"class_labels|labels|y", lambda it: torch.zeros(BATCH).long()),
+    )
+)
+
+
+def foreign(model: nn.Module, variant: str, seed: int, run: Run) -> Forms:
+    """Ways to call a model that has no transformers config. Those of one detail are alternatives.
+
+    Args:
+        run: calls the model; with it widths are fitted and, of images and sequences, the first that runs is found.
+    """
+    it = Foreign.of(model, variant, seed)
+    reads_images = any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in model.modules())
+    yield from _of_the_model_inside(it, variant, seed)
+    if not reads_images:
+        yield from token_ids(model, variant, seed)
+    first: Kwargs | None = None
+    for given in _tensors(it) if variant in ("plain", "odd") else ():
+        if fitted(model, given, run):
+            yield "", given
+            break
+        first = first or given
+    else:
+        if first is not None:
+            yield "", first
+    if reads_images:
+        yield from token_ids(model, variant, seed)
+
+
+def _tensors(it: Foreign) -> Iterator[Kwargs]:
+    """The main argument by the first layers, others by their names: all of them, then the required ones alone."""
+    main = next(iter(it.names), "")
+    if not main:
+        return
+    for chosen in dict.fromkeys((tuple(it.names), tuple(it.required))):
+        for build in _main_kinds(it.model):
+            for side in _sides(it):
+                yield {main: build(it, side), **_others(it, [name for name in chosen if name != main])}
+
+
+def _others(it: Foreign, names: list[str]) -> Kwargs:
+    found: Kwargs = {}
+    unknown = iter(_UNKNOWN[1:])
+    for name in names:
+        build = next((build for pattern, build in ARGUMENTS if pattern.fullmatch(name)), None)
+        value = build(it) if build else None
+        if isinstance(value, Tensor) and value.shape[-1] == 1 and value.is_floating_point():
+            value = it.normal(*value.shape[:-1], next(unknown))
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _of_the_model_inside(it: Foreign, variant: str, seed: int) -> Forms:
+    """What a model of transformers inside takes: as named arguments of the wrapper, or as a mapping."""
+    from memopt.walk.calls.arguments import candidates
+
+    inner = next((each for each in it.model.modules() if isinstance(each, PreTrainedModel)), None)
+    for name, kwargs in candidates(inner, variant, seed) if inner is not None else ():
+        if not name.startswith("main:"):
+            continue
+        kwargs.pop("use_cache", None)
+        own = {key: value for key, value in kwargs.items() if key in it.names}
+        if own and set(it.required) <= own.keys():
+            yield "", own
+        elif len(it.required) == 1 and not own:
+            ids = kwargs.get("input_ids")
+            mask = {} if ids is None else {"attention_mask": torch.ones_like(ids)}
+            yield "", {it.required[0]: {**mask, **kwargs}}
+
+
+def _main_kinds(model: nn.Module) -> Iterator[Callable[[Foreign, int], Tensor]]:
+    """Builders of the main argument, those of the first layer first."""
+    kinds: dict[type[nn.Module], None] = {}
+    for module in model.modules():
+        kinds.update(dict.fromkeys(kind for kind, _ in MAIN if isinstance(module, kind)))
+    builders = dict(MAIN)
+    for kind in kinds:
+        yield from builders[kind]
+
+
+def _sides(it: Foreign) -> list[int]:
+    """Sides of an image, the likeliest first."""
+    holders: list[Any] = [vars(module) for module in it.model.modules()]
+    holders += [it.settings, getattr(it.model, "pretrained_cfg", None) or {}]
+    stated = [holder[name] for holder in holders for name in _SIDES if name in holder]
+    sides = [value[-1] if isinstance(value, tuple | list) and value else value for value in stated]
+    found = [side for side in sides if isinstance(side, int) and 0 < side <= 1024]
+    return list(dict.fromkeys([*found, *_USUAL_SIDES]))
+
+
+# --- widths ---------------------------------------------------------------------------------------------------------
+
+
+class _Refused(BaseException):
+    """A layer meets a width that is not its own. No handler of `Exception` in a model swallows it."""
+
+    def __init__(self, met: int, wanted: int) -> None:
+        super().__init__(met, wanted)
+        self.met, self.wanted = met, wanted
+
+
+def fitted(model: nn.Module, given: Kwargs, run: Run) -> bool:
+    """Whether `model` runs with `given`, whose unknown widths become those that its layers want.
+
+    A forward stops at the layer that refuses a width. Several pixels, or arguments, side by side are a multiple of it.
+    """
+    hooks = [
+        module.register_forward_pre_hook(partial(_refuse, dimension=dimension, wanted=width))
+        for module in model.modules()
+        for dimension, width in _wanted(module)
+    ]
+    try:
+        for _ in range(_MOST_REPAIRS):
+            try:
+                run(given)
+            except _Refused as refusal:
+                if not _repair(given, refusal):
+                    return False
+            except Exception:  # whatever a model raises for inputs that are not its own
+                return False
+            else:
+                return True
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+#: Their weight belongs to the channels, not to the last dimension.
+_OVER_CHANNELS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.PReLU)
+
+
+def _wanted(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """(dimension, width) that the input of a layer has to have."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear):
+        yield -1, module.in_features
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        yield 1 - module.weight.dim(), module.in_channels
+    elif weight is not None and weight.dim() == 1 and not isinstance(module, _OVER_CHANNELS):
+        yield -1, weight.shape[0]
+
+
+def _refuse(module: nn.Module, args: tuple[Any, ...], dimension: int, wanted: int) -> None:
+    if args and isinstance(args[0], Tensor) and args[0].dim() >= -dimension and args[0].shape[dimension] != wanted:
+        raise _Refused(args[0].shape[dimension], wanted)
+
+
+def _repair(given: Kwargs, refusal: _Refused) -> bool:
+    """Whether an argument got the width that was wanted."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        for dimension, width in enumerate(value.shape):
+            times, rest = divmod(refusal.met, width)
+            if width in _UNKNOWN and not rest and refusal.wanted % times == 0:
+                shape = [*value.shape[:dimension], refusal.wanted // times, *value.shape[dimension + 1 :]]
+                given[name] = torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+                return True
+    return False
