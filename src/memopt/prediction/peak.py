@@ -48,10 +48,14 @@ class Prediction:
 
     @cached_property
     def reserved(self) -> int:
-        """Bytes that the CUDA caching allocator holds; the peak on the CPU."""
+        """Bytes that the CUDA caching allocator holds on a device of ``setup.memory``, the margin kept free; the peak on
+        the CPU."""
         if not self.training.cuda_kernels:
             return self.peak.nbytes
-        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments)
+        memory, limit = self.setup.memory, None
+        if memory is not None:
+            limit = max(0, int((memory - self.context) / (1 + MARGIN)))
+        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments, limit=limit)
 
     @property
     def context(self) -> int:

@@ -37,6 +37,8 @@ class Setup:
     """Bytes of one cuBLAS workspace; the forward's thread has one, and the backward's has another."""
     context: int = CUDA_CONTEXT
     """Bytes of the CUDA context."""
+    memory: int | None = None
+    """Bytes of the device, where PyTorch gives unused segments back before it is out of memory; None: it has room."""
 
     def __post_init__(self) -> None:
         """Check the numbers, and that there is a formula.
