@@ -58,7 +58,9 @@ def report(
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")] = "adamw",
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")
+    ] = "adamw-fused",
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
     devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
     verbose: Annotated[

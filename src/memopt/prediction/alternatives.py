@@ -227,9 +227,9 @@ class _Answer:
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """What else there is, from what changes least."""
         lighter: tuple[Optimizer, ...] = ("adamw8bit", "adafactor")
-        if self.setup.optimizer == "adamw" and not self.setup.sharding.startswith("zero"):
+        if self.setup.optimizer.startswith("adamw-f") and not self.setup.sharding.startswith("zero"):
             for name in lighter:
-                setup = replace(self.setup, optimizer=name, fused=False)
+                setup = replace(self.setup, optimizer=name)
                 yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)
         lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
         for train in lighter_still[best.training.train]:
