@@ -80,12 +80,14 @@ class Planned:
         return self.settings.get("attn_implementation")
 
     @property
-    def lora(self) -> dict[str, int | str | list[str]] | None:
+    def lora(self) -> dict[str, int | float | str | list[str]] | None:
         """Arguments of `peft.LoraConfig`; None if everything is trained."""
         if self.step.train == "full":
             return None
         names = self.step.lora_targets
-        return {"r": self.step.lora_rank, "target_modules": ALL_LINEAR if ALL_LINEAR in names else list(names)}
+        dropout = {"lora_dropout": self.step.lora_dropout} if self.step.lora_dropout else {}
+        targets = ALL_LINEAR if ALL_LINEAR in names else list(names)
+        return {"r": self.step.lora_rank, "target_modules": targets, **dropout}
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
         """How the devices share, which has to be one of `ways`; the first where the plan is not about devices.
@@ -283,6 +285,8 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         targets = lora["target_modules"]
         every = {"lora_target_linear": True} if isinstance(targets, str) else {"lora_target_modules": targets}
         values |= {"adapter": step.train, "lora_r": lora["r"], **every}
+        if step.lora_dropout:
+            values["lora_dropout"] = step.lora_dropout
         if step.train == "qlora":
             values["load_in_4bit"] = True
     if sharding == "fsdp":

@@ -48,8 +48,8 @@ class Prediction:
 
     @cached_property
     def reserved(self) -> int:
-        """Bytes that the CUDA caching allocator holds on a device of ``setup.memory``, the margin kept free; the peak on
-        the CPU."""
+        """Bytes that the CUDA caching allocator holds on a device of ``setup.memory`` with the margin kept free; the
+        peak on the CPU."""
         if not self.training.cuda_kernels:
             return self.peak.nbytes
         memory, limit = self.setup.memory, None

@@ -20,18 +20,18 @@ CUBLAS_WORKSPACE_HOPPER = 32 * MIB
 CUDA_CONTEXT = 512 * MIB
 #: What each optimizer is: its implementation, the bytes that its states take an element, what its step allocates.
 OPTIMIZERS: dict[Optimizer, str] = {
-    "adamw-fused": "torch.optim.AdamW(fused=True), Trainer's default; two states in the dtype of the weights, no copies",
-    "adamw-foreach": "torch.optim.AdamW, foreach; two states in the dtype of the weights, and a copy of all in its step",
+    "adamw-fused": "torch.optim.AdamW(fused=True), Trainer's default; two states in the weights' dtype, no copies",
+    "adamw-foreach": "torch.optim.AdamW, foreach; two states in the dtype of the weights, a copy of all in its step",
     "adamw8bit": "bitsandbytes' AdamW8bit; 2.03 bytes an element (blocks of 256)",
-    "adamw-paged": "bitsandbytes' PagedAdamW32bit; 8 bytes an element in pages that leave a full device, not counted here",
-    "adamw8bit-paged": "bitsandbytes' PagedAdamW8bit; 2 bytes an element in pages that leave a full device, not counted "
-    "here, and 0.03 on it",
-    "adamw-offload": "torchao's CPUOffloadOptimizer; states and a copy of weights and gradients in the host's memory",
-    "adamw8bit-torchao": "torchao's AdamW8bit; 2.03 bytes an element (blocks of 256), two fp32 copies of one tensor in its "
-    "step (by the compiler's code for a CPU)",
-    "adamw4bit-torchao": "torchao's AdamW4bit; 1.03 bytes an element (blocks of 256), 26 bytes an element of one tensor in "
-    "its step (by the compiler's code for a CPU)",
-    "flash-adamw": "flashoptim's FlashAdamW; 2.13 bytes an element (groups of 32) and, of 16-bit weights, 1 more of them",
+    "adamw-paged": "bitsandbytes' PagedAdamW32bit; 8 bytes an element in pages that leave a full device, not counted",
+    "adamw8bit-paged": "bitsandbytes' PagedAdamW8bit; 2 bytes an element in pages that leave a full device, not "
+    "counted, and 0.03 bytes that stay",
+    "adamw-offload": "torchao's CPUOffloadOptimizer; states, a copy of weights and of gradients in the host's memory",
+    "adamw8bit-torchao": "torchao's AdamW8bit; 2.03 bytes an element (blocks of 256), in its step two fp32 copies of "
+    "one tensor (by the compiler's code for a CPU)",
+    "adamw4bit-torchao": "torchao's AdamW4bit; 1.03 bytes an element (blocks of 256), in its step 26 bytes an element "
+    "of one tensor (by the compiler's code for a CPU)",
+    "flash-adamw": "flashoptim's FlashAdamW; 2.13 bytes an element (groups of 32), and 1 for 16-bit weights",
     "muon": "torch.optim.Muon for the matrices of the blocks (one state), fused AdamW for the rest",
     "sgd": "torch.optim.SGD, foreach",
     "adafactor": "transformers' Adafactor as Trainer makes it, no first moment",
@@ -83,9 +83,7 @@ class Setup:
             known = ", ".join(_DIVIDED_BY_ZERO)
             raise ValueError(f"Sharding '{self.sharding}' is predicted only for {known}, not for {self.optimizer}.")
         if self.sharding == "fsdp" and self.optimizer in _ON_WHOLE_TENSORS:
-            raise ValueError(
-                f"Optimizer '{self.optimizer}' is predicted for whole tensors, not for those that FSDP divides."
-            )
+            raise ValueError(f"Optimizer '{self.optimizer}' is predicted for whole tensors, which FSDP divides.")
 
     def __str__(self) -> str:
         words: list[str] = [self.optimizer]
