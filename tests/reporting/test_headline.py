@@ -92,7 +92,9 @@ def test_where_memopt_saves_nothing_the_answer_says_why() -> None:
         dict(replace(HEADLINE, stock=same, patched=patched).lines())["saved"]
         for patched in (replace(same, name="memopt"), more, replace(more, peak=61 * GIB))
     )
-    assert equal.startswith("nothing: the peak is in the optimizer's step, in weights, gradients and optimizer")
+    assert equal.startswith(
+        "nothing: the peak is in the optimizer's step, where weights, gradients and optimizer take 60.0"
+    )
     assert "segments" not in equal
     assert "holds 2.0 GiB more in partly used segments" in larger
     assert "with memopt 1.0 GiB more live at the peak" in live

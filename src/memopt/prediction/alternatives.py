@@ -212,7 +212,7 @@ class _Answer:
         rules = self.step.rules
         if masks > _MATTERS * now.peak:
             seeded = self.candidate("", load_recipe(rules, ("dropouts.method=seed",)), self.step.training.checkpointing)
-            if (found := seeded.at()).total < now.total:
+            if (found := seeded.at()).peak.nbytes < now.peak:
                 yield (
                     f"--set dropouts.method=seed: {gib(found.total)}; {gib(masks)} at the peak are dropout masks (the "
                     "same distribution, other random numbers)"
@@ -235,7 +235,7 @@ class _Answer:
         best = by_name.get("memopt + checkpointing", patched)
         of_stock = by_name.get("stock + checkpointing", stock)
         pairs = ((patched, stock), (best, of_stock)) if best is not patched else ((patched, stock),)
-        for steps in zip(*(self._further(each) for pair in pairs for each in pair), strict=True):
+        for steps in zip(*(self._further(way) for pair in pairs for way in pair), strict=True):
             words = steps[0][0]
             for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
                 better = candidate if candidate.at().total < twin.at().total else twin
@@ -283,7 +283,7 @@ class _Answer:
 
 
 #: Share of the peak from which on a kind of tensors is worth a remedy of its own.
-_MATTERS = 0.05
+_MATTERS = 0.02
 
 
 def _is_mask(storage: Storage) -> bool:

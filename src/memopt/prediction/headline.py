@@ -82,7 +82,7 @@ class Way:
     @property
     def accuracy(self) -> str:
         """Of its gradients."""
-        return f"approximate, off by up to {self.gradient_error:.0%}" if self.gradient_error else "exact"
+        return f"approximate, by {self.gradient_error:.0%}" if self.gradient_error else "exact"
 
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
@@ -179,9 +179,8 @@ class Headline:
         if patched.peak > stock.peak * (1 + _NOTHING):
             more = gib(patched.peak - stock.peak)
             return f"nothing: with memopt {more} more live at the peak, {_when(patched)}; train this without memopt"
-        why = (
-            f"nothing: the peak is {_when(patched)}, in weights, gradients and optimizer, which memopt does not change"
-        )
+        fixed = gib(sum(patched.by_what()[name] for name in ("weights", "gradients", "optimizer")))
+        why = f"nothing: the peak is {_when(patched)}, where weights, gradients and optimizer take {fixed}"
         held = patched.total - stock.total
         if held <= _NOTHING * stock.total:
             return why
