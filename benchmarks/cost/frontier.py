@@ -53,7 +53,7 @@ from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 
 CARD, GIB, STOCK = "a100-80gb", 1 << 30, "stock"
-SETUP = Setup(fused=True, expandable_segments=True)
+SETUP = Setup(expandable_segments=True)
 #: What the allocator's two kinds of segments round up by, of a plan as of any other step.
 ROUNDING = (20 + 2) << 20
 #: Seconds; each part of a plan's time is rounded to nanoseconds, those of another way's as one sum.

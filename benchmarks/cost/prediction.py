@@ -119,7 +119,7 @@ PAIRS = [
     Pair("llama", "full", "exact", setup=Setup("sgd")),
     Pair("llama", "full", "exact", setup=Setup("sgd", momentum=0.9)),
     Pair("vit", "full", "exact", setup=Setup("adafactor")),
-    Pair("vit", "full", "exact", setup=Setup(fused=True)),
+    Pair("vit", "full", "exact", setup=Setup("adamw-foreach")),
     Pair("vit", "full", "none", setup=Setup(accumulation=2)),
 ]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memopt.checkpoint.adapters.verb import convert_adapter
     from memopt.integrations.release import release_gradients
     from memopt.integrations.trainer import TrainerCallback
-    from memopt.pipeline import PatchResult, UnpatchResult, patch_checkpoint, report, unpatch_checkpoint
+    from memopt.pipeline import PatchResult, UnpatchResult, fit, patch_checkpoint, report, unpatch_checkpoint
     from memopt.plan.plan import Plan, make_plan
     from memopt.plan.recipe import Recipe, load_recipe
     from memopt.verification.run import verify
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("patch", "plan_for", "unpatch", "summary", "load"), "memopt.api"),
     **dict.fromkeys(
-        ("PatchResult", "UnpatchResult", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
+        ("PatchResult", "UnpatchResult", "fit", "patch_checkpoint", "report", "unpatch_checkpoint"), "memopt.pipeline"
     ),
     "convert_adapter": "memopt.checkpoint.adapters.verb",
     "verify": "memopt.verification.run",
@@ -43,6 +43,7 @@ __all__ = [
     "UnpatchResult",
     "__version__",
     "convert_adapter",
+    "fit",
     "load",
     "load_recipe",
     "make_plan",

@@ -19,17 +19,22 @@ from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
 from memopt.environment.generators import generators_kept
-from memopt.errors import MemoptError, ModelError, NegativeVerdict
+from memopt.errors import MemoptError, ModelError, NegativeVerdict, UsageError
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
+from memopt.prediction.alternatives import headline
+from memopt.prediction.setup import Optimizer, Setup, Sharding
 from memopt.reporting.build import compare_bytes, compare_training
 from memopt.reporting.compare import Comparison
-from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.reporting.headline import Fit
+from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 from memopt.verification.trial import report_sections
 from memopt.walk.calls.batch import PASS_INPUTS, Batch, describe, given_batch, in_words
 from memopt.walk.models.config import load_config
 
 Note = Callable[[str], None]
+#: Arguments of `fit` that `report` does not have.
+_OF_FIT = {"gpu", "optimizer", "sharding", "devices"}
 
 
 @dataclass(frozen=True)
@@ -172,11 +177,15 @@ def report(
     train: Train = "full",
     lora_rank: int = 8,
     lora_targets: Sequence[str] = (ALL_LINEAR,),
+    lora_dtype: AdapterDtype = "fp32",
+    lora_dropout: float = 0.0,
     checkpointing: Checkpointing = "none",
+    overrides: Sequence[str] = (),
     inputs: Mapping[str, Any] | str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     note: Note | None = None,
+    **of_fit: Any,
 ) -> Comparison:
     """Which bytes a training step of `model` saves for backward, before and after patching; `print` shows the tables.
 
@@ -192,7 +201,10 @@ def report(
         train: everything, LoRA adapters on frozen weights, or the same on weights in bitsandbytes' 4 bits (``qlora``).
         lora_rank: rank of the adapters.
         lora_targets: linears that get an adapter: ``all-linear``, or ends of module names.
+        lora_dtype: ``fp32``, as PEFT makes adapters, or ``base``, the dtype of the base weights.
+        lora_dropout: probability of the adapters' dropouts.
         checkpointing: activation checkpointing of every block, or none.
+        overrides: keys of the recipe to change, as ``key=value``.
         inputs: a batch of the size to report, or a file that holds one.
         revision: branch, tag or commit; hub ids only.
         trust_remote_code: run the Python files that come with the model.
@@ -202,7 +214,12 @@ def report(
         ModelError: the config cannot be found, built or traced.
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
+        UsageError: an argument is one of :func:`fit`, or of neither.
     """
+    if of_fit:
+        names = ", ".join(f"{name}=..." for name in of_fit)
+        hint = f"Whether a step fits is answered by memopt.fit(model, {names})." if of_fit.keys() <= _OF_FIT else None
+        raise UsageError(f"memopt.report does not take {names}.", hint)
     return report_on(Request.of(locals()), note)
 
 
@@ -210,6 +227,53 @@ def report(
 def report_on(request: Request, note: Note | None = None) -> Comparison:
     """:func:`report` with its arguments as one object."""
     return replace(compare_training(request), sections=report_sections(request, note))
+
+
+@generators_kept()
+def fit(
+    model: str | Path,
+    recipe: str | Path | Recipe | None = None,
+    *,
+    gpu: str | None = None,
+    optimizer: Optimizer = "adamw-fused",
+    sharding: Sharding = "none",
+    devices: int = 1,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: Precision = "bf16",
+    train: Train = "full",
+    lora_rank: int = 8,
+    lora_targets: Sequence[str] = (ALL_LINEAR,),
+    lora_dtype: AdapterDtype = "fp32",
+    lora_dropout: float = 0.0,
+    checkpointing: Checkpointing = "none",
+    overrides: Sequence[str] = (),
+    inputs: Mapping[str, Any] | str | Path | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Fit:
+    """Whether a training step of `model` fits, its peak with and without memopt, and what would change it.
+
+    ``print(memopt.fit("meta-llama/Llama-3.1-8B", gpu="rtx4090", train="lora"))`` shows what ``memopt report --gpu``
+    prints. Computed from the config alone: no weights, no GPU. Arguments are those of :func:`report`, and:
+
+    Args:
+        gpu: a card or its memory (``rtx4090``, ``24GiB``); without one only the peaks are predicted.
+        optimizer: whose states and transients are counted.
+        sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
+        devices: number of devices.
+
+    Raises:
+        UsageError: no card is named so, or the options do not go together.
+        ModelError: the config cannot be found, built or traced.
+        InputsError: `inputs` cannot be read, or the model does not take them.
+        RecipeError: the recipe is unknown.
+    """
+    try:
+        setup = Setup(optimizer, sharding=sharding, devices=devices)
+    except ValueError as error:
+        raise UsageError(str(error), "Change devices, sharding or optimizer.") from error
+    return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup))
 
 
 def unpatch_checkpoint(

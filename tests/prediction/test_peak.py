@@ -32,7 +32,7 @@ def test_a_step_frees_what_it_allocates_and_its_parts_add_up_to_the_peak() -> No
 def test_adamw_keeps_two_states_an_element_and_foreach_a_copy_of_the_weights_in_its_step() -> None:
     forms = (((32, 16), torch.bfloat16), ((16,), torch.bfloat16))
     count = 32 * 16 + 16
-    foreach, fused = (follow(forms, Setup(fused=fused)) for fused in (False, True))
+    foreach, fused = (follow(forms, Setup(name)) for name in ("adamw-foreach", "adamw-fused"))
     assert sum(each.nbytes for each in foreach.states) == 2 * 2 * count
     assert sum(each.nbytes for each in fused.states) == 2 * 2 * count + 2 * 4  # the number of steps is on the device
     assert max(_live(foreach.events)) == 2 * count
@@ -40,7 +40,7 @@ def test_adamw_keeps_two_states_an_element_and_foreach_a_copy_of_the_weights_in_
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "sgd", "adafactor"])
 def test_what_an_optimizer_allocates_is_told_on_meta_as_on_real_tensors(optimizer: Any, foreach: bool) -> None:
     setup = Setup(optimizer, momentum=0.9 * (optimizer == "sgd"))
     forms = (((8, 4), torch.float32), ((3,), torch.bfloat16), ((4, 8), torch.float32), ((3,), torch.bfloat16))
@@ -64,7 +64,7 @@ def test_what_an_optimizer_allocates_is_told_on_meta_as_on_real_tensors(optimize
     assert sorted(each.nbytes for each in kept) == sorted(each.nbytes for each in on_device)
 
 
-@pytest.mark.parametrize("setup", [Setup(), Setup("sgd"), Setup("sgd", momentum=0.9)])
+@pytest.mark.parametrize("setup", [Setup("adamw-foreach"), Setup("sgd"), Setup("sgd", momentum=0.9)])
 def test_two_parameters_of_each_form_tell_what_a_foreach_step_allocates_for_many(setup: Setup) -> None:
     one, other, third = ((8, 4), torch.float32), ((3,), torch.bfloat16), ((4, 8), torch.float32)
     forms = (one, other, third, one, one, other, one, third)
@@ -78,6 +78,66 @@ def test_eight_bit_states_have_a_statistic_for_256_codes_and_small_tensors_stay_
     forms = (((64, 64), torch.bfloat16), ((4095,), torch.bfloat16))
     found = follow(forms, Setup("adamw8bit"))
     assert sum(each.nbytes for each in found.states) == 2 * (4096 + 4 * 16) + 2 * 4 * 4095 + 2 * 4 * 256
+
+
+def test_the_fused_step_keeps_what_the_real_one_keeps() -> None:
+    forms = (((8, 4), torch.float32), ((3,), torch.bfloat16))
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in forms]
+    real = make_optimizer(parameters, Setup(), foreach=True)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    real.step()
+    timeline = Timeline(torch.nn.ParameterList(parameters))
+    with timeline:
+        real.step()
+    assert [life for life in timeline.events if life.died >= 0] == []
+    states = [each.nbytes for state in real.state.values() for each in state.values()]
+    assert sorted(states) == sorted(each.nbytes for each in follow(forms, Setup()).states)
+
+
+#: A matrix, a tensor too small for 8 bits, and one that is not paged; bf16.
+FORMS = (((512, 256), torch.bfloat16), ((4095,), torch.bfloat16), ((8192,), torch.bfloat16))
+N, SMALL, MIDDLE = 512 * 256, 4095, 8192
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "transients"),
+    [
+        ("adamw-paged", 8 * (SMALL + MIDDLE), 0),
+        ("adamw8bit-paged", 2 * 4 * N // 256 + 8 * SMALL + 2 * (MIDDLE + 4 * 32) + 2 * 1024, 0),
+        ("adamw-offload", 4 * SMALL + 4, 0),
+        ("adamw8bit-torchao", 2 * (N + MIDDLE) + 8 * (N + MIDDLE) // 256 + 4 * 1024 + 4 * SMALL, 8 * N),
+        ("adamw4bit-torchao", (N + MIDDLE) + 8 * (N + MIDDLE) // 256 + 4 * 64 + 4 * SMALL, 26 * N),
+        ("flash-adamw", 3 * (N + SMALL + MIDDLE) + 4 * (N // 32 + 128 + 256), 0),
+    ],
+)
+def test_the_states_of_other_packages_are_those_of_their_code(optimizer: Any, states: int, transients: int) -> None:
+    found = follow(FORMS, Setup(optimizer))
+    assert sum(each.nbytes for each in found.states) == states
+    assert max(_live(found.events)) == transients
+    assert _live(found.events)[-1] == 0
+
+
+def test_muon_steps_the_matrices_of_blocks_one_by_one_and_adamw_the_rest() -> None:
+    forms = (
+        ((64, 32), torch.bfloat16),
+        ((64, 32), torch.bfloat16),
+        ((32,), torch.bfloat16),
+        ((16, 48), torch.bfloat16),
+    )
+    found = follow(forms, Setup("muon"), True, (False, True, True, True))
+    kept = 2 * 2 * 64 * 32 + 4 + 2 * 2 * 32 + 4 + 2 * 64 * 32 + 2 * 16 * 48
+    assert sum(each.nbytes for each in found.states) == kept
+    real = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in (forms[1], forms[3])]
+    optimizer = make_optimizer(real, Setup("muon"), foreach=True)
+    for each in real:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    timeline = Timeline(torch.nn.ParameterList(real))
+    with timeline:
+        optimizer.step()
+    lives = [life for at, life in enumerate(timeline.events) if life.born == at and life.died >= 0]
+    assert [event.storage.nbytes for event in found.events if event.allocated] == [life.nbytes for life in lives]
 
 
 def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
@@ -95,6 +155,7 @@ def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
         ({"sharding": "fsdp"}, "more than one device"),
         ({"sharding": "zero2", "devices": 2, "optimizer": "adafactor"}, "zero2.*not for adafactor"),
         ({"sharding": "zero3", "devices": 2, "optimizer": "adamw8bit"}, "zero3.*not for adamw8bit"),
+        ({"sharding": "fsdp", "devices": 2, "optimizer": "muon"}, "muon.*FSDP divides"),
     ],
 )
 def test_a_setup_that_has_no_formula_is_refused(setup: dict[str, Any], why: str) -> None:

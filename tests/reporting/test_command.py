@@ -18,13 +18,14 @@ from transformers import AutoConfig
 
 from memopt.cli import report as command
 from memopt.cli.main import main
-from memopt.errors import ModelError
-from memopt.pipeline import patch_checkpoint, report, report_on
+from memopt.errors import ModelError, UsageError
+from memopt.pipeline import fit, patch_checkpoint, report, report_on
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.alternatives import headline
 from memopt.prediction.cards import find_card
 from memopt.prediction.peak import predict
 from memopt.prediction.planner.training import plan_training
+from memopt.prediction.setup import Setup
 from memopt.trace.training import Request, Step, Training
 from tests.factories import tiny_model
 from tests.trace.builders import named_config, sites_of
@@ -190,7 +191,24 @@ def test_a_request_has_the_arguments_of_the_function_and_the_options_of_the_comm
         default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
         assert (arguments[each.name].annotation, arguments[each.name].default) == (each.type, default)
         assert each.name in options
-    assert arguments.keys() - {each.name for each in dataclasses.fields(Request)} == {"note"}
+    assert arguments.keys() - {each.name for each in dataclasses.fields(Request)} == {"note", "of_fit"}
+
+
+def test_fit_has_the_arguments_of_a_request_and_of_a_setup() -> None:
+    arguments = inspect.signature(fit).parameters
+    asked, setup = (dataclasses.fields(each) for each in (Request, Setup))
+    for each in asked:
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        assert (arguments[each.name].annotation, arguments[each.name].default) == (each.type, default)
+    known = {each.name: each.default for each in setup}
+    others = arguments.keys() - {each.name for each in asked} - {"gpu"}
+    assert {name: arguments[name].default for name in others} == {name: known[name] for name in others}
+
+
+def test_a_report_that_is_asked_whether_it_fits_names_fit() -> None:
+    with pytest.raises(UsageError, match="does not take gpu=") as raised:
+        report("MODEL", gpu="24GiB")
+    assert raised.value.hint == "Whether a step fits is answered by memopt.fit(model, gpu=...)."
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction import measure
 from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline, Largest, Way
-from memopt.reporting.headline import headline_tables
+from memopt.reporting.headline import Fit, headline_tables
 from memopt.reporting.text import as_text
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of
@@ -45,7 +45,7 @@ HEADLINE = Headline(
     card="24 GiB",
     memory=24 * GIB,
     others=(CHECKPOINTED, INT8),
-    remedy="memopt + checkpointing: batch 9 for 30 % more FLOPs",
+    remedies=("memopt + checkpointing: batch 9 for 30 % more FLOPs",),
 )
 
 
@@ -78,9 +78,51 @@ def test_every_byte_of_the_peak_is_named_once() -> None:
 def test_a_small_peak_is_told_in_mib() -> None:
     sizes = {"weights": 44 << 20, "saved tensors": 5 << 19}
     small = replace(MEMOPT, total=560 << 20, parts=sizes)
-    lines = dict(replace(HEADLINE, stock=replace(small, parts={**sizes, "loss": GIB >> 4}), patched=small).lines())
+    stock = replace(small, total=624 << 20, parts={**sizes, "loss": GIB >> 4})
+    lines = dict(replace(HEADLINE, stock=stock, patched=small).lines())
     assert "weights 44, gradients 0, optimizer 0, saved activations 2.5, loss 0, other 514 MiB" in lines["of it"]
     assert lines["saved"].endswith(": loss 64 -> 0 MiB")
+
+
+def test_where_memopt_saves_nothing_the_answer_says_why() -> None:
+    fixed = {"weights": 15 * GIB, "gradients": 15 * GIB, "optimizer states": 30 * GIB}
+    same = replace(STOCK, total=62 * GIB, peak=60 * GIB, moment="optimizer step", parts=fixed)
+    more = replace(same, name="memopt", total=64 * GIB)
+    equal, larger, live = (
+        dict(replace(HEADLINE, stock=same, patched=patched).lines())["saved"]
+        for patched in (replace(same, name="memopt"), more, replace(more, peak=61 * GIB))
+    )
+    assert equal.startswith(
+        "nothing: the peak is in the optimizer's step, where weights, gradients and optimizer take 60.0"
+    )
+    assert "segments" not in equal
+    assert "holds 2.0 GiB more in partly used segments" in larger
+    assert "with memopt 1.0 GiB more live at the peak" in live
+    assert live.endswith("train this without memopt")
+
+
+def test_what_fits_at_no_size_is_said_in_words() -> None:
+    none = replace(MEMOPT, batch=Largest(0), seq=Largest(0))
+    for stock, said in ((Largest(0), "stock neither"), (Largest(2), "stock 2")):
+        found = replace(HEADLINE, stock=replace(STOCK, batch=stock, seq=Largest(0)), patched=none)
+        assert dict(found.lines())["largest"] == f"does not fit at batch 1 ({said})"
+        assert "none" not in as_text(headline_tables(found))
+
+
+def test_the_column_that_decides_has_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    tight = replace(HEADLINE, memory=20 * GIB + GIB // 4)
+    row = next(line for line in as_text(headline_tables(tight)).splitlines() if line.startswith("memopt  "))
+    assert row.split()[1:5] == ["20.0", "GiB", "20.5", "no"]
+
+
+def test_the_answer_has_fields_and_prints_as_the_command_does() -> None:
+    answer = Fit.of(HEADLINE)
+    assert str(answer) == as_text(headline_tables(HEADLINE))
+    assert (answer.fits, answer.largest_batch, answer.longest_sequence) == (True, 3, 8192)
+    assert answer.peak_bytes["memopt"]["saved activations"] == 2 * GIB
+    assert sum(answer.peak_bytes["stock"].values()) == STOCK.total
+    assert replace(answer, card=None, memory=None).fits is None
 
 
 def test_the_document_says_where_the_search_of_the_batch_ended() -> None:
@@ -92,7 +134,7 @@ def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     text = as_text(headline_tables(HEADLINE))
     assert text.count("exact") == 4  # the recipe's name, and three ways
     assert "approximate" in text
-    alone = replace(HEADLINE, card=None, memory=None, others=(), remedy="")
+    alone = replace(HEADLINE, card=None, memory=None, others=(), remedies=())
     assert [what for what, _ in alone.lines()][:1] == ["peak"]
     assert "way to train" not in as_text(headline_tables(alone))
     assert HEADLINE.to_dict()["ways"][3]["gradient_error"] == 0.1
@@ -112,5 +154,5 @@ def test_a_measurement_that_needs_bitsandbytes_says_so_before_anything_is_traced
 def test_a_card_that_holds_no_context_is_told_so_in_mib() -> None:
     config = named_config("vit")
     about = Step(config, Training(1, None, train="qlora"), sites_of(config), load_recipe("exact-unfolded"))
-    remedy = headline(Request("a model"), gpu="40MiB", step=about).remedy
+    remedy = headline(Request("a model"), gpu="40MiB", step=about).remedies[0]
     assert remedy == "nothing fits: the CUDA context alone takes 512 MiB; a larger card"

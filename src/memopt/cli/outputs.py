@@ -149,7 +149,7 @@ def draw(
         common.note(f"Wrote {files.snapshot}: open it at https://pytorch.org/memory_viz")
 
 
-def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bool) -> int:
+def show_plan(request: Request, setup: Setup, asked: Outputs, *, card: str | None = None, json_output: bool) -> int:
     """Print and write what the planner answers."""
     file: Path | None
     if asked.emit and asked.out is not None:
@@ -166,7 +166,7 @@ def show_plan(request: Request, setup: Setup, asked: Outputs, *, json_output: bo
             from memopt.prediction.planner.training import plan_training
 
         # With a frontier, the budget is the card that gives the rates.
-        budget, card = (None, asked.budget) if asked.frontier else (asked.budget, None)
+        budget, card = (None, card or asked.budget) if asked.frontier else (asked.budget, card)
         allowed = () if asked.allow is None else (asked.allow,)
         chosen = plan_training(request, budget, card=card, setup=setup, allow=allowed)
         _draw_plan(chosen, request, setup, asked)

@@ -11,7 +11,7 @@ from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.setup import Optimizer, Setup, Sharding
-from memopt.trace.training import ALL_LINEAR, Checkpointing, Precision, Request, Train
+from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 
 if TYPE_CHECKING:
     from memopt.prediction.measure import Comparison as Measured
@@ -31,16 +31,19 @@ def report(
         str | None,
         common.optional(
             "Name or YAML file; default: the patched folder's own, else exact-unfolded.",
-            None,
+            "NAME|FILE",
             "--recipe",
             "-r",
             autocompletion=common.recipe_names,
         ),
     ] = None,
     inputs: common.InputsOption = None,
-    batch: Annotated[int | None, common.optional("Rows in a batch; default: 1.", min=1)] = None,
+    overrides: Annotated[
+        list[str] | None, common.optional("Change a key of the recipe; repeatable.", "KEY=VALUE", "--set")
+    ] = None,
+    batch: Annotated[int | None, common.optional("Rows in a batch; default: 1.", "ROWS", min=1)] = None,
     seq: Annotated[
-        int | None, common.optional("Tokens in a row; default: the config's limit, at most 2048.", min=1)
+        int | None, common.optional("Tokens in a row; default: the config's limit, at most 2048.", "TOKENS", min=1)
     ] = None,
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the weights; mixed is fp32 weights under autocast.")
@@ -48,19 +51,30 @@ def report(
     train: Annotated[
         Train, typer.Option(help="Train everything, LoRA adapters, or adapters on 4-bit weights.")
     ] = "full",
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapters.")] = 8,
+    lora_rank: Annotated[int, typer.Option(min=1, metavar="RANK", help="Rank of the LoRA adapters.")] = 8,
     lora_targets: Annotated[
-        str, typer.Option(help="Linears that get an adapter: all-linear, or names, e.g. q,v or q_proj,down_proj.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Linears that get an adapter: all-linear, or names, e.g. q,v or q_proj,down_proj."
+        ),
     ] = ALL_LINEAR,
+    lora_dtype: Annotated[
+        AdapterDtype, typer.Option(help="Adapters in fp32, as PEFT makes them, or in the dtype of the weights.")
+    ] = "fp32",
+    lora_dropout: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="PROBABILITY", help="Of the adapters' dropouts.")
+    ] = 0.0,
     checkpointing: Annotated[
         Checkpointing, typer.Option(help="Activation checkpointing of every block, or none.")
     ] = "none",
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")] = "adamw",
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")
+    ] = "adamw-fused",
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
-    devices: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Number of devices.")] = 1,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print every saved tensor, by block, before and after patching.")
     ] = False,
@@ -96,7 +110,7 @@ def report(
             f"Leave out {' and '.join(given)}, or --inputs.",
         )
     if train == "full":
-        for option in ("--lora-rank", "--lora-targets"):
+        for option in ("--lora-rank", "--lora-targets", "--lora-dtype", "--lora-dropout"):
             source = ctx.get_parameter_source(option[2:].replace("-", "_"))
             if source is not None and source.name == "COMMANDLINE":
                 raise UsageError(
@@ -105,7 +119,7 @@ def report(
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options()
     mode = asked.planner or ("--measure" if measure else None)
-    left_out = {"--gpu": gpu is not None, "--verbose": verbose}
+    left_out = {"--gpu": gpu is not None and not asked.planner, "--verbose": verbose}
     if mode == "--measure":
         left_out |= {"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1}
     else:
@@ -116,10 +130,10 @@ def report(
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
-    request = Request.of({**locals(), "lora_targets": targets})
+    request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = _setup(optimizer, sharding, devices, gpu or budget)
     if asked.planner is not None:
-        return outputs.show_plan(request, setup, asked, json_output=json_output)
+        return outputs.show_plan(request, setup, asked, card=gpu, json_output=json_output)
     if measure:
         return _show_measured(request, setup, json_output=json_output)
     with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():

@@ -21,11 +21,10 @@ from memopt.patches.capabilities import EngineSettings
 from memopt.patches.registry import having
 from memopt.plan.recipe import Recipe, dump_recipe
 from memopt.prediction.planner.choice import Choice
-from memopt.prediction.setup import Optimizer, Sharding
+from memopt.prediction.setup import TRAINER_NAMES, Optimizer, Sharding
 from memopt.trace.training import ALL_LINEAR, Precision, Training
 
 RECIPE_FILE = "recipe.yaml"
-_OPTIMIZERS = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd", "adafactor": "adafactor"}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _WRAPPED = "TRANSFORMER_BASED_WRAP"
 _ANY: tuple[Sharding, ...] = ("none", "ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -43,7 +42,7 @@ class Planned:
     step: Training
     """Its batch is that of one micro-batch on one device."""
     accumulation: int = 1
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = "adamw-fused"
     sharding: Sharding | None = None
     """None: the plan is not about devices, and the file's own engine shares as it usually does."""
     devices: int | None = None
@@ -81,12 +80,14 @@ class Planned:
         return self.settings.get("attn_implementation")
 
     @property
-    def lora(self) -> dict[str, int | str | list[str]] | None:
+    def lora(self) -> dict[str, int | float | str | list[str]] | None:
         """Arguments of `peft.LoraConfig`; None if everything is trained."""
         if self.step.train == "full":
             return None
         names = self.step.lora_targets
-        return {"r": self.step.lora_rank, "target_modules": ALL_LINEAR if ALL_LINEAR in names else list(names)}
+        dropout = {"lora_dropout": self.step.lora_dropout} if self.step.lora_dropout else {}
+        targets = ALL_LINEAR if ALL_LINEAR in names else list(names)
+        return {"r": self.step.lora_rank, "target_modules": targets, **dropout}
 
     def shared(self, engine: str, *ways: Sharding) -> Sharding:
         """How the devices share, which has to be one of `ways`; the first where the plan is not about devices.
@@ -192,12 +193,20 @@ def file_names() -> frozenset[str]:
     return frozenset({RECIPE_FILE, *(kind.file for kind in KINDS.values())})
 
 
+def _trainer_name(engine: str, planned: Planned) -> str:
+    """Trainer's name of the optimizer, which axolotl takes too."""
+    if planned.optimizer not in TRAINER_NAMES:
+        hint = f"Plan with one of: {', '.join(TRAINER_NAMES)}."
+        raise planned.refusal(engine, f"optimizer {planned.optimizer}", hint)
+    return TRAINER_NAMES[planned.optimizer]
+
+
 def _trainer(engine: str, planned: Planned, sharding: Sharding) -> str:
     precision = _mixed_precision(engine, planned, sharding)
     values: dict[str, Any] = {
         "per_device_train_batch_size": planned.step.batch,
         "gradient_accumulation_steps": planned.accumulation,
-        "optim": _OPTIMIZERS[planned.optimizer],
+        "optim": _trainer_name(engine, planned),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "gradient_checkpointing": False,
@@ -262,7 +271,7 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         "memopt_recipe": planned.recipe_file,
         "micro_batch_size": planned.step.batch,
         "gradient_accumulation_steps": planned.accumulation,
-        "optimizer": _OPTIMIZERS[planned.optimizer],
+        "optimizer": _trainer_name(engine, planned),
         "bf16": False,
         "gradient_checkpointing": False,
     }
@@ -276,6 +285,8 @@ def _axolotl(engine: str, planned: Planned, sharding: Sharding) -> str:
         targets = lora["target_modules"]
         every = {"lora_target_linear": True} if isinstance(targets, str) else {"lora_target_modules": targets}
         values |= {"adapter": step.train, "lora_r": lora["r"], **every}
+        if step.lora_dropout:
+            values["lora_dropout"] = step.lora_dropout
         if step.train == "qlora":
             values["load_in_4bit"] = True
     if sharding == "fsdp":
@@ -290,7 +301,7 @@ def _torchtitan(engine: str, planned: Planned, sharding: Sharding) -> str:
     step = planned.step
     refuse = [
         (step.has_adapters, "LoRA", "Plan with --train full."),
-        (planned.optimizer != "adamw", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw."),
+        (planned.optimizer != "adamw-fused", f"optimizer {planned.optimizer}", "Plan with --optimizer adamw-fused."),
         (step.precision.startswith("fp16"), step.precision, "Plan with --precision bf16 or bf16-mixed."),
         (planned.checkpointed == "some", "activation checkpointing of chosen blocks (only of all or none)",
          "Give a recipe with checkpointing.method full or none."),

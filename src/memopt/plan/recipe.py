@@ -156,7 +156,8 @@ def _locate(source: str) -> Path:
         if path.is_file():
             return path
         raise RecipeError(f"Recipe file '{source}' does not exist.")
-    raise RecipeError(f"Unknown recipe '{source}'.", _suggest(source, recipes))
+    near = f"{_suggest(source, recipes)} " if difflib.get_close_matches(source, recipes, n=1, cutoff=0.5) else ""
+    raise RecipeError(f"Unknown recipe '{source}'.", f"{near}Known: {', '.join(recipes)}; or a YAML file.")
 
 
 def _read(path: Path) -> dict[str, Any]:

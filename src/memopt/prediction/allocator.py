@@ -4,7 +4,8 @@ The rules and constants of c10/cuda/CUDACachingAllocator.cpp: requests are round
 1 MiB) come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones from segments of their own,
 rounded to 2 MiB. A request takes the smallest free block that holds it; what is left of the block is split off, and
 free neighbours are joined. With ``expandable_segments`` each of the two pools is one segment that grows at its end.
-There is one stream.
+Where the device has no room for a segment, all segments without a tensor in them are given back first
+(``release_cached_blocks``). There is one stream.
 """
 
 from __future__ import annotations
@@ -30,30 +31,39 @@ def rounded(nbytes: int) -> int:
     return max(_ROUND, -(-nbytes // _ROUND) * _ROUND)
 
 
-def reserved(resident: Iterable[Storage], events: Sequence[Event], *, expandable: bool = False, steps: int = 2) -> int:
-    """Bytes of the segments that the allocator holds after `steps` equal steps.
-
-    Segments are never given back, as on a device with room; where there is none, PyTorch frees the unused ones and
-    tries again.
+def reserved(
+    resident: Iterable[Storage],
+    events: Sequence[Event],
+    *,
+    expandable: bool = False,
+    steps: int = 2,
+    limit: int | None = None,
+) -> int:
+    """The most bytes of segments that the allocator holds in `steps` equal steps.
 
     Args:
         resident: what is allocated before the first step and stays.
         events: one step; what it allocates it frees.
         expandable: with ``expandable_segments:True``.
         steps: the first fits its requests into an empty pool, later ones into what earlier ones left.
+        limit: bytes of the device. Before segments exceed them, unused ones are given back; if that is not enough, the
+            device is taken to be as much larger as it has to be. None: a device with room for every segment.
     """
-    allocator = Allocator(expandable=expandable)
+    allocator = Allocator(expandable=expandable, limit=limit)
     for storage in resident:
         allocator.allocate(storage)
     for event in list(events) * steps:
         (allocator.allocate if event.allocated else allocator.free)(event.storage)
-    return allocator.reserved
+    return allocator.most
 
 
 class Allocator:
     """The pools of one device; a storage without bytes takes none."""
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
+        self.limit = limit
+        self.most = 0
+        """The most bytes of all segments at once."""
         self._pools = (_Pool(_SMALL_SEGMENT, expandable, SMALL_POOL), _Pool(_LARGE_SEGMENT, expandable, LARGE_POOL))
         self._blocks: dict[Storage, _Block] = {}
 
@@ -66,7 +76,15 @@ class Allocator:
         """The address of a block for `storage`."""
         if not storage.nbytes:
             return 0
-        self._blocks[storage] = self._pool_of(storage).allocate(storage.nbytes)
+        pool = self._pool_of(storage)
+        more = pool.more(storage.nbytes)
+        if more and self.limit is not None and self.reserved + more > self.limit:
+            for each in self._pools:
+                each.release()
+        self._blocks[storage] = pool.allocate(storage.nbytes)
+        if more:
+            self.most = max(self.most, self.reserved)
+            self.limit = None if self.limit is None else max(self.limit, self.most)
         return self._blocks[storage].address
 
     def free(self, storage: Storage) -> int:
@@ -113,6 +131,8 @@ class _Pool:
     expandable: bool
     base: int
     reserved: int = 0
+    end: int = 0
+    """Where the next segment begins, from `base`."""
     segments: dict[int, int] = field(default_factory=dict)
     """Address -> bytes."""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -128,13 +148,28 @@ class _Pool:
         if place < len(self._free):
             block = self.at[self._free.pop(place)[1]]
         else:
-            block = self._grown(size) if self.expandable else self._new_segment(size)
+            block = self._grown(size) if self.expandable else self._added(self._segment_of(size))
         rest = block.size - size
         # Of a large block that is split, more than 1 MiB must be left (should_split).
         if rest >= _ROUND if self.segment == _SMALL_SEGMENT or self.expandable else rest > _SMALL:
             self._split(block, size)
         block.is_free = False
         return block
+
+    def more(self, nbytes: int) -> int:
+        """Bytes of the segment that a request of `nbytes` takes; 0 if a free block holds it, 1 if a segment grows."""
+        size = rounded(nbytes)
+        if bisect_left(self._free, (size, -1)) < len(self._free):
+            return 0
+        return 1 if self.expandable else self._segment_of(size)
+
+    def release(self) -> None:
+        """Give back the segments that hold nothing."""
+        for size, address in list(self._free):
+            if self.segments.get(address) == size and not self.expandable:
+                self._free.remove((size, address))
+                del self.at[address], self.segments[address]
+                self.reserved -= size
 
     def free(self, block: _Block) -> None:
         block.is_free = True
@@ -167,12 +202,10 @@ class _Pool:
         self.at[rest.address] = rest
         insort(self._free, rest.key)
 
-    def _new_segment(self, size: int) -> _Block:
+    def _segment_of(self, size: int) -> int:
         if self.segment == _SMALL_SEGMENT or size < _LEAST_OWN:
-            nbytes = self.segment
-        else:
-            nbytes = -(-size // _ROUND_OWN) * _ROUND_OWN
-        return self._added(nbytes)
+            return self.segment
+        return -(-size // _ROUND_OWN) * _ROUND_OWN
 
     def _grown(self, size: int) -> _Block:
         last = self._last
@@ -187,13 +220,15 @@ class _Pool:
             return added
         self._forget(usable)
         usable.size += nbytes
+        self.end += nbytes
         self.reserved += nbytes
         self.segments[self.base] += nbytes
         return usable
 
     def _added(self, nbytes: int) -> _Block:
-        block = _Block(self.base + self.reserved, nbytes)
+        block = _Block(self.base + self.end, nbytes)
         segment = self.base if self.expandable else block.address
+        self.end += nbytes
         self.reserved += nbytes
         self.segments[segment] = self.segments.get(segment, 0) + nbytes
         self.at[block.address] = self._last = block

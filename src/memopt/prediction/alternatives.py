@@ -13,10 +13,11 @@ from memopt.prediction.headline import Headline, Largest, Way, gib
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import max_positions
-from memopt.trace.events import Trace
+from memopt.trace.events import Storage, Trace
 from memopt.trace.subject import subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
 from memopt.trace.training import Checkpointing, Request, Step, Train, Training
+from memopt.walk.models.config import model_class
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
@@ -52,7 +53,7 @@ def headline(
     if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
-    answer = _Answer(step, setup if card is None else setup_on(card, setup), card)
+    answer = _Answer(step, setup if card is None else replace(setup_on(card, setup), memory=card.memory), card)
     return answer.headline(str(request.model), traces)
 
 
@@ -103,7 +104,7 @@ class _Answer:
         self.stock_cost = _cost(stock.at())
         others = list(self._others()) if self.card else []
         ways = self._ways((stock, patched, *others))
-        remedy = "" if self.card is None else self._remedy(patched, others, ways)
+        remedies = () if self.card is None else self._remedies(stock, patched, others, ways)
         after = patched.at()
         return Headline(
             source,
@@ -115,7 +116,7 @@ class _Answer:
             card=None if self.card is None else _named(self.card),
             memory=None if self.card is None else self.card.memory,
             others=tuple(ways[each.name] for each in others),
-            remedy=remedy,
+            remedies=tuple(dict.fromkeys(remedies)),
             notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self._remarks(after)))),
             approximate=bool(step.rules.effects),
         )
@@ -195,7 +196,29 @@ class _Answer:
             return Largest(most, is_all=True)
         return Largest(found.value * stretch, found.is_all)
 
-    def _remedy(self, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]) -> str:
+    def _remedies(
+        self, stock: _Candidate, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]
+    ) -> Iterator[str]:
+        assert self.card is not None
+        now = ways[patched.name]
+        if (first := self._remedy(stock, patched, others, ways)) != "":
+            yield first
+        if not now.fits(self.card.memory) and ways[stock.name].fits(self.card.memory):
+            yield f"without memopt it fits: {gib(ways[stock.name].total)}"
+        if now.fits(self.card.memory):
+            return
+        yield from _attention_remedy(patched.at(), self.step)
+        masks = sum(each.nbytes for each in patched.at().peak.alive if _is_mask(each))
+        rules = self.step.rules
+        if masks > _MATTERS * now.peak:
+            seeded = self.candidate("", load_recipe(rules, ("dropouts.method=seed",)), self.step.training.checkpointing)
+            if (found := seeded.at()).peak.nbytes < now.peak:
+                yield (
+                    f"--set dropouts.method=seed: {gib(found.total)}; {gib(masks)} at the peak are dropout masks (the "
+                    "same distribution, other random numbers)"
+                )
+
+    def _remedy(self, stock: _Candidate, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]) -> str:
         assert self.card is not None
         memory, now = self.card.memory, ways[patched.name]
         exact = sorted((ways[each.name] for each in others if ways[each.name].how), key=lambda way: way.flops)
@@ -208,11 +231,17 @@ class _Answer:
         for way in exact:
             if way.fits(memory):
                 return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
-        best = self.candidate("memopt + checkpointing", self.step.rules, "full")
-        best = next((each for each in others if each.name == best.name), patched)
-        for words, candidate in self._further(best):
-            if candidate.need() <= memory:
-                return f"{words} fits: {gib(candidate.at().total)}" + (f"; {candidate.how}" if candidate.how else "")
+        by_name = {each.name: each for each in others}
+        best = by_name.get("memopt + checkpointing", patched)
+        of_stock = by_name.get("stock + checkpointing", stock)
+        pairs = ((patched, stock), (best, of_stock)) if best is not patched else ((patched, stock),)
+        for steps in zip(*(self._further(way) for pair in pairs for way in pair), strict=True):
+            words = steps[0][0]
+            for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
+                better = candidate if candidate.at().total < twin.at().total else twin
+                if better.need() <= memory:
+                    how = f"; {better.how}" if better.how else ""
+                    return f"{better.name} with {words} fits: {gib(better.at().total)}{how}"
         int8 = ways.get("memopt, int8")
         if int8 is not None and int8.fits(memory):
             return f"int8 fits: {gib(int8.total)}, approximate; {int8.how}"
@@ -226,20 +255,24 @@ class _Answer:
 
     def _further(self, best: _Candidate) -> Iterator[tuple[str, _Candidate]]:
         """What else there is, from what changes least."""
+        setup = self.setup
+        if setup.optimizer == "adamw-foreach":
+            yield "--optimizer adamw-fused", replace(best, setup=replace(setup, optimizer="adamw-fused"))
+        if not setup.expandable_segments:
+            expandable = replace(setup, expandable_segments=True)
+            yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", replace(best, setup=expandable)
         lighter: tuple[Optimizer, ...] = ("adamw8bit", "adafactor")
-        if self.setup.optimizer == "adamw" and not self.setup.sharding.startswith("zero"):
+        if setup.optimizer.startswith("adamw-f") and not setup.sharding.startswith("zero"):
             for name in lighter:
-                setup = replace(self.setup, optimizer=name, fused=False)
-                yield f"{best.name} with --optimizer {name}", replace(best, setup=setup)
+                yield f"--optimizer {name}", replace(best, setup=replace(setup, optimizer=name))
         lighter_still: dict[Train, tuple[Train, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+        adapters = best.training.precision in ("bf16", "fp16")
         for train in lighter_still[best.training.train]:
-            yield (
-                f"{best.name} with --train {train}",
-                replace(best, tracer=replace(best.tracer), training=replace(best.training, train=train)),
-            )
+            training = replace(best.training, train=train, adapter_fp32=adapters)
+            yield f"--train {train}", replace(best, tracer=replace(best.tracer), training=training)
 
     def _remarks(self, found: Prediction) -> Iterator[str]:
-        includes = "" if self.card is None else "; 'fits' includes it"
+        includes = "" if self.card is None else "; 'needs' is the peak and this margin, and 'fits' goes by it"
         yield f"Margin: {found.margin / found.reserved:.0%} of the allocator's reserved bytes{includes}."
         if self.card is None:
             return
@@ -247,6 +280,35 @@ class _Answer:
             yield "Card: all of the size given; a named card (--gpu rtx4090) has less, because its driver takes some."
         yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
         yield _COMPILE
+
+
+#: Share of the peak from which on a kind of tensors is worth a remedy of its own.
+_MATTERS = 0.02
+
+
+def _is_mask(storage: Storage) -> bool:
+    return storage.operation in ("native_dropout", "bernoulli_", "bernoulli") and storage.dtype in ("bool", "uint8")
+
+
+def _attention_remedy(found: Prediction, step: Step) -> Iterator[str]:
+    """Another implementation of attention, where tensors of tokens x tokens are a good part of the peak."""
+    seq = step.training.seq
+    square = sum(each.nbytes for each in found.peak.alive if seq and each.shape[-2:] == (seq, seq))
+    if square <= _MATTERS * found.peak.nbytes:
+        return
+    supported = model_class(step.config)
+    ways = [name for name, flag in _ATTENTIONS.items() if getattr(supported, flag, False)]
+    which = " or ".join(f"'{name}'" for name in ways)
+    advice = f"attn_implementation={which} makes none" if ways else "this model has no attention without them"
+    yield f"{gib(square)} at the peak are tensors of tokens x tokens of eager attention: {advice}"
+
+
+#: Implementations of attention that make no tensor of tokens x tokens, and the flag of the classes that support each.
+_ATTENTIONS = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
 
 
 def _cost(found: Prediction) -> tuple[int, int]:

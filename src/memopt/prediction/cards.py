@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ def find_card(text: str) -> Card:
         return _sized(text, size)
     wanted, cards = _key(text), {_key(card.name): card for card in CARDS}
     found = [card for key, card in cards.items() if wanted in (key, key.removeprefix("rtx"))]
-    found = found or [card for key, card in cards.items() if wanted and key.startswith(wanted)]
+    found = found or [card for card in CARDS if wanted in _beginnings(card.name)]
     found = found or [card for key, card in cards.items() if key == wanted.replace("pcie", "")]
     if not found:  # a device's name may say more: NVIDIA H100 80GB HBM3
         found = [card for key, card in cards.items() if wanted.startswith(key) and _is_size(wanted[len(key) :], card)]
@@ -165,6 +165,13 @@ def _is_size(rest: str, card: Card) -> bool:
 
 def _key(text: str) -> str:
     return "".join(word for word in re.split(r"[\s_\-,()]+", text.lower()) if word not in _NOISE)
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """Of a name, by whole words: ``a100`` of the A100 80GB, and not ``rtx409`` of the RTX 4090."""
+    words = name.split()
+    for first in (0, 1) if words[0] == "RTX" else (0,):
+        yield from (_key(" ".join(words[first:last])) for last in range(first + 1, len(words)))
 
 
 def _said(card: Card) -> str:

@@ -18,6 +18,10 @@ _GROUPS = {
 }
 
 
+#: Share of a peak below which a difference is none: segments are whole, however little of the last one is used.
+_NOTHING = 0.002
+
+
 @dataclass(frozen=True)
 class Largest:
     """The largest batch, or the longest sequence, that fits."""
@@ -28,7 +32,7 @@ class Largest:
     """Whether it is the most that was looked for: the positions of the model, or the limit of the search."""
 
     def __str__(self) -> str:
-        return f"{self.value}{' or more' if self.is_all else ''}" if self.value else "none"
+        return f"{self.value}{' or more' if self.is_all else ''}" if self.value else "-"
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,28 @@ class Way:
     batch: Largest | None = None
     seq: Largest | None = None
 
+    @property
+    def needs(self) -> int:
+        """Bytes that a device has to have: the total and its margin."""
+        return self.total + self.margin
+
     def fits(self, memory: int) -> bool:
         """Whether it fits, margin included."""
-        return self.total + self.margin <= memory
+        return self.needs <= memory
+
+    @property
+    def needs_like_total(self) -> str:
+        """`needs` as a number in the unit in which `gib` tells `total`."""
+        return _number(self.needs) if self.total >= _GIB else _mebi(self.needs)
+
+    def saves_beside(self, stock: Way) -> bool:
+        """Whether it takes less than `stock`, by more than the allocator's rounding."""
+        return stock.total - self.total > _NOTHING * stock.total
 
     @property
     def accuracy(self) -> str:
         """Of its gradients."""
-        return f"approximate, off by up to {self.gradient_error:.0%}" if self.gradient_error else "exact"
+        return f"approximate, by {self.gradient_error:.0%}" if self.gradient_error else "exact"
 
     def by_what(self) -> dict[str, int]:
         """Bytes at the peak, in a user's words."""
@@ -87,17 +105,38 @@ class Headline:
     """Bytes of the card; None if none was named."""
     others: tuple[Way, ...] = ()
     """Further ways, in the order of the table."""
-    remedy: str = ""
+    remedies: tuple[str, ...] = ()
+    """What to do next, the first advice first."""
     notes: tuple[str, ...] = ()
     approximate: bool = False
     """Whether the recipe changes gradients beyond rounding."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the patched step fits the card, margin included; None without a card."""
+        return None if self.memory is None else self.patched.fits(self.memory)
+
+    @property
+    def peak_bytes(self) -> dict[str, dict[str, int]]:
+        """Of ``stock`` and ``memopt``: bytes of each part at the peak, which add up to what the process takes."""
+        return {way.name: way.by_what() for way in (self.stock, self.patched)}
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Rows of the largest batch that fits with memopt, 0 if none does; None if it was not looked for."""
+        return None if self.patched.batch is None else self.patched.batch.value
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Tokens of the longest row that fits with memopt, 0 if none does; None if it was not looked for."""
+        return None if self.patched.seq is None else self.patched.seq.value
 
     def ways(self) -> tuple[Way, ...]:
         """Every row of the table."""
         return self.stock, self.patched, *self.others
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, answer), at most six."""
+        """(what, answer): at most five, and the remedies."""
         stock, patched = self.stock, self.patched
         if self.memory is not None:
             yield "fits", self._fits(self.memory)
@@ -107,8 +146,7 @@ class Headline:
         yield "saved", self._saved()
         if patched.batch is not None and stock.batch is not None:
             yield "largest", self._largest()
-        if self.remedy:
-            yield "next", self.remedy
+        yield from (("or" if number else "next", remedy) for number, remedy in enumerate(self.remedies))
 
     def _numbers(self) -> tuple[Callable[[int], str], str]:
         """What writes the parts of a peak, and their unit: a small model's are hundredths of a GiB."""
@@ -118,7 +156,7 @@ class Headline:
         verdicts = [("with memopt", self.patched), ("stock", self.stock)]
         said = []
         for name, way in verdicts:
-            spare = memory - way.total - way.margin
+            spare = memory - way.needs
             verdict, rest = ("yes", "to spare") if spare >= 0 else ("no", "too much")
             said.append(f"{name} {verdict} ({gib(abs(spare))} {rest})")
         return f"{self.card}: {', '.join(said)}"
@@ -126,17 +164,39 @@ class Headline:
     def _saved(self) -> str:
         before, after = self.stock.by_what(), self.patched.by_what()
         saved = self.stock.total - self.patched.total
-        share = saved / self.stock.total if self.stock.total else 0.0
+        if not self.patched.saves_beside(self.stock):
+            return self._nothing()
+        share = saved / self.stock.total
         names = [name for name in ("saved activations", "loss") if before[name] != after[name]]
         number, unit = self._numbers()
         changed = ", ".join(f"{name} {number(before[name])} -> {number(after[name])}" for name in names)
         of_all = f"{gib(saved)} of {gib(self.stock.total)} ({100 * share:.0f} %)"
         return f"{of_all}: {changed}{unit}" if changed else of_all
 
+    def _nothing(self) -> str:
+        """Why memopt saves nothing here."""
+        stock, patched = self.stock, self.patched
+        if patched.peak > stock.peak * (1 + _NOTHING):
+            more = gib(patched.peak - stock.peak)
+            return f"nothing: with memopt {more} more live at the peak, {_when(patched)}; train this without memopt"
+        fixed = gib(sum(patched.by_what()[name] for name in ("weights", "gradients", "optimizer")))
+        why = f"nothing: the peak is {_when(patched)}, where weights, gradients and optimizer take {fixed}"
+        held = patched.total - stock.total
+        if held <= _NOTHING * stock.total:
+            return why
+        return (
+            f"{why}; with memopt the allocator holds {gib(held)} more in partly used segments "
+            "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids them)"
+        )
+
     def _largest(self) -> str:
-        said = [f"batch {self.patched.batch} (stock {self.stock.batch})"]
-        if self.patched.seq is not None and self.stock.seq is not None:
-            said.append(f"sequence {self.patched.seq} (stock {self.stock.seq})")
+        stock, patched = self.stock, self.patched
+        said = [f"batch {patched.batch} (stock {stock.batch})"]
+        if patched.batch is not None and not patched.batch.value:
+            of_stock = f"stock {stock.batch}" if stock.batch and stock.batch.value else "stock neither"
+            said = [f"does not fit at batch 1 ({of_stock})"]
+        if patched.seq is not None and stock.seq is not None and (patched.seq.value or stock.seq.value):
+            said.append(f"sequence {patched.seq} (stock {stock.seq})")
         return ", ".join(said)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +204,8 @@ class Headline:
         return {
             "card": None if self.memory is None else {"name": self.card, "memory_bytes": self.memory},
             "ways": [_way_dict(way, self.memory) for way in self.ways()],
-            "remedy": self.remedy or None,
+            "remedy": self.remedies[0] if self.remedies else None,
+            "remedies": list(self.remedies),
         }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from memopt.errors import ModelError
-from memopt.prediction.optimizers import make_optimizer
+from memopt.prediction.optimizers import RUN, make_optimizer
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
 from memopt.torch_compat import run_backward, storage_id, tree_leaves, tree_map
@@ -76,8 +76,8 @@ def check_measurable(setup: Setup) -> None:
     Raises:
         ModelError: it has several devices, or an optimizer that is a formula.
     """
-    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer == "adamw8bit":
-        what = "bitsandbytes' optimizer" if setup.optimizer == "adamw8bit" else "several devices"
+    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer not in RUN:
+        what = "several devices" if setup.optimizer in RUN else f"optimizer {setup.optimizer}"
         raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memopt.prediction.setup import Setup
-from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, operator_schema, storage_id, tree_leaves
+from memopt.torch_compat import TorchDispatchMode, operator_schema, storage_id, tree_leaves
 from memopt.trace.events import Event, Storage
 from memopt.trace.storages import tensors
 
-#: bitsandbytes/optim/optimizer.py: blocks of a statistic, the least elements of a tensor whose states have 8 bits, and
-#: the entries of each of its two maps from codes to values.
-_BLOCK, _LEAST_8BIT, _MAP = 256, 4096, 256
+#: bitsandbytes/optim/optimizer.py: blocks of a statistic, the least elements of a tensor whose states have 8 bits, the
+#: entries of each of its two maps from codes to values, and the least elements of a tensor whose states are paged.
+_BLOCK, _LEAST_8BIT, _MAP, _LEAST_PAGED = 256, 4096, 256, 100_000
+#: flashoptim/optimizers.py (0.1.4): elements that share a scale in fp16.
+_GROUP = 32
+#: torchao/optim/cpu_offload.py: the least elements of a tensor whose states are in the host's memory.
+_LEAST_OFFLOADED = 4096
 #: Shape and dtype of a parameter.
 Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -35,22 +38,47 @@ class OptimizerTrace:
 
 
 @lru_cache(maxsize=32)
-def follow(forms: tuple[Form, ...], setup: Setup, cuda: bool = True) -> OptimizerTrace:
+def follow(
+    forms: tuple[Form, ...], setup: Setup, cuda: bool = True, inside: tuple[bool, ...] | None = None
+) -> OptimizerTrace:
     """Follow a step of the optimizer of `setup` over parameters of these `forms`.
+
+    Optimizers of PyTorch and transformers run; the others are formulas of their code.
 
     Args:
         forms: of the trained parameters, each once.
-        setup: its `optimizer`, `fused` and `momentum` are read.
-        cuda: PyTorch then runs foreach by default, and a parameter after the other on the CPU.
+        setup: its `optimizer` and `momentum` are read.
+        cuda: PyTorch's foreach steps are those of lists there, and go from parameter to parameter on the CPU.
+        inside: whether each is in a block, for ``muon``; by default all are.
     """
-    if setup.optimizer == "adamw8bit":
-        return OptimizerTrace(tuple(_states_8bit(forms)), ())
+    name = setup.optimizer
+    if name in _FORMULAS:
+        return _FORMULAS[name](forms)
+    if name == "muon":
+        matrices = [
+            len(shape) == 2 and within for (shape, _), within in zip(forms, inside or [True] * len(forms), strict=True)
+        ]
+        rest = tuple(form for form, is_matrix in zip(forms, matrices, strict=True) if not is_matrix)
+        muon = _one_by_one([form for form, is_matrix in zip(forms, matrices, strict=True) if is_matrix], setup, cuda)
+        return OptimizerTrace((*_fused(rest).states, *muon.states), muon.events)
     few = tuple(form for at, form in enumerate(forms) if forms[:at].count(form) < 2)
-    if len(few) < len(forms) and cuda and not setup.fused and setup.optimizer != "adafactor":
+    if len(few) < len(forms) and cuda and name != "adafactor":
         found = _repeated(_step(few, setup, cuda), few, forms)
         if found is not None:
             return found
     return _step(forms, setup, cuda)
+
+
+def _one_by_one(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
+    """A step that goes from parameter to parameter: what it does for each form, once for each parameter."""
+    known = {form: _step([form], setup, cuda) for form in dict.fromkeys(forms)}
+    states: list[Storage] = []
+    events: list[Event] = []
+    for form in forms:
+        copies = {each: replace(each) for each in (event.storage for event in known[form].events)}
+        states += map(replace, known[form].states)
+        events += (Event(copies[event.storage], event.allocated, event.moment) for event in known[form].events)
+    return OptimizerTrace(tuple(states), tuple(events))
 
 
 def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]) -> OptimizerTrace | None:
@@ -82,18 +110,15 @@ def _repeated(traced: OptimizerTrace, few: Sequence[Form], forms: Sequence[Form]
 
 
 def _step(forms: Sequence[Form], setup: Setup, cuda: bool) -> OptimizerTrace:
-    # Fused steps refuse the meta device; under a fake mode every operation takes several times as long.
-    device, fake = ("cpu", FakeTensorMode()) if setup.fused else ("meta", contextlib.nullcontext())
-    with fake:
-        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms)
-        parameters = nn.ParameterList(map(nn.Parameter, empty))
-        optimizer = make_optimizer(parameters, setup, foreach=cuda)
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()  # makes the states
-        states = tuple(_states(optimizer, cuda=cuda))
-        with _Allocations() as step:
-            optimizer.step()
+    empty = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms)
+    parameters = nn.ParameterList(map(nn.Parameter, empty))
+    optimizer = make_optimizer(parameters, setup, foreach=cuda)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()  # makes the states
+    states = tuple(_states(optimizer, cuda=cuda))
+    with _Allocations() as step:
+        optimizer.step()
     return OptimizerTrace((*states, *step.living.values()), step.freed())
 
 
@@ -145,23 +170,25 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter] | nn.ParameterList, setup: Setup, *, foreach: bool) -> Any:
-    """The optimizer of `setup`, but for ``adamw8bit``."""
-    ways: dict[str, Any] = {"fused": True} if setup.fused else {"foreach": foreach}
+    """The optimizer of `setup`, which is one of PyTorch or transformers."""
+    if setup.optimizer == "adamw-fused":
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    if setup.optimizer == "muon":
+        return torch.optim.Muon(parameters, lr=1e-3)
     if setup.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=setup.momentum, **ways)
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=setup.momentum, foreach=foreach)
     if setup.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
         # As Trainer makes it.
         return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
-    return torch.optim.AdamW(parameters, lr=1e-3, **ways)
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=foreach)
 
 
 def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
     seen: set[int] = set()
     for leaf in tree_leaves(list(optimizer.state.values())):
-        # Numbers of steps stay on the CPU, unless the optimizer is fused.
-        if not isinstance(leaf, Tensor) or (cuda and not leaf.dim() and not optimizer.defaults.get("fused")):
+        if not isinstance(leaf, Tensor) or (cuda and not leaf.dim()):  # numbers of steps stay on the CPU
             continue
         storage = leaf.untyped_storage()
         if storage_id(storage) not in seen:
@@ -169,18 +196,90 @@ def _states(optimizer: Any, *, cuda: bool) -> Iterator[Storage]:
             yield _state(storage.nbytes(), _named(leaf.dtype), tuple(leaf.shape))
 
 
-def _states_8bit(forms: Sequence[Form]) -> Iterator[Storage]:
+def _fused(forms: Sequence[Form]) -> OptimizerTrace:
+    """torch/optim/adam.py: the numbers of steps are on the device too."""
+    states = []
+    for shape, dtype in forms:
+        states += [_state(_numel(shape) * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
+        states.append(_state(4, "float32", ()))
+    return OptimizerTrace(tuple(states), ())
+
+
+def _offloaded(forms: Sequence[Form]) -> OptimizerTrace:
+    return _fused([form for form in forms if _numel(form[0]) < _LEAST_OFFLOADED])
+
+
+def _bitsandbytes(forms: Sequence[Form], *, bits: int, paged: bool) -> OptimizerTrace:
+    states = []
     for shape, _ in forms:
-        count = torch.Size(shape).numel()
+        count = _numel(shape)
+        is_small = count < _LEAST_8BIT or bits == 32
         for _ in range(2):
-            if count < _LEAST_8BIT:
-                yield _state(4 * count, "float32", shape)
-            else:
-                yield _state(count, "uint8", shape)
+            if not (paged and count >= _LEAST_PAGED):
+                states.append(_state(4 * count, "float32", shape) if is_small else _state(count, "uint8", shape))
+            if not is_small:
                 blocks = -(-count // _BLOCK)
-                yield _state(4 * blocks, "float32", (blocks,))
-    for _ in range(2):
-        yield _state(4 * _MAP, "float32", (_MAP,))
+                states.append(_state(4 * blocks, "float32", (blocks,)))
+    if bits == 8:
+        states += [_state(4 * _MAP, "float32", (_MAP,)) for _ in range(2)]
+    return OptimizerTrace(tuple(states), ())
+
+
+def _torchao(forms: Sequence[Form], *, bits: int) -> OptimizerTrace:
+    """torchao/optim/subclass_8bit.py, subclass_4bit.py; each state has a map of its own.
+
+    The step is compiled for each tensor. What it allocates is that of the compiler's code for a CPU.
+    """
+    states: list[Storage] = []
+    events: list[Event] = []
+    for shape, dtype in forms:
+        count = _numel(shape)
+        if count < _LEAST_8BIT or count % _BLOCK:
+            states += [_state(count * dtype.itemsize, _named(dtype), shape) for _ in range(2)]
+            continue
+        for _ in range(2):
+            states.append(_state(count * bits // 8, "uint8", shape))
+            states.append(_state(4 * count // _BLOCK, "float32", (count // _BLOCK,)))
+            states.append(_state(4 << bits, "float32", (1 << bits,)))
+        made = [Storage(size * count, "optimizer transients", "", "compiled step") for size in _COMPILED[bits]]
+        events += [Event(each, True, "optimizer step") for each in made]
+        events += [Event(each, False, "optimizer step") for each in made]
+    return OptimizerTrace(tuple(states), tuple(events))
+
+
+#: Bytes an element of the buffers that live at once in torchao's compiled step, by the bits of its states.
+_COMPILED = {8: (4, 4), 4: (1, 1, 4, 4, 8, 8)}
+
+
+def _flash(forms: Sequence[Form]) -> OptimizerTrace:
+    """flashoptim/optimizers.py: codes of both states, and an error of each weight in 8 bits (24-bit weights)."""
+    states = []
+    for shape, dtype in forms:
+        count = _numel(shape)
+        groups = -(-count // _GROUP)
+        for kind in ("int8", "uint8"):
+            states += [_state(count, kind, shape), _state(2 * groups, "float16", (groups,))]
+        if dtype.itemsize == 2:
+            states.append(_state(count, "int8", shape))
+    return OptimizerTrace(tuple(states), ())
+
+
+_FORMULAS: dict[str, Callable[[Sequence[Form]], OptimizerTrace]] = {
+    "adamw-fused": _fused,
+    "adamw8bit": partial(_bitsandbytes, bits=8, paged=False),
+    "adamw-paged": partial(_bitsandbytes, bits=32, paged=True),
+    "adamw8bit-paged": partial(_bitsandbytes, bits=8, paged=True),
+    "adamw-offload": _offloaded,
+    "adamw8bit-torchao": partial(_torchao, bits=8),
+    "adamw4bit-torchao": partial(_torchao, bits=4),
+    "flash-adamw": _flash,
+}
+#: Optimizers whose steps can be run to measure them.
+RUN = ("adamw-fused", "adamw-foreach", "sgd", "adafactor")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
 
 
 def _state(nbytes: int, dtype: str, shape: tuple[int, ...]) -> Storage:

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from memopt.prediction.allocator import reserved
 from memopt.prediction.optimizers import follow
-from memopt.prediction.setup import Setup
-from memopt.prediction.sharding import shard
+from memopt.prediction.setup import OPTIMIZERS, Setup
+from memopt.prediction.sharding import block_of, shard
 from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
 from memopt.trace.trace import trace
 from memopt.trace.training import Step, Training
@@ -48,10 +48,14 @@ class Prediction:
 
     @cached_property
     def reserved(self) -> int:
-        """Bytes that the CUDA caching allocator holds; the peak on the CPU."""
+        """Bytes that the CUDA caching allocator holds on a device of ``setup.memory`` with the margin kept free; the
+        peak on the CPU."""
         if not self.training.cuda_kernels:
             return self.peak.nbytes
-        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments)
+        memory, limit = self.setup.memory, None
+        if memory is not None:
+            limit = max(0, int((memory - self.context) / (1 + MARGIN)))
+        return reserved(self.resident, self.events, expandable=self.setup.expandable_segments, limit=limit)
 
     @property
     def context(self) -> int:
@@ -86,7 +90,8 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     """The prediction for a step that has been traced; one trace serves any `setup`."""
     cuda = traced.training.cuda_kernels
     share = shard(traced, setup)
-    optimizer = follow(share.forms, setup, cuda)
+    inside = tuple(block_of(traced, each.name) != "" for each in traced.parameters if each.trained)
+    optimizer = follow(share.forms, setup, cuda, inside if setup.optimizer == "muon" else None)
     resident = [*share.resident, *optimizer.states]
     if cuda:
         resident += [Storage(setup.workspace, "workspaces", thread) for thread in ("forward", "backward")]
@@ -111,13 +116,10 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
 
 
 def _assumptions(traced: Trace, setup: Setup) -> list[str]:
-    way = ""
-    if setup.optimizer in ("adamw", "sgd"):
-        way = ", fused" if setup.fused else ", foreach, PyTorch's default" if traced.training.cuda_kernels else ""
     found = [
         "Step: the second one, when the optimizer has its states; gradients are freed after it "
         "(zero_grad(set_to_none=True)), and the model's output is held until backward has ended.",
-        f"Optimizer: {_OPTIMIZERS[setup.optimizer]}{way}.",
+        f"Optimizer: {OPTIMIZERS[setup.optimizer]}.",
     ]
     if traced.training.train == "qlora" and setup.sharding in ("fsdp", "zero3"):
         found.append("Sharding: of 4-bit weights it needs bnb_4bit_quant_storage in the dtype of the other weights.")
@@ -128,11 +130,3 @@ def _assumptions(traced: Trace, setup: Setup) -> list[str]:
             + ("expandable segments." if setup.expandable_segments else "the allocator's default segments.")
         )
     return found
-
-
-_OPTIMIZERS = {
-    "adamw": "torch.optim.AdamW, states in the dtype of the weights",
-    "adamw8bit": "bitsandbytes' AdamW8bit, blocks of 256",
-    "sgd": "torch.optim.SGD",
-    "adafactor": "transformers' Adafactor as Trainer makes it, no first moment",
-}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Optimizer = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+Optimizer = Literal[
+    "adamw-fused", "adamw-foreach", "adamw8bit", "adamw-paged", "adamw8bit-paged", "adamw-offload",
+    "adamw8bit-torchao", "adamw4bit-torchao", "flash-adamw", "muon", "sgd", "adafactor",
+]  # fmt: skip
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 MIB = 1 << 20
@@ -15,16 +18,40 @@ CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * MIB
 #: Bytes that a process takes of a device before it allocates anything, with lazily loaded kernels (CUDA 12).
 CUDA_CONTEXT = 512 * MIB
+#: What each optimizer is: its implementation, the bytes that its states take an element, what its step allocates.
+OPTIMIZERS: dict[Optimizer, str] = {
+    "adamw-fused": "torch.optim.AdamW(fused=True), Trainer's default; two states in the weights' dtype, no copies",
+    "adamw-foreach": "torch.optim.AdamW, foreach; two states in the dtype of the weights, a copy of all in its step",
+    "adamw8bit": "bitsandbytes' AdamW8bit; 2.03 bytes an element (blocks of 256)",
+    "adamw-paged": "bitsandbytes' PagedAdamW32bit; 8 bytes an element in pages that leave a full device, not counted",
+    "adamw8bit-paged": "bitsandbytes' PagedAdamW8bit; 2 bytes an element in pages that leave a full device, not "
+    "counted, and 0.03 bytes that stay",
+    "adamw-offload": "torchao's CPUOffloadOptimizer; states, a copy of weights and of gradients in the host's memory",
+    "adamw8bit-torchao": "torchao's AdamW8bit; 2.03 bytes an element (blocks of 256), in its step two fp32 copies of "
+    "one tensor (by the compiler's code for a CPU)",
+    "adamw4bit-torchao": "torchao's AdamW4bit; 1.03 bytes an element (blocks of 256), in its step 26 bytes an element "
+    "of one tensor (by the compiler's code for a CPU)",
+    "flash-adamw": "flashoptim's FlashAdamW; 2.13 bytes an element (groups of 32), and 1 for 16-bit weights",
+    "muon": "torch.optim.Muon for the matrices of the blocks (one state), fused AdamW for the rest",
+    "sgd": "torch.optim.SGD, foreach",
+    "adafactor": "transformers' Adafactor as Trainer makes it, no first moment",
+}
+#: Trainer's `optim` for those that it has.
+TRAINER_NAMES: dict[Optimizer, str] = {
+    "adamw-fused": "adamw_torch_fused", "adamw-foreach": "adamw_torch", "adamw8bit": "adamw_bnb_8bit",
+    "adamw-paged": "paged_adamw_32bit", "adamw8bit-paged": "paged_adamw_8bit", "adamw8bit-torchao": "adamw_torch_8bit",
+    "adamw4bit-torchao": "adamw_torch_4bit", "sgd": "sgd", "adafactor": "adafactor",
+}  # fmt: skip
+_DIVIDED_BY_ZERO = ("adamw-fused", "adamw-foreach", "sgd")
+_ON_WHOLE_TENSORS = ("muon", "adamw-offload")
 
 
 @dataclass(frozen=True)
 class Setup:
     """How a model is trained, beside `memopt.trace.training.Training`."""
 
-    optimizer: Optimizer = "adamw"
-    """``adamw``, ``sgd``: those of PyTorch; ``adamw8bit``: bitsandbytes; ``adafactor``: transformers."""
-    fused: bool = False
-    """PyTorch's fused kernel; its default is foreach, which needs memory for intermediate results."""
+    optimizer: Optimizer = "adamw-fused"
+    """`OPTIMIZERS` says what each is."""
     momentum: float = 0.0
     """Of ``sgd``."""
     accumulation: int = 1
@@ -37,26 +64,29 @@ class Setup:
     """Bytes of one cuBLAS workspace; the forward's thread has one, and the backward's has another."""
     context: int = CUDA_CONTEXT
     """Bytes of the CUDA context."""
+    memory: int | None = None
+    """Bytes of the device, where PyTorch gives unused segments back before it is out of memory; None: it has room."""
 
     def __post_init__(self) -> None:
         """Check the numbers, and that there is a formula.
 
         Raises:
-            ValueError: `devices` or `accumulation` is below 1, one device is to share, or ZeRO is to step another
-                optimizer than PyTorch's.
+            ValueError: `devices` or `accumulation` is below 1, one device is to share, or the optimizer does not step
+                what sharding leaves on a device.
         """
         if self.devices < 1 or self.accumulation < 1:
             raise ValueError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"Sharding '{self.sharding}' needs more than one device.")
-        if self.sharding.startswith("zero") and self.optimizer not in ("adamw", "sgd"):
+        if self.sharding.startswith("zero") and self.optimizer not in _DIVIDED_BY_ZERO:
             # It steps flat fp32 parts, which have no rows, columns or small tensors.
-            raise ValueError(
-                f"Sharding '{self.sharding}' is predicted only for adamw and sgd, not for {self.optimizer}."
-            )
+            known = ", ".join(_DIVIDED_BY_ZERO)
+            raise ValueError(f"Sharding '{self.sharding}' is predicted only for {known}, not for {self.optimizer}.")
+        if self.sharding == "fsdp" and self.optimizer in _ON_WHOLE_TENSORS:
+            raise ValueError(f"Optimizer '{self.optimizer}' is predicted for whole tensors, which FSDP divides.")
 
     def __str__(self) -> str:
-        words = [self.optimizer + (" (fused)" if self.fused else "")]
+        words: list[str] = [self.optimizer]
         if self.accumulation > 1:
             words.append(f"{self.accumulation} micro-batches")
         if self.sharding != "none":

@@ -66,7 +66,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     groups: Counter[str] = Counter()
     for each in traced.parameters:
         if not each.is_buffer:
-            groups[_block(traced, each.name)] += each.nbytes
+            groups[block_of(traced, each.name)] += each.nbytes
     rest = groups.pop("", 0)
     largest = max(groups.values(), default=0)
     # Forward leaves the group around the blocks gathered. Of blocks, one lives in its parameters and one in a flat
@@ -82,7 +82,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
     shards.append(batch)
     of_group: defaultdict[str, list[Storage]] = defaultdict(list)
     for gradient in traced.gradients:
-        of_group[_block(traced, gradient.module)].append(gradient)
+        of_group[block_of(traced, gradient.module)].append(gradient)
     events = [Event(each, True, "forward") for each in gathered]
     before: list[Storage] = []
 
@@ -101,7 +101,7 @@ def _fsdp(traced: Trace, devices: int) -> Share:
 
     for event in traced.events:
         events.append(event)
-        group = _block(traced, event.storage.module)
+        group = block_of(traced, event.storage.module)
         if group and event.allocated and of_group[group] and of_group[group][-1] is event.storage:
             scatter(group)
     scatter("")  # after backward
@@ -149,7 +149,7 @@ def _zero(traced: Trace, devices: int, stage: int) -> Share:
     return Share(tuple(resident), tuple(events), tuple(gradients), (((part,), torch.float32),), tuple(copies), (note,))
 
 
-def _block(traced: Trace, name: str) -> str:
+def block_of(traced: Trace, name: str) -> str:
     """The block of a module or parameter, without adapters' prefixes; empty outside."""
     return next((block for block in traced.blocks if f"{block}." in f"{name}."), "")
 

@@ -18,7 +18,13 @@ from memopt.walk.sites import Sites
 
 
 def add_adapters(
-    model: PreTrainedModel, sites: Sites, *, rank: int, targets: Sequence[str], fp32: bool = False
+    model: PreTrainedModel,
+    sites: Sites,
+    *,
+    rank: int,
+    targets: Sequence[str],
+    dropout: float = 0.0,
+    fp32: bool = False,
 ) -> nn.Module:
     """`model` (on the meta device) with LoRA adapters, the rest frozen.
 
@@ -28,6 +34,7 @@ def add_adapters(
         rank: rank of every adapter.
         targets: ``("all-linear",)``, or names of linears: the last part of their module name, or its beginning
             (``q`` for ``q_proj`` or ``query``), or whole module names.
+        dropout: probability of the adapters' dropouts.
         fp32: adapters in fp32 beside 16-bit weights.
 
     Raises:
@@ -37,7 +44,7 @@ def add_adapters(
     from peft import LoraConfig, get_peft_model
 
     chosen = ALL_LINEAR if tuple(targets) == (ALL_LINEAR,) else _resolve(targets, sites)
-    config = LoraConfig(r=rank, target_modules=chosen)
+    config = LoraConfig(r=rank, target_modules=chosen, lora_dropout=dropout)
     config._register_custom_module({Linear4bit: _on_4_bits()})
     try:
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32, low_cpu_mem_usage=True)

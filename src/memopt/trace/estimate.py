@@ -163,7 +163,15 @@ def build_trained(
     trained: nn.Module = model
     if training.has_adapters:
         fp32 = training.adapter_fp32 or training.train == "qlora"
-        trained = add_adapters(model, of.sites, rank=training.lora_rank, targets=training.lora_targets, fp32=fp32)
+        trained = add_adapters(
+            model,
+            of.sites,
+            rank=training.lora_rank,
+            targets=training.lora_targets,
+            dropout=training.lora_dropout,
+            fp32=fp32,
+        )
+        trained.train(training.dropout)
     if training.checkpointing == "full":
         _checkpoint(model)
     return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]

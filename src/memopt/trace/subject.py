@@ -103,7 +103,7 @@ def chosen_recipe(request: Request) -> Recipe:
         RecipeError: the recipe is unknown.
     """
     record = None if request.recipe is not None else record_of(request.model)
-    return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE))
+    return load_recipe(request.recipe or (record.recipe if record else DEFAULT_MEMORY_RECIPE), request.overrides)
 
 
 def record_of(model: str | Path) -> PatchedFolder | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 Train = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "full"]
+AdapterDtype = Literal["fp32", "base"]
 
 ALL_LINEAR = "all-linear"
 
@@ -34,6 +35,7 @@ class Training:
     """``qlora``: LoRA on linears that bitsandbytes holds in 4 bits."""
     lora_rank: int = 8
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    lora_dropout: float = 0.0
     checkpointing: Checkpointing = "none"
     dropout: bool = True
     """False: eval mode, so that no dropout saves a mask."""
@@ -62,17 +64,18 @@ class Training:
                 "inputs; not under autocast (--precision bf16-mixed, as after prepare_model_for_kbit_training)."
             ]
         if self.adapter_fp32:
-            return []
-        return [
-            "LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False); fp32 adapters, which are "
-            "PEFT's default, save fp32 copies of their inputs as well."
-        ]
+            return [
+                "LoRA: adapters in fp32, as PEFT makes them, which save fp32 copies of their inputs; in the dtype of "
+                "the base weights they save none (--lora-dtype base, get_peft_model(autocast_adapter_dtype=False))."
+            ]
+        return ["LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False)."]
 
     def __str__(self) -> str:
         words = [f"batch {self.batch}" + (f" x {self.seq} tokens" if self.seq else ""), self.precision]
         if self.has_adapters:
             kind = "LoRA" if self.train == "lora" else "QLoRA"
-            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+            dropout = f", dropout {self.lora_dropout:g}" if self.lora_dropout else ""
+            words.append(f"{kind} rank {self.lora_rank} on {', '.join(self.lora_targets)}{dropout}")
         else:
             words.append("full fine-tuning")
         words.append("activation checkpointing" if self.checkpointing == "full" else "no activation checkpointing")
@@ -91,7 +94,10 @@ class Request:
     train: Train = "full"
     lora_rank: int = 8
     lora_targets: Sequence[str] = (ALL_LINEAR,)
+    lora_dtype: AdapterDtype = "fp32"
+    lora_dropout: float = 0.0
     checkpointing: Checkpointing = "none"
+    overrides: Sequence[str] = ()
     inputs: Mapping[str, Any] | str | Path | None = None
     revision: str | None = None
     trust_remote_code: bool = False
@@ -110,7 +116,9 @@ class Request:
             train=self.train,
             lora_rank=self.lora_rank,
             lora_targets=tuple(self.lora_targets) or (ALL_LINEAR,),
+            lora_dropout=self.lora_dropout if self.train != "full" else 0.0,
             checkpointing=self.checkpointing,
+            adapter_fp32=self.train != "full" and self.lora_dtype == "fp32" and self.precision in ("bf16", "fp16"),
         )
 
 

@@ -62,14 +62,15 @@ def plan_training(
         UsageError: `budget` or `card` is not known.
     """
     rates = find_card(card or (budget if isinstance(budget, str) else _USUAL_CARD))
-    task = _task(str(request.model), step_of(request), setup or Setup(), rates)
+    setup = replace(setup or Setup(), memory=None if budget is None else _size(budget))
+    task = _task(str(request.model), step_of(request), setup, rates)
     return frontier_of(task) if budget is None else choose(task, _size(budget), approximate=recipes_with(*allow))
 
 
 def plan_step(name: str, of: Step, budget: str | int, *, held: int) -> Choice:
     """The fastest plan for a model whose parameters and buffers take `held` bytes, whatever those of its config do."""
     rates = find_card(budget if isinstance(budget, str) else _USUAL_CARD)
-    task = _task(name, of, Setup(), rates)
+    task = _task(name, of, Setup(memory=_size(budget)), rates)
     own = task.predicted(task.levels.recipe, of.training.batch, 1)
     context = own.setup.context + held - sum(each.nbytes for each in own.trace.parameters)
     return choose(replace(task, setup=replace(task.setup, context=context)), _size(budget))
