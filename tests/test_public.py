@@ -23,6 +23,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_public_name_can_be_imported() -> None:
     assert all(getattr(memopt, name) is not None for name in memopt.__all__)
+    assert {name for name in dir(memopt) if name.startswith("_")} == {"__version__"}
+    assert not {"Any", "random", "import_module", "TYPE_CHECKING"} & set(dir(memopt))
 
 
 def test_no_verb_has_the_name_of_a_module() -> None:

@@ -77,4 +77,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_ROOMS, "__version__"})
+    return sorted({*__all__, *_ROOMS})

@@ -51,6 +51,12 @@ def test_the_plan_and_the_next_ones_are_printed(asked: dict[str, Any], capsys: p
     assert asked["request"] == Request("MODEL", seq=4096, train="lora")
 
 
+def test_a_card_beside_a_budget_gives_the_rates(asked: dict[str, Any]) -> None:
+    assert main(["report", "MODEL", "--budget", "20GiB", "--gpu", "rtx4090", "--set", "dropouts.method=seed"]) == 0
+    assert (asked["budget"], asked["card"]) == ("20GiB", "rtx4090")
+    assert asked["request"] == Request("MODEL", overrides=("dropouts.method=seed",))
+
+
 def test_out_writes_a_recipe_that_can_be_used(asked: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     assert main(["report", "MODEL", "--budget", "24GiB", "--out", str(file)]) == 0
@@ -107,7 +113,7 @@ def test_a_plan_and_a_frontier_can_be_drawn(
     assert PLAN.words.replace("'", "&#39;") in text
 
 
-@pytest.mark.parametrize("option", [("--lora-rank", "8"), ("--lora-targets", "q,v")])
+@pytest.mark.parametrize("option", [("--lora-rank", "8"), ("--lora-targets", "q,v"), ("--lora-dropout", "0.1")])
 def test_options_of_lora_need_lora(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", *option]) == 2
     assert f"error: {option[0]} needs LoRA, and --train is full. Add --train lora" in capsys.readouterr().err

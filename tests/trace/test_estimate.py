@@ -24,7 +24,7 @@ from memopt.trace.causes import EXPERTS, EXPERTS_NOTE
 from memopt.trace.emulate import unpadded_masks
 from memopt.trace.fake import make_fake
 from memopt.trace.trace import trace_account
-from memopt.trace.training import Precision, Step, Training
+from memopt.trace.training import Precision, Request, Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from memopt.walk.sites import Sites
@@ -219,6 +219,20 @@ def test_lora_targets_may_be_beginnings_of_names() -> None:
 
 def test_fp32_adapters_on_a_16_bit_model_keep_casts() -> None:
     assert traced("llama", train="lora", adapter_fp32=True).total > traced("llama", train="lora").total
+
+
+def test_the_dropout_of_an_adapter_keeps_a_mask_and_its_output() -> None:
+    """In the second block, whose attention saves the input anyway. In the first one nothing below is trained: the
+    output takes the place of the input, and no mask is needed."""
+    without, dropped = (traced("llama", train="lora", lora_targets=("o",), lora_dropout=p) for p in (0.0, 0.1))
+    assert dropped.total - without.total == (1 + 2) * 2 * 24 * named_config("llama").hidden_size
+
+
+def test_adapters_are_those_that_peft_makes_unless_told_otherwise() -> None:
+    asked = {dtype: Request("m", train="lora", lora_dtype=dtype).training.adapter_fp32 for dtype in ("fp32", "base")}
+    assert asked == {"fp32": True, "base": False}
+    assert not Request("m").training.adapter_fp32
+    assert Request("m", train="lora", lora_dropout=0.1).training.lora_dropout == 0.1
 
 
 def test_an_unknown_lora_target_names_those_that_exist() -> None:

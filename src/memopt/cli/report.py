@@ -10,7 +10,7 @@ from memopt.cli import common, outputs
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
-from memopt.prediction.setup import Optimizer, Setup, Sharding
+from memopt.prediction.setup import OPTIMIZERS, Optimizer, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def report(
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
     optimizer: Annotated[
-        Optimizer, typer.Option(help="Optimizer whose states and transients are counted.")
+        Optimizer,
+        typer.Option(metavar="NAME", help=f"Optimizer whose states and transients count: {', '.join(OPTIMIZERS)}."),
     ] = "adamw-fused",
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
     devices: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Number of devices.")] = 1,

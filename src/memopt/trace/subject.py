@@ -87,8 +87,9 @@ class Subject:
 
 def subject_of(request: Request) -> Subject:
     """What `request` is about; errors are those of `memopt.report`."""
+    rules = chosen_recipe(request)  # first, since it takes no time
     config = load_config(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
-    return Subject(request, config, chosen_recipe(request), record_of(request.model))
+    return Subject(request, config, rules, record_of(request.model))
 
 
 def step_of(request: Request) -> Step:
