@@ -192,16 +192,17 @@ def test_activations_in_place_are_recomputed_and_write_for_whoever_holds_their_i
     assert kept[1] < 0.8 * kept[0]
 
 
-def test_an_alias_of_an_input_in_place_sees_the_output() -> None:
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_an_alias_of_an_input_in_place_sees_the_output(activation: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    stock = nn.Sequential(InPlace()).train()
+    stock = nn.Sequential(InPlace(activation)).train()
     patched = memopt.patch(copy.deepcopy(stock))
     x = torch.randn(2, 3, 20, 20)
     seen: list[torch.Tensor] = []
     for model in (stock, patched):
         model[0].norm.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
         model(x).sum().backward()
-    assert float(seen[0].min()) == 0
+    assert float(seen[0].min()) > -0.3  # of a batch norm it is below -1
     assert torch.equal(*seen)
     for one, other in zip(stock.parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad)

@@ -81,7 +81,7 @@ def recomputed_relu(z: Tensor, *, in_place: bool = False) -> Tensor:
         in_place: the output gets the memory of `z`, which nobody else may have.
     """
     steps = _steps("relu", z.dtype)
-    recomputed = Recomputed(steps.value)
+    recomputed = Recomputed(_relu_again)
     recomputed.for_node = not runs_triton(z)
     h: Tensor = (InPlaceReluFunction if in_place else ReluFunction).apply(steps, recomputed, z)
     return h
@@ -151,6 +151,11 @@ class KernelActivationFunction(SavedInputsFunction):
 
 
 register_operator("KernelActivationFunctionBackward", ELEMENTWISE)
+
+
+def _relu_again(z: Tensor) -> Tensor:
+    """relu(z), in the memory of z where that was recomputed for this alone."""
+    return z.data.clamp_min_(0) if may_be_overwritten(z) else _value(z, kind="relu", dtype=z.dtype)
 
 
 class ReluFunction(SavedInputsFunction):

@@ -112,8 +112,7 @@ def _forward(
 def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: nn.Module, z: Tensor) -> Tensor:
     """The output as the very tensor object that `z` is, for whoever holds it: written in place, it could not be
     recomputed. Where another tensor has its storage, that has to change as well."""
-    shared = storage_use_count(storage_id(z.untyped_storage())) > 2  # z, and the storage's own Python object
-    if not z.requires_grad or shared or weakref.getweakrefs(z) or not recomputes(z):
+    if type(z) is not Tensor or not z.requires_grad or not _is_alone(z) or not recomputes(z):
         return stock(module, z)
     if rewrite.kind == "relu":
         h = recomputed_relu(z, in_place=True)
@@ -124,6 +123,12 @@ def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: 
         h = recomputed_activation(z, function, rewrite.kind, rewrite.dtypes, specifies=False)
     torch.utils.swap_tensors(z, h)
     return with_witness(z)
+
+
+def _is_alone(z: Tensor) -> bool:
+    """Whether no other tensor has the memory of `z`, and Python alone refers to `z`, so that it can be swapped."""
+    owners = storage_use_count(storage_id(z.untyped_storage()))  # z, and the storage's own Python object
+    return owners <= 2 and z._use_count() == 1 and not weakref.getweakrefs(z)  # type: ignore[attr-defined]
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
