@@ -54,7 +54,7 @@ def test_a_measurement_refuses_what_it_leaves_out(option: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("mode", ["--budget=24GiB", "--frontier"])
-@pytest.mark.parametrize("option", ["--measure", "--gpu=t4", "-v", "--checkpointing=full"])
+@pytest.mark.parametrize("option", ["--measure", "-v", "--checkpointing=full"])
 def test_a_plan_refuses_what_it_leaves_out(mode: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "MODEL", mode, option]) == 2
     assert f"error: {mode.partition('=')[0]} and --" in (error := capsys.readouterr().err)
