@@ -6,7 +6,7 @@ tensors is followed where all of them were made of one: rotary embeddings rotate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -97,9 +97,14 @@ def expression_of(node: Node) -> Expression:
         done = tuple([function for function, _, _ in all_steps(steps)])
         to_prove = () if PLAIN.issuperset(done) else done
         expression = Expression(first, None if first is None else rule_of(first), steps, (), to_prove)
-        if first is not node:  # it would own itself
+        if first is not node and not _has(node, steps):  # it would own itself, and be there for ever
             node.metadata[_EXPRESSION_KEY] = expression
     return expression
+
+
+def _has(node: Node, values: Iterable[Any]) -> bool:
+    """Whether `node` is among `values` and the tuples in them: a step may read what its node saved."""
+    return any(each is node or (isinstance(each, tuple) and _has(node, each)) for each in values)
 
 
 _Edge = tuple[Node, int]

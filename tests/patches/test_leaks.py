@@ -1,0 +1,63 @@
+"""Training steps leave nothing behind: neither tensors nor nodes of their graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import memopt
+from tests.factories import MORE_NAMES, NAMES, tiny_inputs, tiny_model
+
+
+def moe(experts: str) -> nn.Module:
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=67, use_cache=False,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).train()
+    model.set_experts_implementation(experts)
+    return model
+
+
+def objects() -> Counter[str]:
+    """How many tensors and nodes of autograd there are, without what has no values and belongs to no step."""
+    gc.collect()
+    those = (each for each in gc.get_objects() if isinstance(each, Tensor) or type(each).__name__.endswith("Backward0"))
+    return Counter(type(each).__name__ for each in those)
+
+
+def leaks(model: nn.Module, name: str) -> Counter[str]:
+    """What a third step leaves behind."""
+    inputs = tiny_inputs(name, 2, 12)
+    found = []
+    for _ in range(3):
+        output = model(**inputs)
+        output.loss.backward()
+        del output
+        model.zero_grad()
+        found.append(objects())
+    return found[-1] - found[-2]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_a_step_of_experts_leaves_nothing(experts: str, checkpointing: bool) -> None:
+    model = moe(experts)
+    memopt.patch(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    assert not leaks(model, "llama")
+
+
+@pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels", "int8"])
+@pytest.mark.parametrize("name", (*NAMES, *MORE_NAMES))
+def test_a_step_leaves_nothing(name: str, recipe: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(name)
+    memopt.patch(model, recipe)
+    assert not leaks(model, name)
