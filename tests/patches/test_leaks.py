@@ -55,7 +55,7 @@ def test_a_step_of_experts_leaves_nothing(experts: str, checkpointing: bool) -> 
 
 
 @pytest.mark.parametrize("recipe", ["exact-unfolded", "exact-levels", "int8"])
-@pytest.mark.parametrize("name", (*NAMES, *MORE_NAMES))
+@pytest.mark.parametrize("name", [*NAMES, *MORE_NAMES])
 def test_a_step_leaves_nothing(name: str, recipe: str) -> None:
     torch.manual_seed(0)
     model = tiny_model(name)
