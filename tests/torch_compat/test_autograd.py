@@ -391,3 +391,26 @@ def test_what_is_held_is_not_unpacked() -> None:
         node = x.sin().grad_fn
     assert torch_compat.held(node, "self") == "packed"
     assert torch_compat.held(node, "other") is None
+
+
+def test_uses_of_a_gradient_are_counted_while_the_engine_passes_it() -> None:
+    """One use where nothing else has it, more where a list does."""
+    found: list[int] = []
+    kept: list[Tensor] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found.append(torch_compat.tensor_uses(gradient))
+            return gradient * 2
+
+    x = torch.ones(3, requires_grad=True)
+    Looks.apply(x * 1).exp().sum().backward()  # type: ignore[no-untyped-call]
+    y = Looks.apply(x * 1)  # type: ignore[no-untyped-call]
+    y.register_hook(kept.append)
+    y.exp().sum().backward()
+    assert found[0] == 1 < found[1]

@@ -13,7 +13,7 @@ from tests.factories import tiny_model
 
 
 class Plain(nn.Module):
-    """No config, so no inputs can be made for it."""
+    """No config of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +26,15 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class Picky(Plain):
+    """No inputs can be made for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] != 1234:
+            raise ValueError("it takes 1234 rows")
+        return super().forward(x)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,7 @@ def test_a_model_of_ones_own_is_walked_with_inputs() -> None:
 
 
 def test_without_inputs_modules_are_probed_and_the_rest_is_said_to_be_unknown() -> None:
-    sites = walk_model(Plain())
+    sites = walk_model(Picky())
     assert [(norm.name, norm.kind, norm.executed) for norm in sites.norms] == [
         ("blocks.0.0", "layer", False),
         ("blocks.1.0", "layer", False),

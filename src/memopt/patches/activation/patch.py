@@ -129,7 +129,9 @@ def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
     norm's input."""
     around = parent(site.name)
     may_read = site.in_place or (site.kind == "relu" and site.is_module and site.replays)
-    return bool(around) and may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
+    if site.in_place and not around:
+        return False  # no scope around the model itself
+    return may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
 
 
 def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) -> tuple[str, str]:
