@@ -393,10 +393,8 @@ def test_what_is_held_is_not_unpacked() -> None:
     assert torch_compat.held(node, "other") is None
 
 
-def test_uses_of_a_gradient_are_counted_while_the_engine_passes_it() -> None:
-    """One use where nothing else has it, more where a list does."""
+def test_a_gradient_that_the_engine_passes_to_one_node_has_one_use() -> None:
     found: list[int] = []
-    kept: list[Tensor] = []
 
     class Looks(torch.autograd.Function):
         @staticmethod
@@ -410,7 +408,4 @@ def test_uses_of_a_gradient_are_counted_while_the_engine_passes_it() -> None:
 
     x = torch.ones(3, requires_grad=True)
     Looks.apply(x * 1).exp().sum().backward()  # type: ignore[no-untyped-call]
-    y = Looks.apply(x * 1)  # type: ignore[no-untyped-call]
-    y.register_hook(kept.append)
-    y.exp().sum().backward()
-    assert found[0] == 1 < found[1]
+    assert found == [1]
