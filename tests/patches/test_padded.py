@@ -89,3 +89,11 @@ def test_mobilenet_keeps_a_third_less() -> None:
     pixels = torch.randn(2, 3, 64, 64)
     stock_bytes, patched_bytes = (live_bytes(lambda m=m: m(pixels).last_hidden_state) for m in (stock, patched))
     assert patched_bytes < 0.75 * stock_bytes
+
+
+def test_a_relu_of_the_model_itself_promises_nothing_without_a_copy() -> None:
+    class Bare(Padded):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.activation(self.norm(self.first(x))))
+
+    assert [entry.action for entry in entries(Bare(nn.ReLU()))] == ["keep"]

@@ -98,7 +98,7 @@ class ActivationPatch(Patch, Checks):
         for site in plan.chosen("activation"):
             if not site.is_module or not (site.replays or site.in_place) or site in coded:
                 continue
-            if not site.gains_alone and not is_behind_batch_norm(site, plan.sites):
+            if not (site.gains_alone or site.copied or is_behind_batch_norm(site, plan.sites)):
                 continue
             if site.parameters:
                 live.attempt(self.name, site.name, patch_replay)
@@ -129,9 +129,8 @@ def is_behind_batch_norm(site: ActivationSite, sites: Sites) -> bool:
     norm's input."""
     around = parent(site.name)
     may_read = site.in_place or (site.kind == "relu" and site.is_module and site.replays)
-    if site.in_place and not around:
-        return False  # no scope around the model itself
-    return may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
+    # There is no scope around the model itself.
+    return bool(around) and may_read and (around in sites.batch_norms or around in map(parent, sites.batch_norms))
 
 
 def _of_kept_output(site: ActivationSite, rules: ActivationRules, sites: Sites) -> tuple[str, str]:
