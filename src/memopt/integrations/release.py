@@ -1,8 +1,8 @@
 """Gradient release: an optimizer steps each parameter as soon as its gradient is complete, and frees the gradient.
 
-Full tuning then holds the gradients of a few parameters at a time, not of all: 15 of the 16 GiB of Llama-3.1-8B's in
-bf16 are free. The steps are those of the optimizer's own class, with its own state and hyperparameters. PyTorch's
-tutorial on optimizer steps in backward and LOMO (arXiv 2306.09782) describe the way.
+Full tuning then holds the gradients of a few parameters at a time, not of all: those of Llama-3.1-8B are 15 GiB in
+bf16, that of its largest parameter is 1 GiB. The steps are those of the optimizer's own class, with its own state and
+settings. PyTorch's tutorial on optimizer steps in backward and LOMO (arXiv 2306.09782) describe the way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from memopt.errors import ModelError
 
-_ONE_BY_ONE = "optimizer.step() of all parameters, after backward, as usual"
+_USUAL = "Step all parameters after backward, as usual."
 
 
 class GradientRelease:
@@ -27,8 +27,9 @@ class GradientRelease:
         self.optimizer = optimizer
         self._stepped: set[Tensor] = set()
         self._steps = False
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._handles = [p.register_post_accumulate_grad_hook(self._release) for p in parameters]
+        self._groups = {p: at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        trained = (p for p in self._groups if p.requires_grad)
+        self._handles = [p.register_post_accumulate_grad_hook(self._release) for p in trained]
         self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def remove(self) -> None:
@@ -45,7 +46,7 @@ class GradientRelease:
             )
         self._steps = True
         try:
-            step_alone(self.optimizer, parameter)
+            _step_alone(self.optimizer, parameter, self._groups[parameter])
         finally:
             self._steps = False
         parameter.grad = None
@@ -64,8 +65,8 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
     Hooks on the optimizer's step run for each parameter.
 
     Args:
-        optimizer: of a class that steps each parameter by its own gradient and state (AdamW, SGD, Adafactor, Muon,
-            8-bit ones). This is tried on two small parameters.
+        optimizer: of a class that steps each parameter by its own gradient and state (AdamW, SGD, Adafactor). This
+            is tried on two small parameters.
 
     Raises:
         ModelError: what the class does to one parameter depends on others, several processes train, or there are
@@ -77,7 +78,7 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
         and torch.distributed.get_world_size() > 1
     ):
         raise ModelError(
-            "Gradients cannot be released while several processes train: they are reduced after backward.", _ONE_BY_ONE
+            "Gradients cannot be released while several processes train: they are reduced after backward.", _USUAL
         )
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         raise ModelError("There are gradients already.", "Call optimizer.zero_grad() before.")
@@ -91,16 +92,15 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
             raise ModelError(
                 f"What {name} does to a parameter depends on others, or on random numbers, so it cannot step in "
                 "backward.",
-                _ONE_BY_ONE,
+                _USUAL,
             )
     return GradientRelease(optimizer)
 
 
-def step_alone(optimizer: Optimizer, parameter: Tensor) -> None:
-    """One step of `optimizer` of this parameter, which has a gradient, and of no other."""
+def _step_alone(optimizer: Optimizer, parameter: Tensor, group: int) -> None:
+    """One step of this parameter of a group, which has a gradient, and of no other."""
     groups = optimizer.param_groups
-    own = next(group for group in groups if any(each is parameter for each in group["params"]))
-    optimizer.param_groups = [{**own, "params": [parameter]}]
+    optimizer.param_groups = [{**groups[group], "params": [parameter]}]
     try:
         type(optimizer).step(optimizer)
     finally:
@@ -122,7 +122,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], *, apart: bool) -> Seque
             parameter.grad = gradient.to(parameter.dtype)
         if apart:
             for parameter in reversed(pair):
-                step_alone(trial, parameter)
+                _step_alone(trial, parameter, 0)
         else:
             trial.step()
     return [parameter.detach() for parameter in pair]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.recompute.versions import versions_of
-from memopt.torch_compat import TorchDispatchMode, no_modes, no_torch_function, storage_id, tree_leaves
+from memopt.torch_compat import TorchDispatchMode, no_modes, no_torch_function, storage_id, tree_leaves, tree_map
 
 _COMPARED = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
 _PLAIN = (*_COMPARED, int)
@@ -72,6 +72,20 @@ def _of_new(returned: Sequence[Any], given: Mapping[int, Tensor]) -> list[bool]:
     if not all(isinstance(each, (Tensor, *_PLAIN)) for each in returned):
         raise NotPureError("it returns other objects than tensors")
     return [each.requires_grad for each in tensors]
+
+
+_SLOT = object()
+
+
+def without_tensors(values: Any) -> Any:
+    """`values`, in tuples, lists and dicts, with a slot in the place of each tensor (`tree_leaves` has their order)."""
+    return tree_map(lambda value: _SLOT if isinstance(value, Tensor) else value, values)
+
+
+def with_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
+    """`template` of :func:`without_tensors` with these tensors in its slots."""
+    each = iter(tensors)
+    return tree_map(lambda value: next(each) if value is _SLOT else value, template)
 
 
 def _on_meta(value: Any, copies: dict[int, Tensor]) -> Any:

@@ -277,9 +277,10 @@ A storage that autograd alone refers to may be replaced by something smaller. Wi
 if not is_found(_ADDRESS):
     storage_use_count = lambda identity: math.inf  # noqa: E731 - the number would be read as an address
 
-_EARLY = "a report may take the gradient of a scan's output for freed too early"
-tensor_uses: Callable[[Tensor], int] = find("torch.Tensor._use_count", lambda tensor: 1, _EARLY)
-"""How many owners a tensor has in C++, the engine that passes a gradient on among them."""
+_USES = "activations in place behind batch norms save no more than stock ones"
+tensor_uses: Callable[[Tensor], float] = find("torch.Tensor._use_count", lambda tensor: math.inf, _USES)
+"""How many owners a tensor has in C++: its Python object, the engine that passes a gradient on. Without this name too
+many to change or free what it holds."""
 
 _WEAK, _REVIVE = "torch.multiprocessing.reductions.StorageWeakRef", "torch.UntypedStorage._new_with_weak_ptr"
 _AT_ADDRESS = "a report may miss storages that were allocated where a freed one had been"

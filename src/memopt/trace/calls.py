@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.recompute.pure import NotPureError, form_of
+from memopt.recompute.pure import NotPureError, form_of, with_tensors, without_tensors
 from memopt.torch_compat import (
     FakeTensor,
     current_node,
@@ -26,7 +26,7 @@ from memopt.torch_compat import (
     top_saved_tensors_hooks,
     tree_leaves,
 )
-from memopt.trace.followed import Call, Ends, Followed, Run, forms_of, with_tensors, without_tensors
+from memopt.trace.followed import Call, Ends, Followed, Run, forms_of
 from memopt.trace.operations import Operation
 from memopt.trace.storages import Lifetime
 from memopt.trace.timeline import Timeline

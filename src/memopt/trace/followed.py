@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.pieces import Mark
+from memopt.recompute.pure import without_tensors
 from memopt.torch_compat import (
     current_node,
     run_backward,
     sequence_number,
     storage_id,
     tree_leaves,
-    tree_map,
     unset_fake_temporarily,
 )
 from memopt.trace.operations import Operation
@@ -29,18 +29,6 @@ from memopt.trace.timeline import Timeline
 
 #: What a call returns, of the tensors among its arguments.
 Run = Callable[[Iterable[Tensor]], Any]
-_SLOT = object()
-
-
-def without_tensors(values: Any) -> Any:
-    """`values`, in tuples, lists and dicts, with a slot in the place of each tensor."""
-    return tree_map(lambda value: _SLOT if isinstance(value, Tensor) else value, values)
-
-
-def with_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
-    """`template` of :func:`without_tensors` with these tensors in its slots."""
-    each = iter(tensors)
-    return tree_map(lambda value: next(each) if value is _SLOT else value, template)
 
 
 @dataclass(frozen=True)

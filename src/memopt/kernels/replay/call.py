@@ -15,8 +15,9 @@ from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, refuse_double_backward
 from memopt.kernels.replay.function import gradients_again
+from memopt.recompute.pure import with_tensors, without_tensors
 from memopt.recompute.versions import versions_of
-from memopt.torch_compat import tree_map
+from memopt.torch_compat import tree_leaves
 
 #: run(tensors) -> what the function returns: tensors and plain values, in tuples and lists.
 Run = Callable[[Sequence[Tensor]], Any]
@@ -34,32 +35,20 @@ def replayed_call(
     Raises:
         RuntimeError: `function` changed an argument in place.
     """
-    tensors: list[Tensor] = []
-    template = _without_tensors((tuple(args), dict(kwargs)), tensors)
+    values = tuple(args), dict(kwargs)
+    tensors, template = _tensors(values), without_tensors(values)
 
     def run(given: Sequence[Tensor]) -> Any:
-        each = iter(given)
-        positional, named = tree_map(lambda value: next(each) if value is _SLOT else value, template)
+        positional, named = with_tensors(template, given)
         return function(*positional, **named)
 
     returned: list[Any] = []
-    outputs = iter(ReplayedCallFunction.apply(run, tuple(differentiable), returned, *tensors))  # type: ignore[no-untyped-call]
-    return tree_map(lambda value: next(outputs) if value is _SLOT else value, returned[0])
+    outputs = ReplayedCallFunction.apply(run, tuple(differentiable), returned, *tensors)  # type: ignore[no-untyped-call]
+    return with_tensors(returned[0], outputs)
 
 
-_SLOT = object()
-
-
-def _without_tensors(values: Any, tensors: list[Tensor]) -> Any:
-    """`values` with a slot in the place of each tensor, which is added to `tensors`."""
-
-    def taken(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors.append(value)
-        return _SLOT
-
-    return tree_map(taken, values)
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 class ReplayedCallFunction(torch.autograd.Function):
@@ -74,9 +63,10 @@ class ReplayedCallFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.run, ctx.autocast = run, autocast_dtype(tensors[0])
         ctx.set_materialize_grads(False)
-        outputs: list[Tensor] = []
         before = versions_of(tensors)
-        returned.append(_without_tensors(run(tensors), outputs))
+        result = run(tensors)
+        outputs = _tensors(result)
+        returned.append(without_tensors(result))
         if versions_of(tensors) != before:  # autograd saves them as they are now
             why = "A function of the model's code changed its arguments in place: it cannot run again in backward."
             raise RuntimeError(f"{why} Patch the model with functions.method=none.")
@@ -89,9 +79,7 @@ class ReplayedCallFunction(torch.autograd.Function):
         refuse_double_backward()
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            outputs: list[Tensor] = []
             with autocast_as(ctx.autocast, tensors[0]):
-                _without_tensors(ctx.run(tensors), outputs)
-            return outputs
+                return _tensors(ctx.run(tensors))
 
         return None, None, None, *gradients_again(run, ctx.saved_tensors, ctx.needs_input_grad[3:], gradients)

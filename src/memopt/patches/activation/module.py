@@ -25,7 +25,7 @@ from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute.specs import keep_producer
 from memopt.recompute.versions import with_witness
 from memopt.saved.scope import recomputes
-from memopt.torch_compat import storage_id, storage_use_count
+from memopt.torch_compat import storage_id, storage_use_count, tensor_uses
 from memopt.torch_compat.activations import ACTIVATIONS
 from memopt.walk.probes.isolate import with_stand_ins
 from memopt.walk.sites import ActivationSite
@@ -128,7 +128,7 @@ def _in_place(stock: Callable[..., Tensor], rewrite: ActivationRewrite, module: 
 def _is_alone(z: Tensor) -> bool:
     """Whether no other tensor has the memory of `z`, and Python alone refers to `z`, so that it can be swapped."""
     owners = storage_use_count(storage_id(z.untyped_storage()))  # z, and the storage's own Python object
-    return owners <= 2 and z._use_count() == 1 and not weakref.getweakrefs(z)  # type: ignore[attr-defined]
+    return owners <= 2 and tensor_uses(z) == 1 and not weakref.getweakrefs(z)
 
 
 def _coded(z: Tensor, function: Callable[[Tensor], Tensor], code: DerivativeCode, always: bool) -> Tensor | None:
