@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 import memopt
+from memopt.patches.activation.module import _is_alone
 from memopt.patches.apply import apply
 from memopt.trace.account import account, live_bytes
 from memopt.walk.aten.precision import precise
@@ -206,3 +208,17 @@ def test_an_alias_of_an_input_in_place_sees_the_output(activation: type[nn.Modul
     assert torch.equal(*seen)
     for one, other in zip(stock.parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_an_input_in_place_that_something_else_holds_is_not_exchanged() -> None:
+    def made() -> torch.Tensor:
+        return nn.Linear(3, 4)(torch.randn(2, 3))  # type: ignore[no-any-return]
+
+    assert _is_alone(made())
+    saved = made()
+    sine = saved.sin()  # its node has saved the tensor
+    viewed, watched = made(), made()
+    view, reference = viewed.detach(), weakref.ref(watched)
+    assert not any(map(_is_alone, (saved, viewed, watched)))
+    del sine, view, reference
+    assert all(map(_is_alone, (saved, viewed, watched)))

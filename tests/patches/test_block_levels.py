@@ -13,6 +13,7 @@ import memopt
 from memopt.errors import RecipeError
 from memopt.patches.capabilities import Levels
 from memopt.patches.checkpointing.offload import OffloadedInputs
+from memopt.patches.checkpointing.patch import CheckpointingRules
 from memopt.patches.registry import having
 from memopt.patches.swap import swap_state
 from memopt.plan.plan import Plan, make_plan
@@ -52,7 +53,7 @@ def test_a_block_recomputes_one_output_two_or_all(plan: Plan) -> None:
 
 def test_each_block_can_be_checkpointed_with_its_input_offloaded_or_not(plan: Plan) -> None:
     words = [words for words in offered(plan) if "checkpointed" in words]
-    assert words == ["checkpointed", "checkpointed with offloaded input"]
+    assert words == ["checkpointed but for attention", "checkpointed", "checkpointed with offloaded input"]
     assert all(set(offered(plan)[each]) == set(BLOCKS) for each in words)
 
 
@@ -68,6 +69,38 @@ def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
         "layers.2": "keep",
     }
     assert load_recipe(recipe).model_dump() == recipe.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "keep"), [(BLOCKS, "attention"), (["layers.0"], "attention"), (["layers.0", "layers.2"], ("layers.0",))]
+)
+def test_a_recipe_says_which_blocks_keep_their_attention(plan: Plan, blocks: list[str], keep: object) -> None:
+    level, other = "checkpointed but for attention", "checkpointed"
+    kept = list(keep) if isinstance(keep, tuple) else list(blocks)
+    patch = next(patch for patch in having(Levels) if level in patch.levels(plan))
+    recipe = load_recipe(
+        "exact-unfolded", patch.at_levels({level: kept, other: [each for each in blocks if each not in kept]})
+    )
+    rows = {
+        entry.site: entry.action for entry in make_plan(plan.sites, recipe).entries if entry.kind == "checkpointing"
+    }
+    assert [name for name, action in rows.items() if action == "recompute block, keep attention"] == kept
+    assert [name for name, action in rows.items() if action != "keep"] == list(blocks)
+    assert recipe.rules(CheckpointingRules).keep == keep
+
+
+def test_tensors_of_a_block_and_of_the_one_before_come_back_together() -> None:
+    """Two blocks' tensors are on the device at most: the one that runs and the next."""
+    inputs = OffloadedInputs()
+    with FakeTensorMode():
+        places = [inputs.of_a_block() for _ in range(3)]
+        waiting = [[place.wait(torch.ones(10)) for _ in range(2)] for place in places]
+        waiting[2][0].take()
+    assert [[each._fetched is not None for each in block] for block in waiting] == [
+        [False, False],
+        [True, True],
+        [False, True],  # the first was taken
+    ]
 
 
 @pytest.mark.parametrize("patch", having(Levels), ids=lambda patch: type(patch).__name__)
@@ -118,7 +151,7 @@ def test_a_trace_does_not_count_what_waits_in_cpu_memory() -> None:
     inputs = OffloadedInputs()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        with inputs.of_a_block():
+        with inputs.of_a_block().hooks():
             return (x + 1).exp().sum()  # exp saves its output; its node is the first to save
 
     with FakeTensorMode():

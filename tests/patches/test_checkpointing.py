@@ -252,7 +252,7 @@ def test_an_offloaded_input_is_a_copy_and_the_original_is_freed():
     hidden, mask = x * 2, torch.ones(3, 4)
     for _ in range(2):
         originals.append(weakref.ref(hidden.untyped_storage()))
-        with inputs.of_a_block():
+        with inputs.of_a_block().hooks():
             hidden = checkpoint(step, hidden, mask, use_reentrant=False)
     loss = hidden.sum()
     del hidden
@@ -298,7 +298,7 @@ def test_generation_in_training_mode_has_its_cache():
 
 def test_what_waits_may_not_be_changed_before_backward():
     x, scale = torch.randn(4, requires_grad=True), torch.ones(4)
-    with OffloadedInputs().of_a_block():
+    with OffloadedInputs().of_a_block().hooks():
         y = checkpoint(torch.mul, x, scale, use_reentrant=False)
     scale.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -310,7 +310,7 @@ def test_a_block_that_changes_its_input_does_not_run_again_from_the_changed_one(
         return x.mul_(2).exp()
 
     x = torch.randn(4, requires_grad=True)
-    with OffloadedInputs().of_a_block():
+    with OffloadedInputs().of_a_block().hooks():
         y = checkpoint(block, x * 1, use_reentrant=False).sum()
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -62,6 +62,7 @@ from memopt.torch_compat.dispatch import (
     tree_leaves,
     tree_map,
     unset_fake_temporarily,
+    view_below_autograd,
     wrapper,
 )
 from memopt.torch_compat.lookup import Missing, missing, names, warn_once_of_missing

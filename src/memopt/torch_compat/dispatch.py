@@ -107,6 +107,19 @@ else:
 grouped_mm: Any = find("torch._grouped_mm", None, "outputs of experts in grouped products are saved for the router")
 """What ``torch.nn.functional.grouped_mm`` calls, and function modes see; None where PyTorch lacks it."""
 
+_EXCLUDED = "torch._C._SetExcludeDispatchKeyGuard"
+_exclude: Any = find(_EXCLUDED, None, "what a block keeps of its first run is not seen to be changed in place")
+
+
+def view_below_autograd(tensor: Tensor) -> Tensor:
+    """A new tensor without a graph on the memory of `tensor`, made below autograd (in a mode that sees every operator).
+
+    It has the version of `tensor`: a change in place shows in both.
+    """
+    with contextlib.nullcontext() if _exclude is None else _exclude(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 _VALUES = "memopt_values"
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memopt.patches.checkpointing.caches import READS_CACHE, reads_cache, without_caches
+from memopt.patches.checkpointing.kept import KeptAttention, compiled_contexts
 from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
 from memopt.patches.compiled import is_being_compiled
@@ -41,6 +42,8 @@ class BlockRewrite:
     is_checkpointed: bool
     inputs: OffloadedInputs | None
     """The place where inputs of checkpointed blocks wait; None: on their device."""
+    keeps_attention: bool = False
+    """Whether outputs of attention wait beside the input."""
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
     def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -48,26 +51,37 @@ class BlockRewrite:
         if torch.compiler.is_compiling():
             is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
             function, args = without_caches(block, function, args) or (function, args)
-            return checkpoint(function, *args, use_reentrant=False)
+            contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.keeps_attention else {}
+            return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
         if without is None or is_checkpointed_region():  # by somebody around the block
             return function(*args)
         function, args = without
-        with _STAYS if self.inputs is None else self.inputs.of_a_block():
-            return checkpoint(RunsTwice(self.state, block, function, args), *args, use_reentrant=False)
+        place = None if self.inputs is None else self.inputs.of_a_block()
+        attention = KeptAttention(None if place is None else place.wait) if self.keeps_attention else None
+        with _STAYS if place is None else place.hooks():
+            return checkpoint(RunsTwice(self.state, block, function, args, attention), *args, use_reentrant=False)
 
 
 def patch_block(
-    block: nn.Module, scope: ScopeRewrite | None, is_checkpointed: bool, inputs: OffloadedInputs | None
+    block: nn.Module,
+    scope: ScopeRewrite | None,
+    is_checkpointed: bool,
+    inputs: OffloadedInputs | None,
+    keeps_attention: bool = False,
 ) -> None:
     """Let `block` be checkpointed or not, whatever the model's own switch; its input waits in `inputs`.
+
+    Args:
+        keeps_attention: whether outputs of attention wait there too, so that it runs once only.
 
     Raises:
         ValueError: the block cannot be swapped, or running it twice is not running it once.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
-    swap_forward(block, _switched if has_switch(block) else _wrapped, BlockRewrite(scope, is_checkpointed, inputs))
+    rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention)
+    swap_forward(block, _switched if has_switch(block) else _wrapped, rewrite)
 
 
 def has_switch(block: nn.Module) -> bool:

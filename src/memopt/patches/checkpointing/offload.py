@@ -1,8 +1,9 @@
-"""The inputs of checkpointed blocks, in CPU memory until their block runs again.
+"""The inputs of checkpointed blocks, and what else they keep, in CPU memory until their block runs again.
 
 A block's input is what non-reentrant checkpointing saves of it, by a saved tensor, so a pair of hooks around the block
-moves it. Copies run on a stream of their own; in backward, while one block runs, the input of the block before it is
-on its way already. Peers: `torch.autograd.graph.save_on_cpu`, which copies on the stream that computes.
+moves it. Copies run on a stream of their own; in backward, while one block runs, the tensors of the block before it are
+on their way already, so two blocks' at most are on the device. Peers: `torch.autograd.graph.save_on_cpu`, which copies
+on the stream that computes.
 """
 
 from __future__ import annotations
@@ -28,14 +29,39 @@ class OffloadedInputs:
     """The inputs of one model's blocks. A copy of the model has none yet."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[_Waiting] | None = None
+        self._last: weakref.ref[OfBlock] | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OffloadedInputs, ()
 
-    def of_a_block(self) -> saved_tensors_hooks:
-        """Context manager around the checkpointing of one block: its first floating-point input goes to the CPU."""
+    def of_a_block(self) -> OfBlock:
+        """The place for one call of a block."""
+        place = OfBlock(self, self._last)
+        self._last = weakref.ref(place)
+        return place
+
+    def stream(self, device: torch.device) -> torch.Stream | None:
+        """The stream of copies; None for the CPU, where a copy is made at once."""
+        if device.type in ("cpu", "meta"):
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]
+
+
+class OfBlock:
+    """What one call of a block keeps in CPU memory. When backward takes the first of it, the rest is brought back, and
+    what the block before keeps: while a block runs again, the tensors of the next one come in."""
+
+    __slots__ = ("__weakref__", "_before", "_inputs", "_waiting")
+
+    def __init__(self, inputs: OffloadedInputs, before: weakref.ref[OfBlock] | None) -> None:
+        self._inputs, self._before = inputs, before
+        self._waiting: list[weakref.ref[_Waiting]] = []
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Context manager around the checkpointing of the block: its first floating-point input goes to the CPU."""
         is_there = False
 
         def pack(tensor: Tensor) -> Kept | _Waiting:
@@ -45,28 +71,38 @@ class OffloadedInputs:
             if is_there or not is_input:
                 return Kept(tensor)
             is_there = True
-            waiting = _Waiting(tensor, self._stream(tensor.device), self._last)
-            self._last = weakref.ref(waiting)
-            return waiting
+            return self.wait(tensor)
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def _stream(self, device: torch.device) -> torch.Stream | None:
-        if device.type in ("cpu", "meta"):
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return self._streams[device]
+    def wait(self, tensor: Tensor) -> _Waiting:
+        """Let `tensor` wait in CPU memory."""
+        waiting = _Waiting(tensor, self._inputs.stream(tensor.device), self)
+        self._waiting.append(weakref.ref(waiting))
+        return waiting
+
+    def fetch(self) -> None:
+        """Begin to bring back everything."""
+        for each in self._waiting:
+            if (waiting := each()) is not None:
+                waiting.fetch()
+
+    def fetch_around(self) -> None:
+        """The same for the block, and for the one before it."""
+        self.fetch()
+        if self._before is not None and (before := self._before()) is not None:
+            before.fetch()
 
 
 class _Waiting:
-    """One input in CPU memory."""
+    """One tensor in CPU memory."""
 
-    __slots__ = ("__weakref__", "_before", "_device", "_fetched", "_stored", "_stream")
+    __slots__ = ("__weakref__", "_device", "_fetched", "_place", "_stored", "_stream", "_was_taken")
 
-    def __init__(self, tensor: Tensor, stream: torch.Stream | None, before: weakref.ref[_Waiting] | None) -> None:
-        self._device, self._stream, self._before = tensor.device, stream, before
+    def __init__(self, tensor: Tensor, stream: torch.Stream | None, place: OfBlock) -> None:
+        self._device, self._stream, self._place = tensor.device, stream, place
         self._fetched: Tensor | None = None
+        self._was_taken = False
         if isinstance(tensor, FakeTensor):
             self._stored = tensor.detach().to(_HOST)
             return
@@ -81,7 +117,11 @@ class _Waiting:
             tensor.record_stream(stream)  # its memory is used again after the copy only
 
     def fetch(self) -> None:
-        """Begin to bring the input back."""
+        """Begin to bring the tensor back, if backward has yet to take it."""
+        if not self._was_taken:
+            self._fetch()
+
+    def _fetch(self) -> None:
         if self._fetched is None and self._stream is not None:
             with torch.no_grad(), self._stream:
                 self._fetched = self._stored.to(self._device, non_blocking=True)
@@ -89,20 +129,18 @@ class _Waiting:
             self._fetched = torch.empty_like(self._stored, device=self._device)
 
     def take(self) -> Tensor:
-        """The input on its device, for work on the current stream."""
+        """The tensor on its device, for work on the current stream."""
         if self._stream is None and not isinstance(self._stored, FakeTensor):
             check_version(self._stored, 0)  # a block that changes its input runs again once only
             return self._stored
-        self.fetch()
-        tensor, self._fetched = self._fetched, None
+        self._fetch()
+        tensor, self._fetched, self._was_taken = self._fetched, None, True
         assert tensor is not None
         if self._stream is not None:
             current = torch.accelerator.current_stream(self._device)
             current.wait_stream(self._stream)
             tensor.record_stream(current)
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.fetch()
+        self._place.fetch_around()
         return tensor
 
 

@@ -26,7 +26,7 @@ from memopt.walk.sites import Sites
 if TYPE_CHECKING:
     from torch import nn
 
-RUN_AGAIN, OFFLOADED = "recompute block", "recompute block, offload input"
+KEPT, RUN_AGAIN, OFFLOADED = "recompute block, keep attention", "recompute block", "recompute block, offload input"
 
 
 class CheckpointingRules(Rules):
@@ -44,6 +44,9 @@ class CheckpointingRules(Rules):
     offload: Annotated[Literal["none", "input"] | tuple[str, ...], one_or_more(OFF, "input")] = "none"
     """``input``: the input of a checkpointed block waits in CPU memory, pinned if that helps; or names (shell
     wildcards) of the checkpointed blocks whose input does."""
+    keep: Annotated[Literal["none", "attention"] | tuple[str, ...], one_or_more(OFF, "attention")] = "none"
+    """``attention``: a checkpointed block keeps the output of its attention where its input waits, and does not
+    compute attention again; or names (shell wildcards) of the checkpointed blocks that do."""
 
     @model_validator(mode="after")
     def _has_a_count(self) -> CheckpointingRules:
@@ -59,7 +62,11 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
     after = ("loss", "linear", "compression")  # a block that another patch has rewritten stays so
     rows = Rows(
         "checkpointing",
-        {RUN_AGAIN: "checkpointed", OFFLOADED: "checkpointed with offloaded input"},
+        {
+            KEPT: "checkpointed but for attention",
+            RUN_AGAIN: "checkpointed",
+            OFFLOADED: "checkpointed with offloaded input",
+        },
         noun="block",
         plural="blocks",
         are_selected=False,  # `blocks` says which
@@ -81,8 +88,12 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
             return LEFT, f"not checkpointed: one in {rules.n} is"
         if rules.method == "count" and place >= (rules.count or 0):
             return LEFT, f"not checkpointed: the first {rules.count} are"
-        if rules.offload == "input" or (isinstance(rules.offload, tuple) and any_matches(site, rules.offload)):
-            return OFFLOADED, "runs again in backward; its input waits in CPU memory"
+        keeps = _is_among(site, rules.keep)
+        if _is_among(site, rules.offload):
+            what = "input and the output of its attention wait" if keeps else "input waits"
+            return OFFLOADED, f"runs again in backward; its {what} in CPU memory"
+        if keeps:
+            return KEPT, "saves only its input and its attention's output; all but attention runs again in backward"
         return RUN_AGAIN, "saves only its input and runs again in backward"
 
     def notes(self, plan: PlanView) -> Iterator[str]:
@@ -91,7 +102,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
             return
         if not plan.sites.blocks:
             yield f"Recipe '{plan.recipe.name}' checkpoints blocks, and this model has none."
-        for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload)):
+        for key, patterns in (("blocks", rules.blocks), ("offload", rules.offload), ("keep", rules.keep)):
             for pattern in patterns if isinstance(patterns, tuple) else ():
                 if not any(matches(block, pattern) for block in plan.sites.blocks):
                     yield f"Recipe '{plan.recipe.name}': {rules.key}.{key} '{pattern}' matches no block of this model."
@@ -102,12 +113,16 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         key = CheckpointingRules.key
-        there, elsewhere = (chosen.get(level, ()) for level in self.rows.actions.values())
-        if not there and not elsewhere:
+        kept, there, elsewhere = (chosen.get(level, ()) for level in self.rows.actions.values())
+        if not (blocks := (*kept, *there, *elsewhere)):
             return (f"{key}.method={OFF}",)
-        blocks, offloaded = ",".join((*there, *elsewhere)), ",".join(elsewhere)
-        offload = "input" if not there else f"[{offloaded}]" if offloaded else OFF
-        return (f"{key}.method=full", f"{key}.blocks=[{blocks}]", f"{key}.offload={offload}")
+
+        def which(names: Sequence[str], every: str) -> str:
+            return every if len(names) == len(blocks) else f"[{','.join(names)}]" if names else OFF
+
+        settings = {"blocks": f"[{','.join(blocks)}]", "offload": which(elsewhere, "input")}
+        settings |= {"keep": which(kept, "attention")}
+        return (f"{key}.method=full", *(f"{key}.{field}={value}" for field, value in settings.items()))
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
         rules = recipe.rules(CheckpointingRules)
@@ -123,12 +138,14 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
         from memopt.patches.checkpointing.offload import OffloadedInputs
 
         chosen, offloaded = set(live.plan.chosen(self.name)), set(live.plan.chosen(self.name, OFFLOADED))
-        inputs = OffloadedInputs()
+        inputs, keep = OffloadedInputs(), live.plan.recipe.rules(CheckpointingRules).keep
         for block in live.plan.sites.blocks:
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
                 waits = inputs if block in offloaded else None
-                live.attempt(self.name, block, patch_block, live.scopes.get(block), block in chosen, waits)
+                again = block in chosen
+                keeps = again and _is_among(block, keep)
+                live.attempt(self.name, block, patch_block, live.scopes.get(block), again, waits, keeps)
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.checkpointing.module import overruled, switched_on
@@ -145,6 +162,11 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
                 "Without checkpointing it saves in every block and nothing runs again "
                 "(model.gradient_checkpointing_disable()); `memopt report` compares them"
             )
+
+
+def _is_among(block: str, names: str | tuple[str, ...]) -> bool:
+    """Whether a field of the rules says so of `block`: by a word for all, or by patterns."""
+    return any_matches(block, names) if isinstance(names, tuple) else names != OFF
 
 
 def _is_counted(block: str, rules: CheckpointingRules) -> bool:

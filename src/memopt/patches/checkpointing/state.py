@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.checkpointing.decisions import Decisions
+from memopt.patches.checkpointing.kept import KeptAttention
 from memopt.patches.rerun import CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
 from memopt.patches.swap import is_watched
 from memopt.recompute.versions import check_version, versions_of
@@ -89,8 +90,17 @@ class BlockState:
 class RunsTwice:
     """One call of a block's forward, which runs now and again in backward."""
 
-    def __init__(self, state: BlockState, block: nn.Module, function: Callable[..., Any], given: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        state: BlockState,
+        block: nn.Module,
+        function: Callable[..., Any],
+        given: Sequence[Any],
+        attention: KeptAttention | None = None,
+    ) -> None:
+        """`attention` keeps its outputs for the second run."""
         state.learn(block)
+        self._attention = attention
         self._state, self._block, self._function = state, block, function
         named = getattr(function, "keywords", {})
         self._given = (
@@ -115,7 +125,12 @@ class RunsTwice:
             value if isinstance(value, Tensor) else copied(mine) for value, mine in zip(args, positional, strict=True)
         )
         function = functools.partial(self._function, **{name: copied(value) for name, value in named.items()})
-        with standing(lent), nullcontext() if self._decisions is None else self._decisions.repeat():
+        decisions, attention = self._decisions, self._attention
+        with (
+            standing(lent),
+            nullcontext() if decisions is None else decisions.repeat(),
+            nullcontext() if attention is None else attention.repeat(),
+        ):
             return function(*args)
 
     def _first(self, *args: Any) -> Any:
@@ -127,7 +142,7 @@ class RunsTwice:
         self._given_versions = versions_of(self._arguments)
         self._decisions = Decisions(args) if looks or state.decides else None
         try:
-            with self._decisions or nullcontext():
+            with self._decisions or nullcontext(), self._attention or nullcontext():
                 return self._function(*args)
         finally:
             state.decides |= self._decisions is not None and bool(self._decisions.made)

@@ -1,0 +1,153 @@
+"""The outputs of attention in a block that runs again in backward: its second run takes them from the first.
+
+At long context attention is most of a block's forward. What is kept is its output and the statistics of its rows, from
+which its backward starts anyway: about one hidden state a block. Fused attention is one operator, which does not run
+again. Attention in plain operations (softmax, then a product) runs again up to its probabilities, of which backward
+needs every one; the product with the values does not.
+
+The operators are seen below autograd, so nodes, saved tensors and gradients are those of a second run in full.
+Peers: `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which compiled blocks use here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from memopt.torch_compat import TorchDispatchMode, is_operator, operator_schema, view_below_autograd
+
+_ATTENTION, _BACKWARD = re.compile("attn|attention|flash"), re.compile("backward|bwd")
+_SOFTMAXES, _PRODUCTS = ("aten::_softmax", "aten::_safe_softmax"), frozenset({"aten::bmm", "aten::baddbmm"})
+#: Between a softmax and the product with the values: casts, copies, views, a dropout.
+_PASS_ON = re.compile(
+    "aten::(_to_copy|clone|native_dropout|mul|div|view|_unsafe_view|expand|slice|detach|transpose|permute|unsqueeze)"
+)
+
+
+class Waiting(Protocol):
+    """A tensor that waits for backward."""
+
+    def take(self) -> Tensor | None:
+        """The tensor; None if it was changed in place."""
+
+
+class KeptAttention(TorchDispatchMode):
+    """Context manager: stores the outputs of attention in the first forward inside, and returns them in the next one.
+
+    A third forward, of a graph that is retained, computes them again.
+
+    Args:
+        store: makes a tensor wait; by default where it is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, store: Callable[[Tensor], Waiting] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store = store or _Here
+        self._calls: Counter[str] = Counter()
+        self._kept: dict[tuple[str, int], _Output] = {}
+        """Operator, number of its call -> what it returned."""
+        self._probabilities: dict[int, weakref.ref[Tensor]] = {}
+        self._repeats = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def repeat(self) -> KeptAttention:
+        self._repeats, self._probabilities = True, {}
+        self._calls.clear()
+        return self
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _name_of(function)
+        is_product = name in _PRODUCTS
+        if not is_product and not _is_attention(function):
+            result = function(*args, **(kwargs or {}))
+            if not self._repeats:
+                self._follow(name, args, result)
+            return result
+        self._calls[name] += 1
+        call = name, self._calls[name]
+        if self._repeats and call in self._kept and (kept := self._kept.pop(call).again()) is not None:
+            return kept
+        result = function(*args, **(kwargs or {}))
+        if not self._repeats and (not is_product or any(map(self._is_probability, args))):
+            self._kept[call] = _Output(result, self._store)
+        return result
+
+    def _follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Note `result` if it is the probabilities of attention."""
+        if name in _SOFTMAXES or (any(map(self._is_probability, args)) and _PASS_ON.fullmatch(name)):
+            first = result if isinstance(result, Tensor) else result[0]
+            self._probabilities[id(first)] = weakref.ref(first)
+
+    def _is_probability(self, value: Any) -> bool:
+        known = self._probabilities.get(id(value))
+        return known is not None and known() is value
+
+
+class _Output:
+    """What one operator returned: tensors, and values that are none."""
+
+    def __init__(self, result: Any, store: Callable[[Tensor], Waiting]) -> None:
+        self._is_tensor = isinstance(result, Tensor)
+        parts = [result] if self._is_tensor else [*result]
+        self._tensors = {place: store(each) for place, each in enumerate(parts) if isinstance(each, Tensor)}
+        self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
+
+    def again(self) -> Any:
+        """The result; None if it was changed in place."""
+        parts = {**self._others}
+        for place, waiting in self._tensors.items():
+            if (tensor := waiting.take()) is None:
+                return None
+            parts[place] = view_below_autograd(tensor)
+        return parts[0] if self._is_tensor else tuple(parts[place] for place in sorted(parts))
+
+
+class _Here:
+    """A tensor that waits where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = view_below_autograd(tensor)
+        self._version = self._tensor._version
+
+    def take(self) -> Tensor | None:
+        return self._tensor if self._tensor._version == self._version else None
+
+
+def compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of the two runs of a block that is compiled: compilers know PyTorch's policies only."""
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(_policy)
+    return contexts
+
+
+def _policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_attention(function) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _name_of(function: Any) -> str:
+    """With its namespace."""
+    return str(operator_schema(function).name if is_operator(function) else getattr(function, "_name", ""))
+
+
+@functools.cache
+def _is_attention(function: Any) -> bool:
+    """Whether `function` is an operator that computes attention and writes into no argument."""
+    name = _name_of(function)
+    writes = is_operator(function) and operator_schema(function).is_mutable
+    return bool(_ATTENTION.search(name)) and not _BACKWARD.search(name) and not writes
