@@ -73,6 +73,26 @@ def test_rows_are_multiplied_by_groups_and_a_function_mode_sees_it() -> None:
     assert torch.allclose(y, torch.cat([x[:1] @ matrices[0], x[1:] @ matrices[1]]))
 
 
+class _Views(_Record):
+    """Hands out what `torch_compat.view_below_autograd` makes of each result."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.result = super().__torch_dispatch__(func, types, args, kwargs)
+        return torch_compat.view_below_autograd(self.result)
+
+
+def test_a_view_made_below_autograd_is_the_result_of_an_operator_and_sees_changes_in_place() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with _Views() as mode:
+        y = x.exp()
+    assert y is not mode.result
+    assert y.data_ptr() == mode.result.data_ptr()
+    y.detach().mul_(2)
+    assert mode.result._version == y._version == 1
+    assert mode.result.grad_fn is None
+    assert y.grad_fn is not None
+
+
 def test_fake_tensors_have_no_memory_and_can_be_left() -> None:
     with torch_compat.FakeTensorMode():
         fake = torch.empty(2**40)
