@@ -236,6 +236,11 @@ def test_a_cache_that_is_passed_by_position_is_switched_off_too():
     assert len(written) == 1
 
 
+def test_the_cache_of_a_sliding_window_holds_no_states_at_first(runs):
+    model = memopt.patch(tiny_model("mistral"), recipe(FULL))
+    assert runs(model, tiny_inputs("mistral")) == model.config.num_hidden_layers  # `use_cache` is on by default
+
+
 def test_a_block_that_counts_its_batches_is_left_with_the_reason():
     x = torch.randn(7, 16)
     with pytest.warns(UserWarning, match="batch norm inside counts batches"):

@@ -47,7 +47,7 @@ def _is_cache(name: str, value: Any) -> bool:
 def _holds_states(cache: Any, places: set[int]) -> bool:
     """Whether `cache` holds a tensor for the layers of a model that have these `places`; for any where none has one."""
     if isinstance(cache, Tensor):
-        return bool(cache.numel())
+        return cache.numel() > 1  # a sliding window has its length as a tensor
     if isinstance(cache, (list, tuple)):
         return any(_holds_states(each, places) for each in cache)
     parts = [part for part in getattr(cache, "__dict__", {}).values() if isinstance(part, (Tensor, list, Cache))]
