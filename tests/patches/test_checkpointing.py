@@ -268,6 +268,27 @@ def test_an_offloaded_input_is_a_copy_and_the_original_is_freed():
     assert torch.allclose(x.grad, 2 * y.cos() * y.sin().cos())
 
 
+@pytest.mark.parametrize("keeps_attention", [False, True])
+def test_a_patched_block_does_not_hold_an_input_that_is_offloaded(keeps_attention):
+    class Block(nn.Module):
+        def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+            q = (hidden.sin() * mask)[None, None]
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)[0, 0].exp()
+
+    blocks, inputs = [Block().train() for _ in range(2)], OffloadedInputs()
+    for block in blocks:
+        patch_block(block, None, True, inputs, keeps_attention)
+    hidden, originals = torch.randn(3, 4, requires_grad=True) * 2, []
+    for block in blocks:
+        originals.append(weakref.ref(hidden.untyped_storage()))
+        hidden = block(hidden, torch.ones(3, 4))
+    loss = hidden.sum()
+    del hidden
+    gc.collect()
+    assert [original() for original in originals] == [None, None]
+    loss.backward()
+
+
 def test_a_wrong_copy_of_an_input_would_be_seen(monkeypatch):
     right = Tensor.copy_
     monkeypatch.setattr(Tensor, "copy_", lambda self, other, **options: right(self, other * 1.001, **options))

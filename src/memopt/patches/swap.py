@@ -12,6 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -34,6 +35,7 @@ _READS = "_memopt_reads"
 _KNOWN = "_memopt_known_forward"
 _WRAPS = "_memopt_wraps_any_forward"
 _ATTRIBUTES = "_memopt_attributes"
+_FORWARD = "_memopt_forward"
 _NOTHING = object()
 _LINEAR = nn.Linear.forward
 
@@ -111,6 +113,22 @@ class Rewrite:
 
     def undo(self, module: nn.Module) -> None:
         """Called when `module` has its stock forward again."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What :func:`swap_forward` gave a module: a forward that goes around it calls ``forward(stock, state, ...)``."""
+
+    forward: Forward
+    state: object
+    reads: Reads | None
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """The layer of a swapped module; None for another one."""
+    if not is_swapped(module):
+        return None
+    return Layer(getattr(type(module), _FORWARD), swap_state(module), vars(module).get(_READS))
 
 
 def unswap(module: nn.Module) -> None:
@@ -242,6 +260,7 @@ def _subclass(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             "__reduce_ex__": reduce,
             _ORIGINAL: cls,
             _KNOWN: known,
+            _FORWARD: staticmethod(forward),
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             **getattr(forward, _ATTRIBUTES, {}),

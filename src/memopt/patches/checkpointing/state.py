@@ -103,8 +103,9 @@ class RunsTwice:
         self._attention = attention
         self._state, self._block, self._function = state, block, function
         named = getattr(function, "keywords", {})
+        # Tensors come from PyTorch's checkpoint, which may have moved them elsewhere.
         self._given = (
-            [copied(value) for value in given],
+            [None if isinstance(value, Tensor) else copied(value) for value in given],
             {name: copied(value) for name, value in named.items() if isinstance(value, CONTAINERS)},
         )
         # PyTorch's checkpoint checks the versions of tensors that are given by position.

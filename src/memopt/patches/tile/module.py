@@ -1,0 +1,269 @@
+"""Modules that map each token on its own, run by tiles of tokens inside blocks that run again in backward.
+
+Forward computes the output tile by tile and keeps the input. Backward runs a tile again, differentiates it, adds its
+part to the gradients of the parameters, and frees it. So what the module needs beside its input and output does not
+grow with the number of tokens. Its parameters get each one gradient, as hooks of DDP and FSDP expect.
+
+In the second run of a block that ends in such a module, PyTorch's checkpoint stops where the input is saved, before any
+tile has run: the forward of tiles in backward is then the only one more, as in a plain checkpointed block.
+
+Sources: TiledMLP of ALST (arXiv:2506.13996, section 3.2) and StreamBP (arXiv:2506.03077).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.kernels.base.autograd import (
+    are_from_checkpoint,
+    autocast_as,
+    autocast_dtype,
+    is_batched,
+    may_be_overwritten,
+    refuse_double_backward,
+)
+from memopt.kernels.base.pieces import slices
+from memopt.kernels.replay.function import gradients_again
+from memopt.patches.rerun import (
+    Held,
+    RepeatedMode,
+    active_modes,
+    drawing_from,
+    have_moved,
+    inside,
+    random_states,
+    slots_of,
+    standing,
+)
+from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
+from memopt.patches.tile.probe import by_rows
+from memopt.recompute.pure import with_tensors, without_tensors
+from memopt.torch_compat import is_checkpointed_region, tree_leaves
+
+_WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
+#: Tokens that tiles are made of: whole tiles of a matrix product.
+_STEP = 256
+#: What lives of a product while its tile is differentiated: results, their gradients and intermediate values.
+_COPIES = 3
+#: (one tile of tokens) -> what the module returns for it
+Run = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class TileRewrite(Rewrite):
+    """What such a module knows."""
+
+    numbers: int
+    """That its products have for one token."""
+    room: int
+    """Bytes that a tile may take."""
+    layer: Layer | None
+    """The forward that another patch gave it, which runs each tile; None: its own."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Children that the other patch's forward reads instead of calling them."""
+        return getattr(self.layer and self.layer.state, "reads", ())
+
+    def undo(self, module: nn.Module) -> None:
+        if self.layer is not None and isinstance(self.layer.state, Rewrite):
+            self.layer.state.undo(module)
+
+    def tokens(self, x: Tensor) -> int:
+        """Of a tile."""
+        return max(self.room // (_COPIES * self.numbers * x.element_size()) // _STEP, 1) * _STEP
+
+
+def patch_tiles(module: nn.Module, numbers: int, room: int) -> None:
+    """Let `module` run by tiles of tokens where its block runs again in backward.
+
+    Args:
+        module: maps each token on its own (`memopt.patches.tile.probe`).
+        numbers: that its products have for one token.
+        room: bytes that a tile may take.
+
+    Raises:
+        ValueError: the module cannot be swapped.
+    """
+    layer = layer_of(module)
+    if layer is not None:
+        restore_forward(module)
+    swap_forward(module, _forward, TileRewrite(numbers, room, layer), None if layer is None else layer.reads)
+
+
+def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if rewrite.layer is not None:
+        stock = functools.partial(rewrite.layer.forward, stock, rewrite.layer.state)
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if len(tensors) != 1 or not _runs_by_tiles(rewrite, module, tensors[0]):
+        return stock(module, *args, **kwargs)
+
+    template = without_tensors((args, kwargs))
+
+    def run(tile: Tensor) -> Any:
+        positional, named = with_tensors(template, [tile])
+        return stock(module, *positional, **named)
+
+    x = tensors[0]
+    size = rewrite.tokens(x)
+    if not torch.is_grad_enabled():
+        return _joined(run, x, size)[0]
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if not x.requires_grad and not parameters:
+        return stock(module, *args, **kwargs)
+    kept = _Kept.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
+    again = _Again(run, module, Held(slots_of(module)), size, active_modes())
+    returned: list[Any] = []
+    outputs = _Tiles.apply(again, returned, kept.grad_fn, kept, *parameters)  # type: ignore[no-untyped-call]
+    return with_tensors(returned[0], outputs)
+
+
+def _runs_by_tiles(rewrite: TileRewrite, module: nn.Module, x: Tensor) -> bool:
+    if x.dim() != 3 or not x.is_floating_point() or x.size(0) * x.size(1) <= rewrite.tokens(x):
+        return False
+    # Without gradients: the first run of a block by reentrant checkpointing.
+    is_inside = is_checkpointed_region() if torch.is_grad_enabled() else module.training
+    if not is_inside or steps_aside(without_gradients=False):
+        return False
+    # A hook would see tiles, and one that gathers weights would do so for each.
+    return all(_may_run_again(each) and (each is module or not is_watched(each)) for each in module.modules())
+
+
+def _may_run_again(module: nn.Module) -> bool:
+    """Whether all that has a gradient in `module` itself is a parameter: a view of a sharding tool would get none."""
+    return not any(isinstance(each, Tensor) and each.requires_grad for each in vars(module).values())
+
+
+def _joined(run: Run, x: Tensor, size: int) -> tuple[Any, list[Tensor]]:
+    """What ``run(x)`` returns, computed by tiles of `size` tokens; and the tensors in it."""
+    rows = x.reshape(-1, x.size(-1))
+    template: Any = None
+    outputs: list[Tensor] = []
+    for part in slices(rows, size):
+        tokens = rows[part].unsqueeze(0)
+        result = run(tokens)
+        tile = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if template is None:
+            template = without_tensors(result)
+            outputs = [_whole(each, x, tokens.size(1)) for each in tile]
+        for output, each in zip(outputs, tile, strict=True):
+            by_rows(output, *x.shape[:2])[part] = by_rows(each, 1, tokens.size(1))
+    return with_tensors(template, outputs), outputs
+
+
+def _whole(tile: Tensor, x: Tensor, tokens: int) -> Tensor:
+    """Memory for the output of all tokens of `x`, given that of one tile."""
+    rest = by_rows(tile, 1, tokens).shape[1:]
+    leading = x.shape[:2] if tile.shape[:2] == (1, tokens) else (x.size(0) * x.size(1),)
+    return tile.new_empty((*leading, *rest))
+
+
+class _Kept(torch.autograd.Function):
+    """Saves the input of the tiles, ahead of them."""
+
+    __memopt_saves__ = "input of tiles"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.is_ours = are_from_checkpoint()
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """How the tiles of one call run."""
+
+    run: Run
+    module: nn.Module
+    held: Held
+    size: int
+    around: tuple[type[RepeatedMode], ...]
+
+
+class _Tiles(torch.autograd.Function):
+    """The outputs of a module by tiles, and its gradients by tiles that run again."""
+
+    __memopt_saves__ = "input of tiles"
+
+    @staticmethod
+    def forward(
+        ctx: Any, again: _Again, returned: list[Any], source: Any, x: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.again, ctx.source, ctx.parameters, ctx.autocast = again, source, parameters, autocast_dtype(x)
+        if source is None:
+            ctx.is_ours = False
+            ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        random = random_states(x)
+        with autocast_as(ctx.autocast, x):
+            result, outputs = _joined(again.run, x, again.size)
+        ctx.random = random if have_moved(random, x) else ()
+        returned.append(without_tensors(result))
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        again, source = ctx.again, ctx.source or ctx
+        (x,) = source.saved_tensors
+        lent = again.held.lent(again.module, _WHY)
+        with autocast_as(ctx.autocast, x), drawing_from(ctx.random, x), standing(lent), inside(again.around):
+            return None, None, None, *_gradients(ctx, again, x, source.is_ours, gradients)
+
+
+def _gradients(
+    ctx: Any, again: _Again, x: Tensor, is_ours: bool, gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Of `x` and the parameters, summed up over tiles."""
+    needs = ctx.needs_input_grad[3:]
+    run = functools.partial(_outputs, again, ctx.parameters)
+    if is_batched([each for each in gradients if each is not None]):
+        return gradients_again(run, [x, *ctx.parameters], needs, gradients)
+    rows = x.reshape(-1, x.size(-1))
+    dx = None if not needs[0] else rows if is_ours and may_be_overwritten(x) else torch.empty_like(rows)
+    sums: list[Tensor | None] = [None] * len(ctx.parameters)
+    for part in slices(rows, again.size):
+        incoming = [None if dy is None else _tile_of(dy, x, part) for dy in gradients]
+        found, *others = gradients_again(run, [rows[part].unsqueeze(0), *ctx.parameters], needs, incoming)
+        if dx is not None:
+            dx[part] = 0 if found is None else found.squeeze(0)
+        for place, each in enumerate(others):
+            if each is not None:
+                sums[place] = _added(sums[place], each)
+        del found, others, incoming
+    whole = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
+    return [None if dx is None else dx.view(x.shape), *whole]
+
+
+def _outputs(again: _Again, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that the module returns for the first of `given`, with the others in the place of `parameters`, whose
+    hooks are to see one gradient only."""
+    x, *others = given
+    instead = {id(each): other for each, other in zip(parameters, others, strict=True)}
+    held = zip(again.held.slots, again.held.values, strict=True)
+    with standing([(slot, instead[id(value)]) for slot, value in held if id(value) in instead]):
+        return [each for each in tree_leaves(again.run(x)) if isinstance(each, Tensor)]
+
+
+def _tile_of(gradient: Tensor, x: Tensor, part: slice) -> Tensor:
+    tile = by_rows(gradient, *x.shape[:2])[part]
+    return tile.unsqueeze(0) if gradient.shape[:2] == x.shape[:2] else tile
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """The sum of parts, in fp32 for parts of fewer bits: one product over all tokens rounds once too."""
+    if total is not None:
+        return total.add_(part)
+    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)

@@ -1,0 +1,60 @@
+"""MLPs, experts and other modules that map each token on its own, run by tiles of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rows, Rules
+from memopt.walk.sites import Sites
+
+if TYPE_CHECKING:
+    from memopt.patches.tile.probe import TileSite
+
+
+class TileRules(Rules):
+    """Whether modules that map each token on its own run by tiles of tokens."""
+
+    key = "tiles"
+
+    method: Literal["none", "tokens"] = "none"
+    """``tokens``: where their block is checkpointed, by this recipe or by the model's own switch."""
+    room: int = Field(default=256, ge=1)
+    """MiB that a tile takes, about; at least 256 tokens are in one."""
+
+
+class TilePatch(Patch):
+    """The transients of one block then do not grow with its intermediate size times the number of tokens."""
+
+    name = "tile"
+    after = ("checkpointing", "gated_mlp", "linear", "replay", "replayed_function", "softmax", "sampled_linear")
+    rows = Rows("tile", {"tiles": "by tiles"}, noun="module of tokens", plural="modules of tokens")
+    rules = TileRules
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, TileSite]]:
+        from memopt.patches.tile.probe import TileSite
+
+        return ((site.name, site) for site in sites.of(TileSite))
+
+    def decide(self, site: TileSite, plan: PlanView) -> tuple[str, str] | None:
+        if plan.recipe.rules(TileRules).is_off:
+            return None
+        if not plan.recipe.selects(site.name):
+            return LEFT, EXCLUDED
+        return "tiles", "maps each token on its own: runs by tiles of tokens where its block is checkpointed"
+
+    def notes(self, plan: PlanView) -> Iterator[str]:
+        if not plan.recipe.rules(TileRules).is_off and plan.sites.blocks and not plan.chosen(self.name):
+            yield f"Recipe '{plan.recipe.name}' runs modules by tiles, and no block of this model has one that could."
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.tile.module import patch_tiles
+
+        room = live.plan.recipe.rules(TileRules).room << 20
+        for site in live.plan.chosen(self.name):
+            live.attempt(self.name, site.name, patch_tiles, site.numbers, room)
+
+
+PATCH = TilePatch()

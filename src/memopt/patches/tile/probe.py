@@ -1,0 +1,211 @@
+"""Which modules map each token on its own, so that they can run by tiles of tokens: MLPs, experts, feed-forward layers.
+
+A copy of the module runs on few random tokens: as one batch, and in uneven pieces; a token's output may depend on
+nothing but the token. Experts with a capacity drop tokens where many are alike, so many equal tokens run too. The
+products are exchanged for cheap functions of each row, since only what lies between them can mix rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from memopt.environment.generators import seed_cpu
+from memopt.torch_compat import module_hooks, tree_leaves
+from memopt.walk.probes.isolate import signature
+from memopt.walk.sites import Sites, is_inside
+
+#: Equal tokens, more than experts with a capacity take of as few.
+_EQUAL = 257
+_AGREES = 1e-5
+#: A module is worth tiles if its products have so many times the numbers that go in and out.
+_GROWS = 1.25
+
+
+@dataclass(frozen=True)
+class TileSite:
+    """A module of a block that maps each token on its own."""
+
+    name: str
+    block: str
+    numbers: int
+    """Of all its products, for one token."""
+
+
+def find(model: nn.Module, sites: Sites) -> Iterator[TileSite]:
+    widths: dict[str, list[int]] = {}
+    for site in sites.linears:
+        widths.setdefault(site.module, []).append(site.width)
+    known: dict[Any, int] = {}
+    for block in sites.blocks:
+        inside = {name: its for name, its in widths.items() if is_inside(name, block)}
+        yield from _within(model.get_submodule(block), block, block, inside, known)
+
+
+def _within(
+    module: nn.Module, name: str, block: str, widths: dict[str, list[int]], known: dict[Any, int]
+) -> Iterator[TileSite]:
+    """The outermost sites inside `module`."""
+    for child_name, child in module.named_children():
+        inner = f"{name}.{child_name}"
+        tried = [width for linear, its in widths.items() if is_inside(linear, inner) for width in its]
+        if len(tried) < 2:
+            continue
+        numbers = _numbers(child, list(dict.fromkeys(filter(None, tried))), known)
+        if numbers:
+            yield TileSite(inner, block, numbers)
+        else:
+            yield from _within(child, inner, block, widths, known)
+
+
+def _numbers(module: nn.Module, widths: list[int], known: dict[Any, int]) -> int:
+    """The numbers that the products in `module` have for a token; 0 if it is no site."""
+    if not _takes_one(module):
+        return 0
+    key = tuple((name, signature(each)) for name, each in module.named_modules())
+    if key not in known:
+        found = (numbers_by_row(module, width) for width in widths[:2])
+        known[key] = next((numbers for numbers in found if numbers), 0)
+    return known[key]
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether the forward of `module` can be called with one argument."""
+    try:
+        inspect.signature(module.forward).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@torch.no_grad()
+def numbers_by_row(module: nn.Module, width: int) -> int:
+    """The numbers that the products in `module` have for each row of its input; 0 where it does not map rows on their
+    own, or computes little more than what goes in and out.
+
+    Args:
+        module: on any device, meta too; a copy runs, on the CPU.
+        width: of its input.
+    """
+    with torch.random.fork_rng(devices=[]):
+        seed_cpu(0)
+        try:
+            alone = _alone(module)
+            x = torch.randn(2, 4, width, dtype=torch.float64)
+            counted = _counted(alone, x)
+            maps = all(_maps_rows(alone.train(trains), x) for trains in (False, True))
+        except Exception:  # a forward may raise anything
+            return 0
+    return counted if maps else 0
+
+
+def _alone(module: nn.Module) -> nn.Module:
+    """A copy in fp64 whose parameters take no memory."""
+    alone = copy.deepcopy(module)
+    for parent in list(alone.modules()):
+        config: Any = getattr(parent, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # others gather a copy of the weights for each token
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and type(child) is not nn.Linear:  # quantised
+                plain = nn.Linear(child.in_features, child.out_features, child.bias is not None, device="meta")
+                setattr(parent, name, plain)
+    for each in alone.modules():
+        tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    values = torch.rand(tensor.shape[-1:] or (1,), dtype=torch.float64) + 0.5
+                    values = (values if tensor.is_floating_point() else values.long()).expand(tensor.shape)
+                    table[name] = nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
+    for hooks in module_hooks(alone):
+        hooks.clear()
+    return alone
+
+
+def _maps_rows(module: nn.Module, x: Tensor) -> bool:
+    rows = x.view(1, -1, x.size(-1))
+    whole = _outputs(module, x)
+    pieces = [_outputs(module, piece) for piece in rows.split(3, dim=1)]
+    by_pieces = [torch.cat(each) for each in zip(*pieces, strict=True)]
+    equal = _outputs(module, rows[:, :1].expand(1, _EQUAL, -1))
+    one = _outputs(module, rows[:, :1])
+    many = [torch.cat([each] * _EQUAL) for each in one]
+    return bool(whole) and _agree(whole, by_pieces) and _agree(equal, many)
+
+
+def _agree(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(
+        a.shape == b.shape and bool(a.isfinite().all()) and bool((a - b).abs().max() <= _AGREES * b.abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _outputs(module: nn.Module, x: Tensor, products: list[int] | None = None) -> list[Tensor]:
+    """The tensors that `module` returns, one row for each of `x`; the sizes of its products are added to `products`."""
+    with _Cheap([] if products is None else products):
+        result = module.forward(x.clone())
+    return [by_rows(each, *x.shape[:2]) for each in tree_leaves(result) if isinstance(each, Tensor)]
+
+
+def by_rows(output: Tensor, *leading: int) -> Tensor:
+    """An output with these leading dimensions, or with one for both, as rows.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    rows = leading[0] * leading[1]
+    if output.shape[:2] == leading:
+        return output.reshape(rows, *output.shape[2:])
+    if output.dim() > 1 and output.size(0) == rows:
+        return output
+    raise ValueError("an output has no row for each token")
+
+
+def _counted(module: nn.Module, x: Tensor) -> int:
+    products: list[int] = []
+    outputs = _outputs(module, x, products)
+    rows = x.size(0) * x.size(1)
+    numbers = -(-sum(products) // rows)
+    if numbers < _GROWS * (x.size(-1) + sum(each.numel() // rows for each in outputs)):
+        raise ValueError("it computes little more than what goes in and out")
+    return numbers
+
+
+class _Cheap(TorchFunctionMode):
+    """Exchanges products with a weight for a choice of columns, notes their sizes, and leaves dropouts out."""
+
+    def __init__(self, products: list[int]) -> None:
+        super().__init__()
+        self._products = products
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear:
+            return self._product(*args, **kwargs)
+        if function in (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm) and _is_weight(args[1]):
+            return self._product(args[0], args[1].mT)
+        if function is torch.addmm:
+            return self._product(args[1], args[2].mT, args[0])
+        if function in (F.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        return function(*args, **kwargs)
+
+    def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        columns = torch.arange(weight.size(-2)) % weight.size(-1)
+        y = input.index_select(-1, columns) * weight[0, 0]
+        self._products.append(y.numel())
+        return y if bias is None else y + bias
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether it is a parameter, or a part of one: those take no memory here."""
+    return tensor.dim() == 2 and 0 in tensor.stride()
