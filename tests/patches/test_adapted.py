@@ -16,7 +16,7 @@ import memopt
 from memopt.kernels.linear import adapted as kernel
 from memopt.kernels.linear.adapted import AdaptedLinearFunction
 from memopt.patches.linear import adapted
-from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
+from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, run_adapted
 from memopt.patches.swap import is_swapped, swap_forward
 from memopt.trace.account import account
 from tests.factories import tiny_inputs, tiny_model
@@ -27,7 +27,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An entry for every call of the function."""
-    assert is_adapted(layer())  # which is proved once
+    assert as_adapted(layer())  # which is proved once
     calls: list[str] = []
     apply = AdaptedLinearFunction.apply
     monkeypatch.setattr(AdaptedLinearFunction, "apply", lambda *given: calls.append("applied") or apply(*given))
@@ -44,7 +44,7 @@ def layer(*, bias: bool = True, dtype: torch.dtype = FP32, fp32: bool = True, **
 
 def patched(module: nn.Module) -> nn.Module:
     module = copy.deepcopy(module)
-    assert is_adapted(module)
+    assert as_adapted(module)
     swap_forward(module, run_adapted, AdaptedRewrite())
     return module
 
@@ -171,7 +171,7 @@ def test_a_patched_model_runs_its_adapters_so_and_saves_no_copy(
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ours = memopt.patch(get_peft_model(tiny_model("llama"), config).train())
-    others, layers = copy.deepcopy(ours), [each for each in ours.modules() if is_adapted(each)]
+    others, layers = copy.deepcopy(ours), [each for each in ours.modules() if as_adapted(each)]
 
     def saved(model: nn.Module) -> int:
         return account(model, lambda: loss(model, autocast)).total
@@ -217,11 +217,11 @@ def test_a_release_that_computes_something_else_runs_its_own_forward(monkeypatch
         return y
 
     forward.__module__, forward.__qualname__ = stock.__module__, stock.__qualname__
-    assert is_adapted(layer())
+    assert as_adapted(layer())
     monkeypatch.setattr(kind, "forward", forward)
-    assert not is_adapted(layer())
+    assert not as_adapted(layer())
     monkeypatch.setattr(kind, "forward", stock)
-    assert is_adapted(layer())
+    assert as_adapted(layer())
 
 
 def test_the_proof_is_made_outside_of_the_modes_of_the_forward_that_asks_for_it() -> None:
@@ -229,5 +229,99 @@ def test_the_proof_is_made_outside_of_the_modes_of_the_forward_that_asks_for_it(
     adapted._is_proved.cache_clear()
     before = torch.get_rng_state()
     with torch.device("meta"), torch.autocast("cpu", BF16), torch.no_grad():
-        assert adapted._is_proved(forward)
+        assert adapted._is_proved(forward, False)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- around a quantised linear ----------------------------------------------------------------------------------------
+
+
+class Quantised(nn.Linear):
+    """A linear with a forward of its own, in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype).contiguous()
+
+
+def on_4_bits(self: Any, x: Tensor) -> Tensor:
+    """As PEFT computes it around bitsandbytes' linears: the adapter's term is rounded before it is added."""
+    result = self.base_layer(x).clone()
+    casts = not torch.is_autocast_enabled("cpu")
+    x = self._cast_input_dtype(x, self.lora_A.default.weight.dtype) if casts else x
+    output = self.lora_B.default(self.lora_A.default(x)) * self.scaling["default"]
+    return result + (output.to(result.dtype) if casts else output)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for every call of the function."""
+    calls: list[str] = []
+    apply = kernel.AddedAdapterFunction.apply
+    monkeypatch.setattr(kernel.AddedAdapterFunction, "apply", lambda *given: calls.append("applied") or apply(*given))
+    return calls
+
+
+def around_quantised(dtype: torch.dtype, fp32: bool) -> nn.Module:
+    module = layer(dtype=dtype, fp32=fp32)
+    base = module.base_layer
+    base.__class__ = Quantised
+    return module
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize(("dtype", "autocast", "fp32"), DTYPES[:-1])
+def test_around_a_quantised_linear_value_and_gradients_are_the_stock_layers(
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    fp32: bool,
+    rounds: bool,
+    pieces: bool,
+    added: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = around_quantised(dtype, fp32)
+    if pieces:
+        monkeypatch.setattr(kernel, "piece_bytes", lambda: 0)
+        monkeypatch.setattr(kernel, "TILE", 4)
+    ours = copy.deepcopy(stock)
+    swap_forward(ours, run_adapted, AdaptedRewrite(rounds))
+    if rounds:
+        monkeypatch.setattr(type(stock), "forward", on_4_bits)
+        monkeypatch.setattr(type(ours), "_memopt_known_forward", on_4_bits)
+        ours.__class__ = stock.__class__
+        del ours.__dict__["_memopt"]
+        swap_forward(ours, run_adapted, AdaptedRewrite(rounds))
+    expected, found = (results(each, dtype, autocast, readers=1) for each in (stock, ours))
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype
+        error = (found[name] - each).abs().max()
+        eps = torch.finfo(FP32 if each.dtype is FP32 else each.dtype).eps
+        # x gets the two gradients rounded to its dtype and added, as the stock layer adds them.
+        assert error <= 24 * eps * each.abs().max(), name
+    # A sum of two dtypes under autocast is computed as the stock layer does.
+    assert len(added) == (autocast in (None, dtype))
+
+
+def test_around_a_quantised_linear_no_cast_of_the_input_is_saved() -> None:
+    module = around_quantised(BF16, fp32=True)
+    x = torch.randn(4, 50, 24, dtype=BF16, requires_grad=True)
+    ours = copy.deepcopy(module)
+    swap_forward(ours, run_adapted, AdaptedRewrite())
+    stock, mine = (account(each, lambda each=each: each(x * 2)).total for each in (module, ours))
+    cast, given = x.numel() * 4, x.nbytes
+    assert stock - mine >= cast - given
+
+
+def test_a_layer_around_a_quantised_linear_is_adopted(added: list[str]) -> None:
+    model = tiny_model("llama", BF16)
+    for parent in list(model.modules()):
+        for child in parent.children():
+            if isinstance(child, nn.Linear) and child is not model.lm_head:
+                child.__class__ = Quantised
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    model.enable_input_require_grads()
+    memopt.patch(model)
+    model(**tiny_inputs("llama")).loss.backward()
+    assert len(added) == 2 * 7

@@ -34,7 +34,7 @@ from memopt.patches.activation.module import patch_activation
 from memopt.patches.convolution import module as convolutions
 from memopt.patches.dropout.module import patch_dropout
 from memopt.patches.gated_mlp.module import patch_gated_mlp
-from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, run_adapted
+from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, run_adapted
 from memopt.patches.linear.module import patch_linear
 from memopt.patches.loss.module import patch_head
 from memopt.patches.norm.module import patch_norm
@@ -164,7 +164,7 @@ def patch_an_mlp(module: nn.Module, kind: str, gate: str, up: str, down: str) ->
 
 
 def patch_an_adapted_linear(module: nn.Module) -> None:
-    assert is_adapted(module)
+    assert as_adapted(module)
     swap_forward(module, run_adapted, AdaptedRewrite())
 
 

@@ -61,12 +61,14 @@ class Training:
         if self.train == "qlora":
             return [
                 "QLoRA: adapters in fp32, as PEFT makes them (TRL casts them to bf16), which save fp32 copies of their "
-                "inputs; not under autocast (--precision bf16-mixed, as after prepare_model_for_kbit_training)."
+                "inputs in the stock model; not under autocast (--precision bf16-mixed, as after "
+                "prepare_model_for_kbit_training)."
             ]
         if self.adapter_fp32:
             return [
-                "LoRA: adapters in fp32, as PEFT makes them, which save fp32 copies of their inputs; in the dtype of "
-                "the base weights they save none (--lora-dtype base, get_peft_model(autocast_adapter_dtype=False))."
+                "LoRA: adapters in fp32, as PEFT makes them, which save fp32 copies of their inputs in the stock "
+                "model; in the dtype of the base weights they save none (--lora-dtype base, "
+                "get_peft_model(autocast_adapter_dtype=False))."
             ]
         return ["LoRA: adapters in the dtype of the base weights (autocast_adapter_dtype=False)."]
 

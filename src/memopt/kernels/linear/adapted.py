@@ -1,4 +1,4 @@
-"""A frozen linear and its low-rank adapter as one function.
+"""A frozen linear and its low-rank adapter as one function, and the adapter of a quantised linear as one.
 
     forward     y = x W^T + b + s (x A^T) B^T
     backward    dt = s dy,   dB = dt^T h,   dh = dt B,   dA = dh^T x,   dx = dh A + dy W         h = x A^T
@@ -78,6 +78,40 @@ def adapted_linear(
     return computed(y, lambda h: _sum(_matrix(x).to(dtype), weight, bias, h, b, scaling, PIECE).view(y.shape))
 
 
+def added_adapter(
+    linear: Callable[[Tensor], Tensor], x: object, a: Tensor, b: Tensor, scaling: float, *, rounds: bool
+) -> Tensor | None:
+    """``linear(x) + F.linear(F.linear(x.to(a.dtype), a), b) * scaling`` in the dtype of the first term.
+
+    Args:
+        linear: returns (..., out).
+        x: (..., in), floating point.
+        a, b: (r, in) and (out, r).
+        rounds: the adapter's term is rounded to that dtype before it is added.
+
+    Returns:
+        the sum; None, and `linear` was not called, if the linears have to run on their own.
+    """
+    if not isinstance(x, Tensor) or not all(map(is_plain, (x, a, b))) or a.dtype is not b.dtype:
+        return None
+    if not x.is_floating_point() or not (a.requires_grad or b.requires_grad) or is_transformed(x):
+        return None
+    dtype = autocast_dtype(x)
+    if dtype is not None and not {x.dtype, a.dtype} <= {torch.float32, dtype}:
+        return None
+    spec = spec_of(x)
+    if spec is None and x.untyped_storage().nbytes() != x.nbytes and not is_under_foreign_hooks():
+        return None  # a scope copies a small view out of its storage only where no function saves it
+    y = linear(x)
+    if not is_plain(y) or (dtype is not None and dtype is not y.dtype):
+        term = F.linear(F.linear(x if dtype else x.to(a.dtype), a), b) * scaling
+        return y + term if dtype else (y + (term.to(y.dtype) if rounds else term)).to(y.dtype)
+    if y._base is not None or y._version or not y.is_contiguous():
+        y = y.clone(memory_format=torch.contiguous_format)  # else the term is added in place
+    z: Tensor = AddedAdapterFunction.apply(x, y, a, b, scaling, dtype or a.dtype, rounds, spec)
+    return z
+
+
 def piece_bytes() -> int:
     """Bytes of a piece: without a limit but in blocks that run again, since pieces cost launches."""
     return PIECE if is_under_foreign_hooks() else sys.maxsize
@@ -116,19 +150,10 @@ class AdaptedLinearFunction(DirectFunction):
         refuse_double_backward()
         weight, a, b, h, *saved = ctx.saved_tensors
         needs_given, needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        scaling, (_, dtype), piece = ctx.scaling, ctx.dtypes, ctx.piece
-        given = dx = da = db = None
-        rows = added = dy.reshape(-1, dy.size(-1))
-        if rows.numel() * dtype.itemsize <= piece:
-            added, scaling = _scaled(rows, dtype, scaling), 1
-        if needs_b:
-            db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, piece, scaling)
-        if needs_a or needs_given:
-            matrix = b.to(dtype)
-            dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, piece, scaling)
-            del added
-            if needs_a:
-                da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype, piece)
+        (_, dtype), piece = ctx.dtypes, ctx.piece
+        given = dx = None
+        rows = dy.reshape(-1, dy.size(-1))
+        dh, da, db = _of_adapter(ctx, rows, a, b, h, saved, (needs_given, needs_a, needs_b))
         if needs_x:
             dx = input_gradient(rows, weight, ctx.shape)
         if needs_given:
@@ -140,6 +165,70 @@ class AdaptedLinearFunction(DirectFunction):
                 for part in _slices(len(sums), nbytes, sums, piece):
                     sums[part].add_(dh[part].mm(matrix).to(sums.dtype))
         return given, dx, None, None, da, db, None, None, None
+
+
+class AddedAdapterFunction(DirectFunction):
+    """The adapter's term, added in place to what a linear that is not known here returned."""
+
+    __memopt_saves__ = "linear input"
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor, scaling: float, of_adapter: torch.dtype, rounds: bool,
+        spec: RecomputeSpec | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.scaling, ctx.shape, ctx.dtypes, ctx.input = scaling, x.shape, (x.dtype, of_adapter), None
+        ctx.piece = piece_bytes()
+        saved: Sequence[Tensor | None] = (x if a.requires_grad else None,)
+        if a.requires_grad and spec is not None:
+            ctx.input, saved = spec.recomputed, spec.take()
+        matrix = a.to(of_adapter)
+        h = _pieced(lambda rows: F.linear(rows, matrix), _matrix(x), (0, 0), of_adapter, ctx.piece)
+        ctx.save_for_backward(a, b, h if b.requires_grad else None, *saved)
+        ctx.mark_dirty(y)
+        _add(_matrix(y), h, b, scaling, ctx.piece, rounds=rounds)
+        return y
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        a, b, h, *saved = ctx.saved_tensors
+        needs_x, needs_y, needs_a, needs_b, *_ = ctx.needs_input_grad
+        (own, dtype), piece = ctx.dtypes, ctx.piece
+        dh, da, db = _of_adapter(ctx, dy.reshape(-1, dy.size(-1)), a, b, h, saved, (needs_x, needs_a, needs_b))
+        dx = None
+        if needs_x:
+            matrix, dx = a.to(dtype), dy.new_empty(ctx.shape, dtype=own)
+            rows = _matrix(dx)
+            for part in _slices(len(rows), dx.numel() * dtype.itemsize, rows, piece):
+                rows[part] = dh[part].mm(matrix)
+        return dx, dy if needs_y else None, da, db, None, None, None, None
+
+
+def _of_adapter(
+    ctx: Any,
+    rows: Tensor,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor,
+    saved: Sequence[Tensor],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dh, dA and dB, given the gradient of the sum as a matrix; dh where that of the input or of A is needed."""
+    (needs_x, needs_a, needs_b), scaling, (_, dtype), piece = needs, ctx.scaling, ctx.dtypes, ctx.piece
+    added, dh, da, db = rows, rows, None, None
+    if rows.numel() * dtype.itemsize <= piece:
+        added, scaling = _scaled(rows, dtype, scaling), 1
+    if needs_b:
+        db = _pieced(lambda added: weight_gradient(added, h, b), added, (1, 0), dtype, piece, scaling)
+    if needs_a or needs_x:
+        matrix = b.to(dtype)
+        dh = _pieced(lambda added: added.mm(matrix), added, (0, 0), dtype, piece, scaling)
+        del added
+        if needs_a:
+            da = _pieced(lambda x: weight_gradient(dh, x, a), _rows(ctx, saved), (1, 1), dtype, piece)
+    return dh, da, db
 
 
 def _rows(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
@@ -157,12 +246,18 @@ def _matrix(x: Tensor) -> Tensor:
 def _sum(rows: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scaling: float, piece: int) -> Tensor:
     """``F.linear(rows, weight, bias) + h B^T * scaling`` of matrices, in the dtype of `rows`."""
     y = F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
-    matrix = b.to(h.dtype)
     if is_selectively_checkpointed():  # it may have kept the product
-        return (y + _scaled(F.linear(h, matrix), h.dtype, scaling)).to(y.dtype)
-    for part in _slices(len(y), y.numel() * h.itemsize, y, piece):
-        y[part].add_(_scaled(F.linear(h[part], matrix), h.dtype, scaling))
+        return (y + _scaled(F.linear(h, b.to(h.dtype)), h.dtype, scaling)).to(y.dtype)
+    _add(y, h, b, scaling, piece)
     return y
+
+
+def _add(y: Tensor, h: Tensor, b: Tensor, scaling: float, piece: int, *, rounds: bool = False) -> None:
+    """Add ``h B^T * scaling`` to the matrix `y`."""
+    matrix = b.to(h.dtype)
+    for part in _slices(len(y), y.numel() * h.itemsize, y, piece):
+        term = _scaled(F.linear(h[part], matrix), h.dtype, scaling)
+        y[part].add_(term.to(y.dtype) if rounds else term)
 
 
 def _scaled(x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:

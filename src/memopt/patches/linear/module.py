@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import cast_linear, is_plain, reads_spec, recomputed_linear, saves_a_cast_weight
 from memopt.kernels.linear.weighted import followed, noted
-from memopt.patches.linear.adapted import AdaptedRewrite, is_adapted, reads_specs, run_adapted
+from memopt.patches.linear.adapted import AdaptedRewrite, as_adapted, reads_specs, run_adapted
 from memopt.patches.linear.output import OutputRewrite, patch_output
 from memopt.patches.reads import Reads, observed_reads
 from memopt.patches.swap import is_swapped, is_watched, restore_forward, steps_aside, swap_forward, swap_state
@@ -81,8 +81,8 @@ def adopt_linears(root: nn.Module, *, outputs: Mapping[str, bool] | None = None)
             # The forward of this class is known; others would have to be proved, outside of a forward.
             if type(child) is nn.Linear and "forward" not in vars(child) and name not in read:
                 swap_forward(child, _forward, LinearRewrite(False, child.bias is not None, fuses=False))
-            elif child is not None and not is_swapped(child) and is_adapted(child):
-                swap_forward(child, run_adapted, AdaptedRewrite())
+            elif child is not None and not is_swapped(child) and (rewrite := as_adapted(child)) is not None:
+                swap_forward(child, run_adapted, rewrite)
 
 
 def _adopt_outputs(root: nn.Module, outputs: Mapping[str, bool]) -> None:
