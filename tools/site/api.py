@@ -43,9 +43,7 @@ def public() -> set[str]:
     """`memopt.__all__`, read without an import."""
     tree = ast.parse((ROOT / "src" / "memopt" / "__init__.py").read_text())
     (value,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     return set(ast.literal_eval(value))
 

@@ -25,8 +25,8 @@ def page() -> str:
 def _lines(group: Any) -> Iterator[str]:
     yield "# Command line reference"
     yield ""
-    yield "Every option of every command, as `memopt COMMAND --help` prints it. [Commands](commands.md) is the short list,"
-    yield "with the exit codes."
+    yield "Every option of every command, as `memopt COMMAND --help` prints it. [Commands](commands.md) is the short"
+    yield "list, with the exit codes."
     yield ""
     yield "These options may stand anywhere in a line:"
     yield ""
@@ -34,12 +34,11 @@ def _lines(group: Any) -> Iterator[str]:
     yield from _table("option", [each for each in group.params if "completion" not in each.name], context)
     for name, command in group.commands.items():
         inner = command.make_context(name, [], parent=context, resilient_parsing=True)
-        kinds = {kind: [each for each in command.params if each.param_type_name == kind] for kind in ("argument", "option")}
         usage = command.get_usage(inner).removeprefix("Usage: ")
         yield from ("", f"## memopt {name}", "", "```text", " ".join(usage.split()), "```", "")
         yield from _text(inspect.cleandoc(command.help or ""))
-        for kind, parameters in kinds.items():
-            if parameters:
+        for kind in ("argument", "option"):
+            if parameters := [each for each in command.params if each.param_type_name == kind]:
                 yield from ("", *_table(kind, parameters, inner))
 
 
