@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-_SENTENCE = re.compile(r"(.+?[.:?!])(?:\s|$)", re.DOTALL)
+_SENTENCE = re.compile(r"(.+?[.?!])(?:\s|$)")
 #: How lines begin that are headings, tables, code, pictures or HTML.
 _NO_TEXT = ("#", "|", "```", "!", "<", ":")
 _navigation: list[Any] = []
@@ -32,7 +32,7 @@ def summary(markdown: str) -> str:
     """The first sentence of a page, without markup."""
     for paragraph in re.split(r"\n\s*\n", markdown or ""):
         text = " ".join(line for line in paragraph.splitlines() if not line.startswith(_NO_TEXT))
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "").strip()
-        if text and (found := _SENTENCE.match(f"{text} ")):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "").strip().removeprefix("- ")
+        if not text.startswith("Written by ") and (found := _SENTENCE.match(f"{text} ")):
             return found[1]
     raise ValueError("a page has no sentence")
