@@ -56,12 +56,13 @@ def _table(kind: str, parameters: list[Any], context: Any) -> Iterator[str]:
     yield from (f"| {kind} | meaning |", "|---|---|")
     for each in parameters:
         if record := each.get_help_record(context):
-            left, meaning = record
+            left, meaning = record[0].partition(" <")[0] if kind == "argument" else record[0], record[1]
             yield f"| `{' '.join(left.split())}` | {_plain(' '.join(meaning.split())).replace('|', '&#124;')} |"
 
 
 def _plain(text: str) -> str:
     """A help text in which no character is markup, except for what stands between backticks."""
     return "".join(
-        part if part.startswith("`") else re.sub(r"([*_<\[\]])", r"\\\1", part) for part in re.split(r"(`[^`]*`)", text)
+        part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", part).replace("<", "&lt;")
+        for part in re.split(r"(`[^`]*`)", text)
     )

@@ -21,6 +21,8 @@ from tools.site import api, commands, diagram, index, links
 ROOT = links.ROOT
 STATIC = Path(__file__).parent / "static"
 _MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
+_OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 _ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):(?=<code>)")
 
 
@@ -83,8 +85,8 @@ def _unescaped(text: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
-    """Docstrings without Sphinx's roles."""
-    return _ROLE.sub("", html)
+    """Docstrings without Sphinx's roles; options that are not broken at their hyphens."""
+    return _CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), _ROLE.sub("", html))
 
 
 def on_post_build(config: Any) -> None:
