@@ -14,6 +14,7 @@ from typing import Any
 
 import peft
 import pytest
+import tomllib
 import torch
 import typer
 from transformers import AutoModelForCausalLM
@@ -58,15 +59,19 @@ def commands(page: Path, program: str = "memopt") -> list[str]:
     return [line for line in found if line.startswith(f"{program} ")]
 
 
+def _id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def having(found: Any) -> list[Any]:
-    return [pytest.param(page, id=page.stem) for page in PAGES if found(page)]
+    return [pytest.param(page, id=_id(page)) for page in PAGES if found(page)]
 
 
 def in_order() -> list[Any]:
     """Pages with commands. A verification, even of a tiny model, takes ten seconds."""
     slow = {page for page in PAGES if any(line.startswith("memopt verify") for line in commands(page))}
     marks = {page: [pytest.mark.slow] for page in slow}
-    return [pytest.param(page, id=page.stem, marks=marks.get(page, [])) for page in PAGES if commands(page)]
+    return [pytest.param(page, id=_id(page), marks=marks.get(page, [])) for page in PAGES if commands(page)]
 
 
 def mentioned(page: Path) -> Iterator[tuple[str, set[str]]]:
@@ -140,6 +145,14 @@ def test_options_of_a_page_exist(page: Path) -> None:
     for command, options in mentioned(page):
         known = {name for each in parsers[command].params for name in [*each.opts, *each.secondary_opts]}
         assert options <= known | {"--debug", "--no-color", "--help"}, f"{page.name}: memopt {command}"
+
+
+@pytest.mark.parametrize("page", having(lambda page: "pip install -e" in page.read_text()))
+def test_extras_that_a_page_installs_exist(page: Path) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+    assert named
+    assert {name for names in named for name in names.split(",")} <= extras.keys()
 
 
 @pytest.mark.parametrize("page", having(lambda page: "make " in page.read_text()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def messages(source: Path) -> list[Message]:
     return list(found.values())
 
 
-def _errors(trees: Iterator[ast.Module]) -> set[str]:
+def _errors(trees: Iterable[ast.Module]) -> set[str]:
     """Names of `MemoptError` and of every class below it."""
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
