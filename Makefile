@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 .NOTPARALLEL:
 .PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-device test-train test-distributed quick \
   mutation mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-plan gpu-check \
-  gpu-bench gpu-wheels lint format clean distclean
+  gpu-bench gpu-wheels docs lint format clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -235,6 +235,24 @@ format: $(STAMP) ## format the code, sort its imports, update the computed parts
 	@$(BIN)/ruff check --select I --fix .
 	@$(BIN)/ruff format .
 	@$(BIN)/python -m tools.pages
+
+# --- documentation site --------------------------------------------------------------------------------------------
+
+DOCS_VENV = build/docs
+DOCS_STAMP = $(DOCS_VENV)/.installed
+SITE = build/site
+
+# The site needs neither torch nor memopt's environment: the Python reference is read from the source, and the command line
+# starts without torch. Ruff formats signatures.
+$(DOCS_STAMP): constraints.txt constraints-docs.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -c constraints-docs.txt \
+	  mkdocs-material 'mkdocstrings[python]' typer rich ruff
+	@touch $@
+
+docs: $(DOCS_STAMP) ## build the documentation site into build/site; a warning or a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(SITE)
+	@echo "==> $(SITE)/index.html"
 
 clean: ## remove what was built: patched models, caches, packages
 	rm -rf out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -85,7 +85,7 @@ def test_every_module_can_be_imported(copy: Path, lines: list[str]) -> None:
 
 
 def test_a_model_is_patched_verified_and_reported(outputs: dict[str, str]) -> None:
-    assert "folded" in outputs["patch"]
+    assert "5 norms: 5 shared" in outputs["patch"]
     assert GONE not in "".join(line for line in outputs["patch"].splitlines() if ": " in line)
     assert "all checks passed" in outputs["verify"]
     assert "saved for backward" in outputs["report"]

@@ -33,6 +33,7 @@ def page(document: Mapping[str, Any], families: Mapping[str, Any] | None = None)
     rows = document["rows"]
     parts = [
         "# Coverage\n",
+        "What memopt does in every model type of transformers, and what a layer and a step then keep.\n",
         *(families_section(families) if families else ()),
         _INTRO.format(**document["versions"]),
         *_sums("Sums", [each for each in sums(rows) if not each.is_mean]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from memopt.cli import common, recipes
 from memopt.cli import main as cli
@@ -178,6 +181,39 @@ def test_control_c_is_130_in_one_line(memopt: Memopt, monkeypatch: pytest.Monkey
     run = memopt("recipes")
     assert (run.code, run.out) == (130, "")
     assert len(run.err.splitlines()) == 1
+
+
+def test_control_c_ends_an_import_whose_library_catches_everything(tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(
+        "import sys, time\n"
+        "try:\n    print('importing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
+        "except BaseException:\n    pass\n"
+    )
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from memopt.cli import main, recipes\n"
+        "def command(json: bool = False):\n    import stubborn\n    return 0\n"
+        "recipes.recipes = command\nmain.run()\n"
+    )
+    for arguments in (["recipes"], ["recipes", "--json"]):
+        command = [sys.executable, "-c", code, *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "importing\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (130, "error: Interrupted.\n")
+        assert not out or json.loads(out)["error"]["type"] == "Interrupted"
+        assert bool(out) == ("--json" in arguments)
+
+
+def test_a_value_in_the_help_is_named_by_a_word() -> None:
+    for name, command in typer.main.get_command(cli.build_app()).commands.items():
+        context = command.make_context(name, [], resilient_parsing=True)
+        options = [each.get_help_record(context)[0] for each in command.params if each.param_type_name == "option"]
+        assert [text for text in options if re.search(r"<(str|path|int|float|bool)>", text)] == []
 
 
 def test_termination_keeps_its_code(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,19 @@ def test_without_folds_nothing_is_said_about_folding(memopt: Memopt, llama: Path
     run = memopt("patch", llama, "--recipe", "exact-unfolded")
     assert run.code == 0
     assert "loss at step 0" not in run.out
-    assert "so no weight changes" in run.out
+    assert "so no weight changes" in run.err
     assert "unchanged" in run.out
     assert (OUT / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+
+
+def test_that_no_weight_changes_is_said_before_the_folder_is_written(llama: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    pipeline.patch_checkpoint(
+        llama, tmp_path / "out", "exact-unfolded", note=said.append, progress=lambda *_: said.append("written")
+    )
+    assert "so no weight changes" in said[0]
+    assert said[1:]
+    assert set(said[1:]) == {"written"}
 
 
 def test_json_is_one_document_with_every_site(memopt: Memopt, llama: Path) -> None:

@@ -18,7 +18,10 @@ import memopt.patches.linear.module as linear_module
 import memopt.patches.scope as scope_patch
 from memopt.cli.main import main
 from memopt.errors import ModelError
+from memopt.patches.checks import Check
 from memopt.pipeline import patch_checkpoint
+from memopt.reporting.terminal import checks_summary
+from memopt.reporting.text import as_text
 from memopt.verification.run import verify
 from tests.factories import tiny_model
 from tests.mutation.acting import backward_replaced
@@ -261,6 +264,38 @@ def test_the_command_prints_one_json_document(folders, capsys):
     assert document["status"] == "pass"
     assert document["command"] == "verify"
     assert all(check["threshold_reason"] is not None for check in document["checks"])
+
+
+def test_the_command_prints_a_line_for_each_level_and_every_check_if_asked(folders, capsys):
+    arguments = ["verify", str(folders / "llama-patched"), "--level", "weights"]
+    assert main(arguments) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert len(short) <= 5
+    assert "weights" in short[0]
+    assert "(limit " in short[0]
+    assert "--verbose prints all" in short[2]
+    assert main([*arguments, "--verbose"]) == 0
+    full = capsys.readouterr().out
+    assert full.count("(limit ") > 5
+    assert "against: source bytes" in full
+
+
+def test_of_each_level_the_check_nearest_to_its_limit_is_printed_and_what_did_not_pass_in_full():
+    checks = [
+        Check("a", "weights", "files", "pass", "files that differ", 0.0, 0.0),
+        Check("b", "forward", "logits", "pass", "ratio", 1.2, 1.25),
+        Check("c", "forward", "logits", "pass", "another ratio", 1.0, 1.25),
+        Check("d", "memory", "blocks", "warn", "difference", 0.05, 0.03, detail="planned 1, measured 2"),
+        Check("e", "memory", "blocks", "pass", "share", 0.02, 1.0),
+    ]
+    lines = [line.rstrip() for line in as_text([checks_summary(checks)]).splitlines()]
+    assert lines[:3] == [
+        "  ok  weights  1 check   files that differ: 0 (limit 0)",
+        "  ok  forward  2 checks  ratio: 1.2 (limit 1.25)",
+        "warn  memory   2 checks  difference: 0.05 (limit 0.03)",
+    ]
+    assert any("planned 1, measured 2" in line for line in lines[3:])
+    assert not any("ratio" in line or "share" in line for line in lines[3:])
 
 
 def test_the_command_says_what_failed_and_exits_with_one(patched, capsys):

@@ -39,7 +39,7 @@ InputsOption = Annotated[
     Path | None,
     optional("A batch (.pt or .safetensors: arguments of the model's forward), if memopt cannot guess inputs.", "FILE"),
 ]
-RevisionOption = Annotated[str | None, optional("Branch, tag or commit on the hub.")]
+RevisionOption = Annotated[str | None, optional("Branch, tag or commit on the hub.", "REVISION")]
 AgainstOption = Annotated[str | None, optional("The original, if it is not at the place in memopt.json.", "MODEL")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that come with the model.")

@@ -12,8 +12,10 @@ import importlib
 import inspect
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Annotated, Any, cast
 
 import typer
@@ -35,6 +37,9 @@ def run() -> None:
     # A closed stderr is None, and what is printed to None goes to stdout.
     stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = cast(Any, common.Forgiving(stderr))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+        process = os.getpid()
+        signal.signal(signal.SIGINT, lambda _, frame: _interrupt(frame, process))
     codes: list[int] = []
     # After the handlers that come later. Python would then free, object by object, what the system frees at once.
     atexit.register(lambda: _leave(*codes))
@@ -42,6 +47,17 @@ def run() -> None:
     if codes == [common.EXIT_INTERRUPTED]:
         os._exit(common.EXIT_INTERRUPTED)  # else Python waits for the threads of a download
     sys.exit(codes[0])
+
+
+def _interrupt(frame: FrameType | None, process: int) -> None:
+    """Ctrl-C. An import ends at once: libraries catch every exception of their imports, and go on."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame is None or os.getpid() != process:
+        raise KeyboardInterrupt
+    command = next((word for word in sys.argv[1:] if word in COMMANDS), None)
+    with contextlib.redirect_stdout(sys.__stdout__):
+        _leave(common.report_error(KeyboardInterrupt(), command=command, as_json="--json" in sys.argv, debug=False))
 
 
 def _leave(code: int | None = None) -> None:

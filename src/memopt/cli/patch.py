@@ -27,20 +27,21 @@ _FOLD_SENTENCE = (
     "Folding keeps the function: the loss at step 0 is the same. It changes the parameters, so training then takes\n"
     "another path than the stock model. `--recipe exact-unfolded` or `--set norms.fold=none` keeps the path."
 )
-_NO_FOLD_SENTENCE = (
-    "No norm is folded, so no weight changes. In Python, memopt.patch(model) does the same without a copy."
-)
 
 
 def patch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A local folder or a hub id.", show_default=False)],
     out: Annotated[
-        Path | None, common.optional("Folder to write; default: ./NAME-memopt.", None, "--out", "-o")
+        Path | None, common.optional("Folder to write; default: ./NAME-memopt.", "DIR", "--out", "-o")
     ] = None,
     recipe: Annotated[
         str,
         typer.Option(
-            "--recipe", "-r", help="Name or YAML file; see `memopt recipes`.", autocompletion=common.recipe_names
+            "--recipe",
+            "-r",
+            metavar="NAME|FILE",
+            help="Name or YAML file; see `memopt recipes`.",
+            autocompletion=common.recipe_names,
         ),
     ] = "exact",
     settings: Annotated[
@@ -161,8 +162,6 @@ def _print(result: PatchResult, verbose: bool) -> None:
     if saved is not None:
         before, after = (common.format_bytes(each.total) for each in (saved.before, saved.after))
         common.say(f"Saved for backward: {before} -> {after} ({saved.change:+.1%}), {saved.training}.")
-    if not result.plan.folds():
-        print(_NO_FOLD_SENTENCE)
     if result.written is None:
         source = result.source
         files = common.plural(len(source.shards), "weight file")

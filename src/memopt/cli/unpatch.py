@@ -24,7 +24,7 @@ def unpatch(
     ],
     against: common.AgainstOption = None,
     out: Annotated[
-        Path | None, common.optional("Folder to write; default: ./NAME-unpatched.", None, "--out", "-o")
+        Path | None, common.optional("Folder to write; default: ./NAME-unpatched.", "DIR", "--out", "-o")
     ] = None,
     adapter: AdapterOption = None,
     trust_remote_code: common.TrustOption = False,

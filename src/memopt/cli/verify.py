@@ -23,11 +23,15 @@ def verify(
     allow_skips: Annotated[bool, typer.Option("--allow-skips", help="Exit 0 although a check was skipped.")] = False,
     trust_remote_code: common.TrustOption = False,
     inputs: common.InputsOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every check with its limit, its reference and its reason.")
+    ] = False,
     json_output: common.JsonOption = False,
 ) -> int:
     """Prove that DIR holds the same model as its original.
 
-    Exits with 0 if every check passed, 1 if one failed, 3 if one was skipped.
+    Prints a line for each level, and each check that did not pass. Exits with 0 if every check passed, 1 if one
+    failed, 3 if one was skipped.
     """
     common.note(f"Verifying {directory}")
     with common.only_results_on_stdout(), common.waiting("Verifying"):
@@ -46,9 +50,13 @@ def verify(
         fields = verdict.to_dict()
         common.print_json(common.document("verify", fields.pop("status"), model=str(directory), **fields))
         return code
-    from memopt.reporting.terminal import checks_table
+    from memopt.reporting.terminal import checks_summary, checks_table
 
-    common.print_rich(checks_table(verdict.checks))
+    if verbose:
+        common.print_rich(checks_table(verdict.checks))
+    else:
+        common.print_rich(checks_summary(verdict.checks))
+        common.say("Of each level, the check that is nearest to its limit; --verbose prints all.")
     common.say(_summary(verdict, directory, code))
     return code
 

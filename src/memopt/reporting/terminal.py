@@ -82,6 +82,23 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
     return Group(*parts)
 
 
+def checks_summary(checks: Sequence[Check]) -> RenderableType:
+    """A row a level: its number of checks, and the one nearest to its limit. Then in full what did not pass."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for level, group in groupby(checks, key=lambda check: check.level):
+        its = list(group)
+        mark, style = _MARKS[next(status for status in _WORST_FIRST if any(check.status == status for check in its))]
+        nearest = max(its, key=lambda check: -1.0 if check.threshold is None else check.excess)
+        count = f"{len(its)} check" + ("s" if len(its) > 1 else "")
+        table.add_row(Text(mark, style=style), Text(level), Text(count), line(_number(nearest)))
+    rest = [check for check in checks if check.status != "pass"]
+    return Group(table, Text(), *([checks_table(rest)] if rest else []))
+
+
+_WORST_FIRST = ("fail", "skip", "warn", "pass")
 _MARKS = {
     "pass": ("  ok", "green"),
     "warn": ("warn", "yellow"),

@@ -85,8 +85,11 @@ def convert_adapter(
         out: the folder to write; by default the adapter's name and ``-folded`` or ``-stock`` in the current folder.
         back: from the folded model to the stock one.
         against: the model that the patched folder was made from; by default where memopt.json says it was.
-        recipe, overrides: how `model` is folded, where it is not patched yet.
-        revision, trust_remote_code, allow_pickle: as in `patch_checkpoint`.
+        recipe: by which `model` is folded, where it is not patched yet.
+        overrides: keys of the recipe to change, as ``key=value``.
+        revision: as in `patch_checkpoint`, as are the next two.
+        trust_remote_code: run the Python files that come with the model.
+        allow_pickle: read ``pytorch_model*.bin``.
         note: called with each note of the result as soon as it is known.
 
     Raises:
