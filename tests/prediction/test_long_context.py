@@ -1,0 +1,46 @@
+"""The account of long context is the peak of a real step at a reduced width, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.measure import compare
+from memopt.trace.trace import Step
+from memopt.trace.training import Train, Training
+from memopt.walk.observe import walk_config
+
+TOKENS, HIDDEN, BLOCKS, HEADS = 2048, 128, 3, 8
+
+
+def step(train: Train, *settings: str) -> Step:
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS, num_key_value_heads=2, dtype="float32",
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    recipe = load_recipe("long-context", ["tiles.room=1", *settings])
+    return Step(config, Training(1, TOKENS, precision="fp32", train=train), walk_config(config), recipe)
+
+
+@pytest.mark.parametrize(
+    ("train", "keep"),
+    [
+        ("full", "none"),
+        ("lora", "attention"),
+        pytest.param("full", "attention", marks=pytest.mark.slow),
+        pytest.param("lora", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_without_offloading_to_the_byte(train: Train, keep: str) -> None:
+    found = compare(step(train, "checkpointing.offload=none", f"checkpointing.keep={keep}"))
+    assert found.measured.allocated == found.predicted
+
+
+@pytest.mark.parametrize(("keep", "outputs"), [pytest.param("none", 0, marks=pytest.mark.slow), ("attention", 1)])
+def test_what_waits_in_cpu_memory_is_beside_it(keep: str, outputs: int) -> None:
+    """On the CPU it is measured too: inputs, outputs of attention and their row statistics, in fp32."""
+    found = compare(step("full", f"checkpointing.keep={keep}"))
+    waits = BLOCKS * TOKENS * (HIDDEN + outputs * (HIDDEN + HEADS)) * 4
+    assert found.predicted < found.measured.allocated <= found.predicted + waits
