@@ -25,6 +25,7 @@ from memopt.recompute import chains
 from memopt.saved import RecomputeScope
 from memopt.trace.account import account
 from memopt.walk.aten.precision import precise
+from memopt.walk.observe import walk_model
 
 ROWS, WIDTH, WIDE = 24, 6, 32
 
@@ -103,6 +104,14 @@ def in_place(self: Chained, x: Tensor) -> Tensor:
     return (torch.exp(torch.tanh(x)) * torch.sigmoid(y))[..., 1::2]
 
 
+def changed_between(self: Chained, x: Tensor) -> Tensor:
+    """Stock keeps the sigmoid's result; what it was made of changes."""
+    y = torch.sigmoid(x)
+    with torch.no_grad():
+        x.mul_(2.0)
+    return (torch.exp(torch.tanh(y)) * x)[..., ::2]
+
+
 def twice(self: Chained, x: Tensor) -> Tensor:
     """One intermediate has several readers, one of them a product."""
     y = torch.exp(torch.tanh(torch.sigmoid(x)))
@@ -115,7 +124,7 @@ def scaled(self: Chained, x: Tensor) -> Tensor:
     return torch.exp(torch.tanh(x[..., ::2])) * weight
 
 
-FORMS = [interleaved, chunked, cut, softplus, masked, detached, hooked, in_place, twice, scaled]
+FORMS = [interleaved, chunked, cut, softplus, masked, detached, hooked, in_place, changed_between, twice, scaled]
 #: What saves less, and at least how many tensors as large as half the first product's result.
 LESS = {interleaved: 2, chunked: 1, cut: 1, softplus: 1}
 
@@ -294,6 +303,68 @@ def test_long_chains_end() -> None:
 
     stock, patched = both(doubled)
     assert_same(step(patched, draw()), step(stock, draw()))
+
+
+def test_a_parameter_may_be_freed_before_backward() -> None:
+    """... as sharding frees those of other units."""
+    stock, patched = both(softplus)
+    expected = step(stock, draw())
+    x = draw()
+    with RecomputeScope():
+        y = patched(x)
+    size = patched.bias.untyped_storage().nbytes()
+    patched.bias.untyped_storage().resize_(0)
+    loss = y.square().sum()
+    grads = torch.autograd.grad(loss, [x, patched.bias])
+    patched.bias.untyped_storage().resize_(size)
+    assert_same([grads[0], grads[1]], [expected[1], expected[2]])
+
+
+# --- which modules ---------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.head = Inner(form), nn.Linear(WIDE // 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y = y if isinstance(y, Tensor) else y[0] + y[1]
+        return self.head(y)  # type: ignore[no-any-return]
+
+
+class Inner(nn.Module):
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.form, self.up, self.bias = form, nn.Linear(WIDTH, WIDE), nn.Parameter(torch.randn(1, WIDE // 2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self, self.up(x))
+
+
+def returned_inside(self: Any, x: Tensor) -> Any:
+    y = torch.exp(torch.tanh(x.sigmoid()))[..., ::2]
+    return y, torch.log(y + 1.0) * y
+
+
+def changed_after(self: Any, x: Tensor) -> Tensor:
+    y = torch.exp(torch.tanh(torch.sigmoid(x)))[..., ::2]
+    x.zero_()
+    return y
+
+
+def a_sum(self: Any, x: Tensor) -> Tensor:
+    return (x[..., ::2] + x[..., 1::2]) * 2.0 + self.bias  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [(interleaved, True), (softplus, True), (returned_inside, False), (changed_after, False), (a_sum, False)],
+)
+def test_the_walk_finds_them_where_nothing_outside_sees_them(form: Any, found: bool) -> None:
+    sites = walk_model(Model(form), {"x": torch.randn(ROWS, WIDTH)})
+    assert ("inner" in sites.chained) is found
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

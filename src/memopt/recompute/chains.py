@@ -6,6 +6,7 @@ save is measured, once for each form of a call: `x * y` saves one factor, both o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.torch_compat import FakeTensor, any_autocast_enabled, no_torch_function, storage_id, tensor_hooks
+from memopt.recompute.pure import on_meta
+from memopt.torch_compat import FakeTensor, any_autocast_enabled, no_modes, no_torch_function, storage_id, tensor_hooks
 
 _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor})
 #: Beside elementwise functions, means and deviations of rows: they cost as little.
@@ -92,7 +94,7 @@ class _Place(NamedTuple):
 
 
 #: Form of a call -> the operands that it saves, and other tensors as a part of the largest operand; None if it returns
-#: one of its operands.
+#: one of its operands, or is not known.
 _measured: dict[Any, tuple[list[int], float] | None] = {}
 #: replace(value, run, sources, parameters) -> `value`, which is ``run(sources, parameters)``, with a node that saves
 #: the sources and copies of the parameters.
@@ -245,16 +247,20 @@ def _filled_by(operand: _Operand) -> Any:
 
 
 def _measure(function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> tuple[list[int], float] | None:
+    """On meta tensors, unseen by traces and hooks around; None if it does not run there."""
     saved: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: torch.empty(0)):
-        output = function(*args, **kwargs)
-    with no_torch_function():
-        if any(each is one for each in _leaves(output) for one in given):
+    copies: dict[int, Tensor] = {}
+    with no_modes(), no_torch_function(), contextlib.suppress(Exception):
+        values, named = on_meta(tuple(args), copies), {name: on_meta(each, copies) for name, each in kwargs.items()}
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: torch.empty(0)):
+            output = function(*values, **named)
+        if any(each is one for each in _leaves(output) for one in copies.values()):
             return None
-        own = [storage_id(each.untyped_storage()) for each in given]
+        own = [storage_id(copies[id(each)].untyped_storage()) for each in given]
         kept = {storage_id(each.untyped_storage()): each for each in saved if each.numel() > 1}
         others = sum(each.nbytes for key, each in kept.items() if key not in own)
         return [i for i, key in enumerate(own) if key in kept], others / max(1, *(each.nbytes for each in given))
+    return None
 
 
 def _form(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

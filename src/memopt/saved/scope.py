@@ -148,7 +148,8 @@ class _Pack:
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
-        self._replaces = self.compressor is not None
+        # Without it, that of the scope around it would hold here.
+        self._replaces = self.compressor is not None or inside is not None
 
     def __call__(self, tensor: Tensor) -> Saved:
         base = tensor._base
