@@ -312,11 +312,8 @@ def test_a_parameter_may_be_freed_before_backward() -> None:
     x = draw()
     with RecomputeScope():
         y = patched(x)
-    size = patched.bias.untyped_storage().nbytes()
-    patched.bias.untyped_storage().resize_(0)
-    loss = y.square().sum()
-    grads = torch.autograd.grad(loss, [x, patched.bias])
-    patched.bias.untyped_storage().resize_(size)
+    patched.bias.data.fill_(9.0)  # no version shows it
+    grads = torch.autograd.grad(y.square().sum(), [x, patched.bias])
     assert_same([grads[0], grads[1]], [expected[1], expected[2]])
 
 

@@ -37,10 +37,8 @@ def _functions(names: str, *owners: Any) -> frozenset[Any]:
 
 #: Functions that give views, or copies of all elements.
 _ARE_VIEWS = _functions(_VIEWS, Tensor, torch)
-#: Functions that may write into their first argument.
-_MAY_WRITE = _functions(_ELEMENTWISE, F)
 #: Functions that are followed.
-FOLLOWED = _ARE_VIEWS | _MAY_WRITE | _functions(_ELEMENTWISE, Tensor, torch)
+FOLLOWED = _ARE_VIEWS | _functions(_ELEMENTWISE, Tensor, torch, F)
 #: Of views; others gather.
 _INDICES = (int, slice, type(None), type(...))
 #: What is saved less, as a part of the sources, at least; and a parameter that is copied, as a part of the operands.
@@ -149,8 +147,6 @@ class Chains:
         """The operation, if it can be part of a chain."""
         is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         if not is_recorded or not all(type(each) in _PLAIN_TYPES and not each.is_inference() for each in given):
-            return None
-        if kwargs.get("inplace") or "out" in kwargs or (function in _MAY_WRITE and True in args[1:]):
             return None
         if function is Tensor.__getitem__ and any(type(each) not in _INDICES for each in _leaves(args[1:])):
             return None
