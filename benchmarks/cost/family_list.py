@@ -70,16 +70,13 @@ _SUMS = (
 )
 #: Family -> what memopt keeps beyond its floor, from the storages of the trace (`Row.beyond`).
 CAUSES = {
-    **dict.fromkeys(("Gemma 2", "Gemma 3", "Gemma 4", "GLM-4", "OLMo 2", "OLMo 3"), _SUMS),
-    "Gemma 3n": "The gate's cut to its largest values keeps one more tensor of the MLP's width; sums, as in Gemma 2.",
+    **dict.fromkeys(("Gemma 2", "Gemma 3", "Gemma 3n", "Gemma 4", "GLM-4", "OLMo 2", "OLMo 3"), _SUMS),
     "T5": "The sum of position bias and mask, one in each stack and layer, which attention saves.",
-    "gpt-oss": "The experts' own gate: the result of its sigmoid, and the product of gate and sigmoid.",
     "DeBERTa-v3": "Scaled keys beside the keys, which another product reads; the mask and the places of the gathers, "
     "made in each layer.",
     "DINOv2": "A layer scale keeps the output that it scales; the sum behind it could be computed from that.",
     "DINOv3": "A layer scale keeps the output that it scales; the sum behind it could be computed from that.",
     "DeepSeek-V3": "Keys, joined with their rotated part, beside the product that they and the values are parts of.",
-    "Kimi-Linear": "The forget gate in fp32: the softplus and the products around it.",
 }
 
 

@@ -23,6 +23,7 @@ _GATED = ("tests/kernels/gated_mlp/test_gated.py",)
 _CODES = ("tests/kernels/derivative_codes/test_codes.py",)
 _INT8 = ("tests/kernels/quantize/test_quantize.py",)
 _SAMPLING = ("tests/kernels/sampled_linear/test_sampling.py", "-k", "not compiles")
+_CHAINS = ("tests/patches/test_chains.py", "-k", "stocks-plain or value_and_gradients or walk_finds or freed")
 _SOFTMAX = ("tests/patches/test_softmax.py",)
 _DROPOUT = ("tests/kernels/dropout/test_dropout.py",)
 _COPIES = ("tests/saved/test_padded.py", "tests/saved/test_copies.py")
@@ -196,6 +197,58 @@ FAULTS: tuple[Fault, ...] = (
         "    return dx.to(node.dtypes[0])\n",
         "    return dx.to(torch.bfloat16).to(node.dtypes[0])\n",
         ("tests/kernels/softmax",),
+    ),
+    # Chains of elementwise operations.
+    Fault(
+        "chains: a result that has changed since is recomputed",
+        "known[1] == x._version and not",
+        "known[1] <= x._version and not",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: a source that has changed since is read",
+        "if all(each.tensor._version == each.version for each in made.call.sources):",
+        "if made.call.sources:",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: a hook on a tensor inside gets no gradient", "(tensor_hooks(x) or x.retains_grad)", "False", _CHAINS
+    ),
+    Fault(
+        "chains: what is computed without gradients gets one",
+        "is_recorded = torch.is_grad_enabled() and any",
+        "is_recorded = any",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: one part of several stands for all",
+        "values[each.number][each.part]",
+        "values[each.number][0]",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: a parameter is read in backward, when it may be freed",
+        "*(parameter.detach().clone() for parameter in tensors[count:])",
+        "*(parameter.detach() for parameter in tensors[count:])",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: a module that returns their inside has them",
+        "                self._unfit.add(call.name)\n",
+        "                pass\n",
+        _CHAINS,
+    ),
+    Fault(
+        "chains: the last operation is forgotten",
+        "for function, args, kwargs in calls:",
+        "for function, args, kwargs in calls[:-1] or calls:",
+        _CHAINS,
+    ),
+    Fault(
+        "a scope of fewer families is closed inside of another one",
+        "self._replaces = self.compressor is not None or inside is not None  #",
+        "self._replaces = self.compressor is not None  #",
+        ("tests/patches/test_experts.py", "-k", "gated_mlps_that"),
     ),
     # Codes and quantised tensors.
     Fault(

@@ -115,6 +115,22 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_gated_mlps_that_the_recipe_leaves_are_left_in_every_call(family, implementation):
+    """Experts are a scope of fewer families then, inside of their block's."""
+    recipe = memopt.load_recipe("exact-unfolded", ["gated_mlps.method=none"])
+    stock = base(family, implementation, torch.float32)
+    patched = memopt.patch(copy.deepcopy(stock), recipe)
+    first, second = saved(patched), saved(patched)
+    assert first.total == second.total
+    for use_reentrant in (True, False):
+        for model in (stock, patched):
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        assert_same(gradients(patched), gradients(stock), 2e-5)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_activation_checkpointing(use_reentrant, implementation):

@@ -29,11 +29,21 @@ def patch_functions(module: nn.Module, mode: Mode) -> None:
     Raises:
         ValueError: the module cannot be swapped.
     """
-    modes: tuple[Mode, ...] = ()
-    if is_swapped(module) and isinstance(state := swap_state(module), FunctionsRewrite):
-        modes = state.modes
-        restore_forward(module)
-    swap_forward(module, _forward, FunctionsRewrite((*modes, mode)))
+    swap_forward(module, _forward, FunctionsRewrite((*without_modes(module), mode)))
+
+
+def has_modes(module: nn.Module) -> bool:
+    """Whether `module` runs inside modes, and is not rewritten otherwise."""
+    return is_swapped(module) and isinstance(swap_state(module), FunctionsRewrite)
+
+
+def without_modes(module: nn.Module) -> tuple[Mode, ...]:
+    """The modes that `module` ran inside, for a rewrite in the place of this one."""
+    if not has_modes(module):
+        return ()
+    modes: tuple[Mode, ...] = swap_state(module).modes  # type: ignore[attr-defined]
+    restore_forward(module)
+    return modes
 
 
 @wraps_any_forward

@@ -52,7 +52,7 @@ def differentiable(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     """
     with no_modes(), no_torch_function(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         copies: dict[int, Tensor] = {}
-        given, named = _on_meta(tuple(args), copies), {name: _on_meta(value, copies) for name, value in kwargs.items()}
+        given, named = on_meta(tuple(args), copies), {name: on_meta(value, copies) for name, value in kwargs.items()}
         versions = versions_of([*copies.values()])
         try:
             with torch.enable_grad(), RandomDraws() as random:
@@ -88,9 +88,10 @@ def with_tensors(template: Any, tensors: Iterable[Tensor]) -> Any:
     return tree_map(lambda value: next(each) if value is _SLOT else value, template)
 
 
-def _on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
+def on_meta(value: Any, copies: dict[int, Tensor]) -> Any:
+    """`value` with a meta tensor for each tensor in it, which `copies` has by the id of that tensor."""
     if type(value) in (tuple, list):
-        return type(value)([_on_meta(each, copies) for each in value])
+        return type(value)([on_meta(each, copies) for each in value])
     if not isinstance(value, Tensor):
         return torch.device("meta") if isinstance(value, torch.device) else value
     if id(value) not in copies:

@@ -148,7 +148,7 @@ class _Pack:
         elif inside is not None:  # the scope around it compresses
             self.compression, self._borrowed = inside.compression, inside.compressor
         self._slots: list[weakref.ref[Slot]] = []
-        self._replaces = self.compressor is not None
+        self._replaces = self.compressor is not None or inside is not None  # whose families would hold here
 
     def __call__(self, tensor: Tensor) -> Saved:
         base = tensor._base

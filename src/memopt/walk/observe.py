@@ -176,16 +176,21 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     }
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
+    gated, activations = tuple(with_form(model, site) for site in labels.gated_sites()), labels.activation_sites()
+    # What is known of these modules, or is run again in them, has other patches.
+    known = {each.name for each in norms} | {each.name for each in observed.functions}
+    known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}
     sites = Sites(
         model_class=type(model).__name__,
         model_type=str(getattr(config, "model_type", "")),
         norms=norms,
-        gated_mlps=tuple(with_form(model, site) for site in labels.gated_sites()),
-        activations=labels.activation_sites(),
+        gated_mlps=gated,
+        activations=activations,
         linears=linears,
         dropouts=labels.dropout_sites(),
         softmaxes=labels.softmax_sites(),
         functions=observed.functions,
+        chained=tuple(name for name in observed.chained if name not in known),
         loss_heads=tuple(heads),
         blocks=find_blocks(model, {n.name for n in norms}, owners, mode.visited),
         hidden_size=_hidden_size(config, norms),

@@ -275,6 +275,9 @@ class Sites:
     softmaxes: tuple[str, ...] = ()
     """Names of the modules in whose forward a softmax over more than rows of classes ran; fused attention has none."""
     functions: tuple[FunctionSite, ...] = ()
+    chained: tuple[str, ...] = ()
+    """Names of the modules whose own code saves more for chains of elementwise operations than what these begin with;
+    norms and activations are none."""
     loss_heads: tuple[LossHead, ...] = ()
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, in order of execution."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.base.autograd import autocast_as, autocast_dtype, is_batched, refuse_double_backward
-from memopt.recompute.rules import NORMALISED, register_operator
-from memopt.recompute.specs import Recomputed
+from memopt.recompute.rules import ELEMENTWISE, NORMALISED, register_operator
+from memopt.recompute.specs import Recomputed, attach_spec
 
 #: run(inputs, parameters) -> the module's output
 Replay = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -39,23 +39,56 @@ def replayed(run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
     return y
 
 
+def recomputed_chain(value: Tensor, run: Replay, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """`value`, a new tensor that is ``run(inputs, parameters)``, as the result of an operation that keeps them only.
+
+    Args:
+        run, inputs, parameters: as in :func:`replayed`.
+    """
+    y: Tensor = ChainFunction.apply(run, len(inputs), [value], *inputs, *parameters)  # type: ignore[no-untyped-call]
+    if y.grad_fn is not None:
+        node: Any = y.grad_fn
+        attach_spec(y, node.saved_for_readers, node.recomputed)
+        del node.saved_for_readers
+    return y
+
+
 class ReplayFunction(torch.autograd.Function):
     """Keeps what goes in; differentiates `run` again in backward."""
 
     @staticmethod
     def forward(ctx: Any, run: Replay, count: int, *tensors: Tensor) -> Tensor:
-        ctx.recomputes_output = True
-        ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
-        copies = [parameter.detach().clone() for parameter in tensors[count:]]
-        ctx.save_for_backward(*tensors[:count], *copies)
+        _save(ctx, run, count, tensors)
         return run(tensors[:count], tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         ctx.recomputed.finish()
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[-len(saved) :]
         return None, None, *gradients_again(lambda tensors: [ctx.recomputed.function(*tensors)], saved, needs, [dy])
+
+
+class ChainFunction(torch.autograd.Function):
+    """As :class:`ReplayFunction`, of a value that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Replay, count: int, value: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.saved_for_readers = _save(ctx, run, count, tensors)
+        return value.pop()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ReplayFunction.backward(ctx, dy)
+
+
+def _save(ctx: Any, run: Replay, count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    ctx.recomputes_output = True
+    ctx.recomputed = Recomputed(functools.partial(_value, run, count, autocast_dtype(tensors[0])))
+    saved = *tensors[:count], *(parameter.detach().clone() for parameter in tensors[count:])
+    ctx.save_for_backward(*saved)
+    return saved
 
 
 def gradients_again(
@@ -94,3 +127,4 @@ def _value(run: Replay, count: int, autocast: torch.dtype | None, *tensors: Tens
 
 
 register_operator("ReplayFunctionBackward", NORMALISED)
+register_operator("ChainFunctionBackward", ELEMENTWISE)

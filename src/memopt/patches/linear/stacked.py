@@ -7,6 +7,7 @@ output of a product saved that is multiplied with the router's weights (`memopt.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memopt.patches.functions import Mode, run_inside, without_modes
 from memopt.patches.linear.weighted import weighted_products
 from memopt.patches.swap import original_class, steps_aside, swap_forward, wraps_any_forward
 from memopt.recompute.versions import with_witness
@@ -28,6 +30,8 @@ from memopt.torch_compat import is_checkpointed_region, parametrizations_are_cac
 class StackedRewrite:
     """What such a module knows."""
 
+    modes: tuple[Mode, ...] = ()
+    """Those that it runs inside, outermost first."""
     proven: set[tuple[str, str]] = field(default_factory=set, compare=False)
     """(parameter, class of its parametrisation) of the sums that were computed once more and came out the same."""
     settings: dict[str, Settings] = field(default_factory=dict, compare=False)
@@ -40,11 +44,12 @@ def patch_stacked(module: nn.Module) -> None:
     Raises:
         ValueError: the module cannot be swapped.
     """
-    swap_forward(module, _forward, StackedRewrite())
+    swap_forward(module, _forward, StackedRewrite(without_modes(module)))
 
 
 @wraps_any_forward
 def _forward(stock: Callable[..., Any], rewrite: StackedRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    stock = functools.partial(run_inside, rewrite.modes, stock)
     if torch.compiler.is_compiling():
         return stock(module, *args, **kwargs)
     saves = not steps_aside() and in_a_scope()

@@ -7,19 +7,22 @@ device saves other tensors than its decomposition on meta. Tensors that memopt's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from memopt.environment.generators import seed_cpu
+from memopt.recompute.chains import FOLLOWED, ChainCall, Chains, in_order
 from memopt.saved.observer import ObservedTensor, Save, SavedTensorObserver
-from memopt.torch_compat import TorchDispatchMode, operator_name
+from memopt.torch_compat import TorchDispatchMode, operator_name, tree_leaves
 from memopt.walk.aten.contractions import recognise
 from memopt.walk.aten.parameters import ParameterTable, storage_key
 from memopt.walk.aten.rules import OpCall
@@ -46,8 +49,9 @@ class InputUse(NamedTuple):
 
 def input_uses(
     model: nn.Module, calls: Sequence[Call], weights: Collection[str], table: ParameterTable
-) -> tuple[dict[str, InputUse], tuple[FunctionSite, ...]]:
-    """For each of `weights`, the other uses of its linear's input; and the functions that save much.
+) -> tuple[dict[str, InputUse], tuple[FunctionSite, ...], tuple[str, ...]]:
+    """For each of `weights`, the other uses of its linear's input; the functions that save much; and the modules with
+    chains of elementwise operations that save more than what they begin with.
 
     `calls` of `model`, whose parameters `table` names, run one after the other, in train mode and with gradients, until
     every linear was reached. The input of a linear that runs several times counts as saved only if every one of its
@@ -57,23 +61,25 @@ def input_uses(
     missing = set(weights)
     uses: dict[str, InputUse] = {}
     functions: dict[str, FunctionSite] = {}
+    chains: dict[str, None] = {}
     # Padded and odd variants mostly reach the same linears: they come last.
     for seed, call in enumerate(sorted(calls, key=lambda call: "plain" not in call.label.split())):
         if not missing:
             break
         try:
-            found, called = _uses_in(model, call, table, seed)
+            found, called, chained = _uses_in(model, call, table, seed)
         except Exception:  # a forward that runs without gradients may raise with them: it writes into a leaf
             continue
         uses = {**found, **uses}
         functions = {site.name: site for site in called} | functions
+        chains |= dict.fromkeys(chained)
         missing -= found.keys()
-    return uses, tuple(functions.values())
+    return uses, tuple(functions.values()), tuple(chains)
 
 
 def _uses_in(
     model: nn.Module, call: Call, table: ParameterTable, seed: int
-) -> tuple[dict[str, InputUse], list[FunctionSite]]:
+) -> tuple[dict[str, InputUse], list[FunctionSite], list[str]]:
     watch = _Watch(model, table)
 
     def run(target: nn.Module, own: Call) -> Any:
@@ -87,7 +93,7 @@ def _uses_in(
     try:
         with _trained(model):
             output = run_once(model, call, run, training=True)
-        found = watch.uses(), watch.functions()
+        found = watch.uses(), watch.functions(), watch.chained()
         del output  # its graph owns the saved tensors
         return found
     finally:
@@ -101,7 +107,12 @@ class _Call:
     name: str
     given: frozenset[int | None]
     """Storages of its arguments."""
+    nbytes: int = 0
+    """Of the largest of them, or of those of the call around it."""
     output: Any = None
+    chains: Chains | None = None
+    passed: set[ChainCall] = field(default_factory=set)
+    """The operations inside of chains."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,9 @@ class _Watch:
         #: Of the modules that are running, the outermost first.
         self._calls: list[_Call] = []
         self._readings: list[_Reading] = []
+        #: Module with chains -> what they begin with; and modules that return what is inside of a chain.
+        self._sources: dict[str, dict[Any, None]] = {}
+        self._unfit: set[str] = set()
         self._observer = SavedTensorObserver(
             model,
             entered=self._enter,
@@ -141,6 +155,7 @@ class _Watch:
             self._observer,
             saved_tensors_hooks(self._observer.pack, _no_backward),
             _Contractions(self),
+            _Functions(self),
             self._functions.active(),
         ):
             yield
@@ -183,11 +198,48 @@ class _Watch:
         parameters = {storage_key(parameter) for parameter in self.table.by_name.values()}
         return self._functions.sites(list(self._observer.saves()), parameters)
 
+    def chained(self) -> list[str]:
+        """The modules with chains that save more than what they begin with, which nobody changes."""
+        changed = {name for name, its in self._sources.items() if any(x.tensor._version != x.version for x in its)}
+        return [name for name in self._sources if name not in self._unfit | changed]
+
     def _enter(self, name: str, args: tuple[Any, ...]) -> None:
-        self._calls.append(_Call(name, frozenset(storage_key(each) for each in args if isinstance(each, Tensor))))
+        given = [each for each in args if isinstance(each, Tensor)]
+        nbytes = max((each.nbytes for each in given), default=0) or (self._calls[-1].nbytes if self._calls else 0)
+        self._calls.append(_Call(name, frozenset(map(storage_key, given)), nbytes))
 
     def _leave(self, output: Any) -> None:
-        self._calls.pop().output = output
+        call = self._calls.pop()
+        call.output = output
+        if call.chains is not None:
+            # Whoever reads it outside may ask for the gradient of all that is made of it.
+            if any(call.chains.made(each) in call.passed for each in tree_leaves(output)):
+                self._unfit.add(call.name)
+            call.chains.end()
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A function that chains may have, called in the code of the innermost module."""
+        if not self._calls:
+            return function(*args, **kwargs)
+        call = self._calls[-1]
+        call.chains = call.chains or Chains(None, functools.partial(self._found, call))
+        return call.chains.run(function, args, kwargs)
+
+    def _found(self, call: _Call, gain: int, last: ChainCall) -> None:
+        call.passed.update(each for each in in_order(last) if each is not last)
+        if 4 * gain >= call.nbytes:  # not the weights of a router
+            self._sources.setdefault(call.name, {}).update(dict.fromkeys(last.sources))
+
+
+class _Functions(TorchFunctionMode):
+    """Shows a watch the functions that chains may have."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.run(func, args, kwargs or {}) if func in FOLLOWED else func(*args, **(kwargs or {}))
 
 
 class _Saved:

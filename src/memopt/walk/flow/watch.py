@@ -33,6 +33,8 @@ class Observed:
     """Weight of a linear -> what else uses its input; only for linears that ran with gradients."""
     functions: tuple[FunctionSite, ...]
     """Only those that ran with gradients."""
+    chained: tuple[str, ...]
+    """The modules with chains that save more than what they begin with."""
     unseen: str = ""
     """Why some branch was not observed; empty where all were, or none was looked for."""
 
@@ -64,9 +66,9 @@ def observe(
                 calls = Calls([*calls, *branches.lengths(model, inputs)], calls.errors)
             unseen = branches.take(model)  # nothing without branches, since nothing was noted
         weights = [linear.parameter for linear in labels.linear_sites()] if labels is not None else []
-        uses, functions = input_uses(model, calls, weights, mode.parameters)
+        uses, functions, chained = input_uses(model, calls, weights, mode.parameters)
     traces = [*((call.label, "ok") for call in calls), *calls.errors]
-    return Observed(mode, labels, lookalikes, calls, traces, uses, functions, unseen)
+    return Observed(mode, labels, lookalikes, calls, traces, uses, functions, chained, unseen)
 
 
 def _probe_all(model: nn.Module) -> tuple[dict[str, NormProbe], dict[str, str], dict[str, Any]]:

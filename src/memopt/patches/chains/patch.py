@@ -1,0 +1,49 @@
+"""Chains of elementwise operations in a module's own code: they are recomputed from what they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows
+from memopt.recompute.rules import ELEMENTWISE
+from memopt.walk.sites import Sites
+
+
+class ChainsPatch(Patch):
+    """Gates of experts, gates of linear attention and the like, written out in a forward."""
+
+    name = "chains"
+    after = ("activation",)
+    requires = ("replay",)
+    rows = Rows("chain", {"recompute": "recomputed"}, noun="elementwise chain", plural="elementwise chains")
+
+    def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
+        return ((name, name) for name in sites.chained)
+
+    def decide(self, site: str, plan: PlanView) -> tuple[str, str]:
+        if plan.recipe.is_off("activations"):
+            return LEFT, "the recipe does not patch activations"
+        if not plan.recipe.selects(site):
+            return LEFT, EXCLUDED
+        if plan.sites.surrounds_blocks(site) or site in plan.sites.blocks:
+            return LEFT, "in the code of a block, or around the blocks"
+        return "recompute", "elementwise operations in its code keep what they begin with, not their results"
+
+    def scope(self, plan: PlanView) -> InScopes:
+        names = plan.chosen("chain")
+        if not names:
+            return InScopes()
+        from memopt.patches.chains.module import followed_chains
+
+        return InScopes(families=frozenset({ELEMENTWISE}), modes=dict.fromkeys(names, followed_chains))
+
+    def apply(self, live: Live) -> None:
+        from memopt.patches.chains.module import followed_chains
+        from memopt.patches.functions import patch_functions
+
+        for name in live.plan.chosen("chain"):
+            if name not in live.scopes:  # a scope has them in its modes
+                live.attempt(self.name, name, patch_functions, followed_chains)
+
+
+PATCH = ChainsPatch()
