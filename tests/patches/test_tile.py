@@ -181,6 +181,36 @@ def test_autocast_is_that_of_the_forward(differentiated):
     assert differentiated
 
 
+def test_tiles_that_run_again_are_cast_as_in_the_forward(differentiated):
+    dtypes = []
+
+    class Noted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            dtypes.append(x.dtype)
+            return x
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(tiled(MLP(Noted())), X.float().requires_grad_(), use_reentrant=False)
+    y.float().sum().backward()
+    assert set(dtypes) == {torch.bfloat16}
+    assert len(dtypes) == 2 * 6
+
+
+def test_a_call_with_another_tensor_runs_whole(differentiated):
+    class Scaled(MLP):
+        def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    for scale, count in ((torch.full((2, 13, 1), 2.0, dtype=torch.float64), 0), (2.0, 1)):
+        results = []
+        for module in (Scaled().double(), tiled(Scaled().double())):
+            x = X.clone().requires_grad_()
+            checkpoint(module, x, scale, use_reentrant=False).square().sum().backward()
+            results.append([x.grad, *(p.grad for p in module.parameters())])
+        assert_equal(results[1], results[0])
+        assert len(differentiated) == count
+
+
 @pytest.mark.parametrize("frozen", [("up", "down"), ("down",)])
 def test_frozen_parts_get_no_gradient(frozen, differentiated):
     modules = []
