@@ -1,4 +1,4 @@
-"""The families of docs/coverage.md, tiny: patched, also with levels and with adapters, they have stock's gradients."""
+"""The families of docs/coverage.md, tiny: patched, also with levels, by tiles and with adapters, they have stock's gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import memopt
 from benchmarks.families import FAMILIES, Family
+from memopt.patches.tile import module as tiles
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.parts import every_call
 from memopt.walk.calls.twin import build_twin
@@ -23,11 +24,13 @@ _CASES = [
 
 
 @pytest.mark.parametrize("family", _CASES)
-def test_gradients_are_those_of_the_stock_model(family: Family) -> None:
+def test_gradients_are_those_of_the_stock_model(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_STEP", 3)  # tokens of a tile, of few in a batch
+    monkeypatch.setattr(tiles, "_COPIES", 1 << 30)
     twin = build_twin(family.config(family.depths[0]))
     call = every_call(twin)[0]
     stock = _gradients(twin, call)
-    for recipe in ("exact-unfolded", "exact-levels"):
+    for recipe in ("exact-unfolded", "exact-levels", "long-context"):
         memopt.patch(twin, recipe)
         assert _difference(stock, _gradients(twin, call)) <= TOLERANCE, recipe
         memopt.unpatch(twin)
