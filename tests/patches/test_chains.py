@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.patches.chains import module as patched_module
 from memopt.patches.chains.module import followed_chains
+from memopt.patches.chains.patch import PATCH
 from memopt.patches.functions import patch_functions
 from memopt.recompute import chains
 from memopt.saved import RecomputeScope
@@ -482,6 +483,11 @@ def test_switched_off_with_activations() -> None:
     model = model_of("gpt_oss")
     plan = memopt.plan_for(model, memopt.load_recipe("exact-unfolded", ["activations.method=none"]))
     assert all(row.action == "keep" for row in plan.entries if row.kind == "chain")
+
+
+def test_verify_knows_that_the_intermediates_are_freed_in_the_forward() -> None:
+    plan = memopt.plan_for(model_of("gpt_oss"))
+    assert set(PATCH.frees(plan)) == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
 
 
 def test_a_plain_block_has_none() -> None:

@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memopt
 from tests.factories import MORE_NAMES, NAMES, tiny_inputs, tiny_model
+from tests.patches.test_chains import CASES, model_of
 
 
 def moe(experts: str) -> nn.Module:
@@ -49,6 +50,15 @@ def leaks(model: nn.Module, name: str) -> Counter[str]:
 def test_a_step_of_experts_leaves_nothing(experts: str, checkpointing: bool) -> None:
     model = moe(experts)
     memopt.patch(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    assert not leaks(model, "llama")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "experts", "_"), CASES)
+def test_a_step_of_chains_leaves_nothing(kind: str, experts: str, _: str, checkpointing: bool) -> None:
+    model = memopt.patch(model_of(kind, experts, torch.float32))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     assert not leaks(model, "llama")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from memopt.patches.base import EXCLUDED, LEFT, InScopes, Live, Patch, PlanView, Rows
+from memopt.patches.capabilities import Checks
 from memopt.recompute.rules import ELEMENTWISE
 from memopt.walk.sites import Sites
 
 
-class ChainsPatch(Patch):
+class ChainsPatch(Patch, Checks):
     """Gates of experts, gates of linear attention and the like, written out in a forward."""
 
     name = "chains"
@@ -36,6 +37,9 @@ class ChainsPatch(Patch):
         from memopt.patches.chains.module import followed_chains
 
         return InScopes(families=frozenset({ELEMENTWISE}), modes=dict.fromkeys(names, followed_chains))
+
+    def frees(self, plan: PlanView) -> Collection[str]:
+        return plan.chosen("chain")
 
     def apply(self, live: Live) -> None:
         from memopt.patches.chains.module import followed_chains
