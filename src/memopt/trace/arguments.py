@@ -139,6 +139,8 @@ class _Finder:
     functions: Sequence[FunctionSite]
     by_shapes: int | None = None
     """The number of the candidate that runs by shapes alone, at every size as at the first; None if none is known."""
+    first: Example | None = None
+    """Its first example."""
 
     def find(self, size: Training) -> Example:
         tried = itertools.count()
@@ -152,16 +154,33 @@ class _Finder:
         with plain_functions(self.model, STAND_INS):
             with AnyGroupedProduct(), autocast_of_meta():
                 inputs = step_inputs(self.short, Size(size.batch, size.seq), runs=runs)
-                on_meta = placed(inputs, "meta", self.model.dtype)
-                targets = training_targets(self.short, on_meta, run=_run_without_values)
+                targets = self._like_inputs(inputs) or training_targets(
+                    self.short, placed(inputs, "meta", self.model.dtype), run=_run_without_values
+                )
             likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
             if self.by_shapes is not None:
                 return replace(likeliest, is_read=False)
             # A model may count its blocks, and meta tensors take shapes that others do not.
             found = _that_runs(copy.deepcopy(self.short), size, self.functions, likeliest)
             if found is not None and found.inputs is likeliest.inputs and not found.is_read and targets:
-                self.by_shapes = next(tried) - 1
+                self.by_shapes, self.first = next(tried) - 1, found
             return found or _that_runs(copy.deepcopy(self.model), size, self.functions) or likeliest
+
+    def _like_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Targets of the shapes of `inputs`, where the first ones all have the shape of an input; else {}."""
+        found: dict[str, Any] = {}
+        if (first := self.first) is None:
+            return found
+        for name, target in first.targets.items():
+            like = (each for each, value in first.inputs.items() if _shape(value) == _shape(target) is not None)
+            if (known := next(like, None)) is None:
+                return {}
+            found[name] = target.new_zeros(inputs[known].shape)
+        return found
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _that_runs(
