@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common, outputs
+from memopt.cli import common, early, outputs
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
@@ -131,6 +131,7 @@ def report(
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
+    early.check_report(model, recipe, overrides or (), train)
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = _setup(optimizer, sharding, devices, gpu or budget)
     if asked.planner is not None:
