@@ -105,7 +105,7 @@ def largest(
     fits, too_much = 0, most + 1
     number = max(1, min(start, most))
     for looks in itertools.count(1):
-        left, is_enough, sketch = too_much - fits, need(number) <= limit, sketched(number)
+        is_enough, sketch = need(number) <= limit, sketched(number)
         if is_enough:
             fits = number
             more = 1 + 1 / number
@@ -118,20 +118,26 @@ def largest(
             too_much = number
         if too_much == fits + 1:
             return Largest(fits, is_all=fits == most)
-        if looks >= _LOOKS and too_much - fits > left // 2:
-            number = (fits + too_much) // 2
-        else:
-            number = _guess(range(fits + 1, too_much), limit, sketch, number)
+        number = _guess(range(fits + 1, too_much), limit, sketch, number, looks)
     raise AssertionError
 
 
-def _guess(numbers: range, limit: int, sketch: Sketch, known: int) -> int:
-    """The last of `numbers` that is thought to fit, from the sketch of a `known` one; at least the first."""
-    held = 0.0
-    for _ in range(_TRIES):
-        found = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) + held > limit)
-        number = numbers[max(0, found - 1)]
-        if number == numbers[0] or (needs := sketch.needs(number / known)) <= limit:
+def _guess(numbers: range, limit: int, sketch: Sketch, known: int, looks: int) -> int:
+    """Which of `numbers` to predict next, by the sketch of a `known` one: the last that is thought to fit.
+
+    In the middle of those whose storages alone would fit, where the allocator makes steps of what is needed: where none
+    but the first is thought to fit, and after some `looks`. Then always further, too.
+    """
+    held, follows = 0.0, looks < _LOOKS
+    most = number = numbers[0]
+    for tries in range(_TRIES if follows else 1):
+        place = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) + held > limit)
+        number = numbers[max(0, place - 1)]
+        most = most if tries else number
+        if number == numbers[0] or not follows or (needs := sketch.needs(number / known)) <= limit:
             break
         held = needs - sketch.live(number / known)
-    return number
+    if follows and number > numbers[0]:
+        return number
+    further = 0 if follows else 2 << (looks - _LOOKS)
+    return (numbers[0] + max(most, min(numbers[0] + further, numbers[-1]))) // 2
