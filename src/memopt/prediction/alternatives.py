@@ -67,11 +67,17 @@ class _Candidate:
     tracer: Tracer
     training: Training
     setup: Setup
+    _own: list[Prediction] = field(default_factory=list, init=False)
+    """The prediction at its own size, once it is known."""
 
     def at(self, *, batch: int | None = None, seq: int | None = None) -> Prediction:
         """The prediction at this size."""
         changed = replace(self.training, batch=batch or self.training.batch, seq=seq or self.training.seq)
-        return combine(self.tracer.at(changed), self.setup)
+        if changed != self.training:
+            return combine(self.tracer.at(changed), self.setup)
+        if not self._own:
+            self._own.append(combine(self.tracer.at(changed), self.setup))
+        return self._own[0]
 
 
 @dataclass

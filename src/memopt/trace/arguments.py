@@ -116,7 +116,14 @@ class _Model:
 
 @lru_cache(maxsize=8)
 def _example(of: _Model, size: Training) -> Example:
-    return _finder(of, size.precision, size.dropout).find(size)
+    finder = _finder(of, size.precision, size.dropout)
+    if of.sites.functions and finder.by_shapes is None and (size.seq or 0) > _SHORT:
+        finder.find(replace(size, seq=_SHORT))  # scans take long, and so every try
+    return finder.find(size)
+
+
+#: Tokens with which the arguments of a model with scans are found first.
+_SHORT = 256
 
 
 @lru_cache(maxsize=8)
