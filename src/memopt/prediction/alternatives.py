@@ -9,7 +9,7 @@ from functools import cache, partial
 from memopt.environment.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
-from memopt.prediction.headline import Headline, Largest, Way, gib
+from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
@@ -35,6 +35,7 @@ def headline(
     setup: Setup | None = None,
     step: Step | None = None,
     traces: Sequence[Trace | None] = (None, None),
+    steps: Steps | None = None,
 ) -> Headline:
     """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
@@ -46,6 +47,7 @@ def headline(
         setup: optimizer and devices, else AdamW on one device.
         step: what `request` comes to, where that is known.
         traces: its steps, stock and patched, where they are known.
+        steps: is told how far the work is.
 
     Raises:
         UsageError: no card is named so.
@@ -54,7 +56,8 @@ def headline(
     if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
-    answer = _Answer(step, setup if card is None else replace(setup_on(card, setup), memory=card.memory), card)
+    setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
+    answer = _Answer(step, setup, card, steps or Steps(""))
     return answer.headline(str(request.model), traces)
 
 
@@ -85,6 +88,7 @@ class _Answer:
     step: Step
     setup: Setup
     card: Card | None
+    steps: Steps
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
@@ -93,6 +97,8 @@ class _Answer:
         step, training = self.step, self.step.training
         patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
+        # The step itself, then every way to train.
+        self.steps.now, self.steps.total = 1, 1 + (2 + len(list(self._others())) if self.card else 0)
         if self.card:  # two small traces gain less than a fork costs
             trace_ahead(patched.tracer, training, (stock.tracer, training))
         else:  # with one, that blocks may be left out has to be found out, which takes traces of few
@@ -153,11 +159,14 @@ class _Answer:
 
         steps = [partial(work, candidate) for candidate in candidates]
         # Without a card nothing is searched.
-        found = each(steps) if self.card else [do() for do in steps]
+        found = each(steps, self._begin) if self.card else [do() for do in steps]
         for candidate, (_, traced) in zip(candidates, found, strict=True):
             if traced is not None:
                 candidate.tracer.traces[candidate.training] = traced
         return {candidate.name: way for candidate, (way, _) in zip(candidates, found, strict=True)}
+
+    def _begin(self, number: int) -> None:
+        self.steps.now = 2 + number
 
     def way(self, candidate: _Candidate) -> Way:
         found = candidate.at()
