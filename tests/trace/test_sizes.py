@@ -28,6 +28,7 @@ WAYS: list[tuple[str | None, dict[str, Any]]] = [
     ("exact-levels", {"precision": "bf16-mixed"}),
     ("int8", {}),
     ("lowmemory-bp", {}),
+    ("sampled", {"train": "lora"}),
 ]
 QUICK = ("llama", "bert", "t5")
 
