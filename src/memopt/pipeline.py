@@ -18,8 +18,9 @@ from memopt.checkpoint.unfold import Unfolded
 from memopt.checkpoint.unpatch import write_unpatched
 from memopt.checkpoint.writer import Progress, WriteResult, write_checkpoint
 from memopt.emit.engines import RECIPE_FILE, check_kinds, files_of, patched_step
+from memopt.environment.files import patched_folder_at
 from memopt.environment.generators import generators_kept
-from memopt.errors import MemoptError, ModelError, NegativeVerdict, UsageError
+from memopt.errors import MemoptError, NegativeVerdict, UsageError
 from memopt.plan.plan import Plan, make_plan
 from memopt.plan.recipe import DEFAULT_CHECKPOINT_RECIPE, Recipe, load_recipe
 from memopt.prediction.alternatives import headline
@@ -306,9 +307,7 @@ def unpatch_checkpoint(
         ModelError: `folder` is not patched, or `against` is not the model that it was made from.
         OutputError: `out` cannot be used or written.
     """
-    if not Path(folder).is_dir():
-        raise ModelError(f"Folder '{folder}' does not exist.", "Give a folder that `memopt patch` wrote.")
-    patched = open_source(str(folder))
+    patched = open_source(str(patched_folder_at(folder)))
     record = patched_folder(patched.root)
     if record.manifest is not None and record.manifest.emitted:
         kept = (name for name in patched.side_files if name not in record.manifest.emitted)

@@ -120,6 +120,26 @@ def test_a_form_of_a_call_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(runs) == 2  # the convolution and the delta rule, of three layers with linear attention
 
 
+def test_calls_under_checkpointing_are_followed_once_where_they_are_dropped_and_where_they_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed_as: list[str] = []
+    stock = followed.Ends.followed
+
+    def follow(ends: Any, run: Any) -> Any:
+        followed_as.append(ends.call.hooks)
+        return stock(ends, run)
+
+    monkeypatch.setattr(calls, "_known", {})
+    made = mamba()
+    step = Step(made, replace(FULL, checkpointing="full"), find_sites(build_meta(made)), None)
+    trace.trace(step)  # finds its arguments first
+    monkeypatch.setattr(calls, "_known", {})
+    monkeypatch.setattr(followed.Ends, "followed", follow)
+    trace.trace(step)
+    assert followed_as == ["dropping", "dropping", "keeping", "keeping"]  # the convolution and the scan
+
+
 def scan(x: Tensor, y: Tensor, repeats: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """Each output may be unused; nothing that goes in has a gradient of the last."""
     state = x

@@ -237,8 +237,9 @@ def importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[Callable[[], None]]:
-    """Inside, stderr says after two seconds that `what` goes on, and for how long; the callback ends it earlier."""
+def waiting(what: object) -> Iterator[Callable[[], None]]:
+    """Inside, stderr says after two seconds that `what` goes on, in its words of the moment, and for how long; the
+    callback ends it earlier."""
     done = threading.Event()
     thread = threading.Thread(target=_tell_time, args=(what, done), daemon=True)
 
@@ -253,7 +254,7 @@ def waiting(what: str) -> Iterator[Callable[[], None]]:
         end()
 
 
-def _tell_time(what: str, done: threading.Event) -> None:
+def _tell_time(what: object, done: threading.Event) -> None:
     started, draws, pause = time.monotonic(), _draws(), _PATIENCE
     while not done.wait(pause):
         pause = 1.0 if draws else _PLAIN_INTERVAL

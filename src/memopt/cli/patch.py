@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import common, early
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def patch(
     from memopt.emit.engines import check_kinds
 
     check_kinds(emit or ())
+    early.check_patch(model, recipe, settings or (), out, force=None if dry_run else force)
     with common.only_results_on_stdout(), common.progress("Writing") as progress:
         from memopt.pipeline import patch_checkpoint
 

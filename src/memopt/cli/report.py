@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common, outputs
+from memopt.cli import common, early, outputs
 from memopt.environment.forks import forking
 from memopt.errors import ModelError, UsageError
 from memopt.prediction.cards import find_card, setup_on
+from memopt.prediction.headline import Steps
 from memopt.prediction.setup import OPTIMIZERS, Optimizer, Setup, Sharding
 from memopt.trace.training import ALL_LINEAR, AdapterDtype, Checkpointing, Precision, Request, Train
 
@@ -131,13 +132,15 @@ def report(
     targets = tuple(name.strip() for name in lora_targets.split(",") if name.strip())
     if not targets:
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
+    early.check_report(model, recipe, overrides or (), train)
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
     setup = _setup(optimizer, sharding, devices, gpu or budget)
     if asked.planner is not None:
         return outputs.show_plan(request, setup, asked, card=gpu, json_output=json_output)
     if measure:
         return _show_measured(request, setup, json_output=json_output)
-    with common.only_results_on_stdout(), common.waiting("Tracing training steps"), forking():
+    steps = Steps("Tracing training steps")
+    with common.only_results_on_stdout(), common.waiting(steps), forking():
         with common.importing():
             from memopt.pipeline import report_on
             from memopt.prediction.alternatives import headline
@@ -147,7 +150,7 @@ def report(
             comparison = report_on(request, common.note)
         try:
             step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
-            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces)
+            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces, steps=steps)
         except ModelError:
             if gpu is not None:
                 raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import common, early
 from memopt.cli.patch import AdapterOption, convert
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def unpatch(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
         )
+    early.check_patched(directory)
     with common.only_results_on_stdout(), common.progress("Restoring") as progress:
         from memopt.pipeline import unpatch_checkpoint
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from memopt.cli import common
+from memopt.cli import common, early
 from memopt.patches.checks import Check, Level
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def verify(
     Prints a line for each level, and each check that did not pass. Exits with 0 if every check passed, 1 if one
     failed, 3 if one was skipped.
     """
+    early.check_patched(directory)
     common.note(f"Verifying {directory}")
     with common.only_results_on_stdout(), common.waiting("Verifying"):
         from memopt.verification.run import verify as run_levels

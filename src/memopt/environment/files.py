@@ -192,6 +192,33 @@ def _items(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
+def model_folder(source: str | Path) -> Path | None:
+    """The folder that `source` names; None if it is a hub id.
+
+    Raises:
+        ModelError: it is a path where no folder is.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"'{source}' is a file, not a model folder.", "Give the folder that holds its config.json.")
+    if isinstance(source, Path) or str(source).startswith(("/", "./", "../", "~")):
+        raise ModelError(f"The folder '{source}' does not exist.", "Check the path.")
+    return None
+
+
+def patched_folder_at(directory: str | Path) -> Path:
+    """The folder `directory`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if not Path(directory).is_dir():
+        raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
+    return Path(directory)
+
+
 def check_folder(root: Path) -> None:
     """Check the files in `root`, folders below it not included, before a library opens one by its name.
 

@@ -39,14 +39,15 @@ def processes() -> int:
     return min(_MOST, len(os.sched_getaffinity(0)))
 
 
-def each(work: Sequence[Callable[[], T]]) -> list[T]:
+def each(work: Sequence[Callable[[], T]], begun: Callable[[int], object] = lambda number: None) -> list[T]:
     """The results of `work`, in order; they have to be picklable.
 
     What a fork did not finish is done here, so an error is that of the first in order, as without forks.
+    `begun` is told the number of what this process begins; forks have begun those before.
     """
     count = min(processes(), len(work))
     if count < 2:
-        return [do() for do in work]
+        return [_told(do, begun, number) for number, do in enumerate(work)]
     import multiprocessing
 
     context = multiprocessing.get_context("fork")
@@ -66,7 +67,7 @@ def each(work: Sequence[Callable[[], T]]) -> list[T]:
                     receiver.close()
                     break
             workers.append((process, receiver))
-        done = _claimed(work, claims)
+        done = _claimed(work, claims, begun)
         for _, receiver in workers:
             with contextlib.suppress(EOFError, OSError):
                 done |= receiver.recv()
@@ -79,10 +80,18 @@ def each(work: Sequence[Callable[[], T]]) -> list[T]:
     return [done[number] if number in done else do() for number, do in enumerate(work)]
 
 
-def _claimed(work: Sequence[Callable[[], T]], claims: int) -> dict[int, T]:
+def _told(do: Callable[[], T], begun: Callable[[int], object], number: int) -> T:
+    begun(number)
+    return do()
+
+
+def _claimed(
+    work: Sequence[Callable[[], T]], claims: int, begun: Callable[[int], object] = lambda number: None
+) -> dict[int, T]:
     """Number -> result of those that no other process took first."""
     done: dict[int, T] = {}
     while number := os.read(claims, 1):
+        begun(number[0])
         with contextlib.suppress(Exception):
             done[number[0]] = work[number[0]]()
     return done

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from memopt.environment.forks import each
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
-from memopt.prediction.headline import Headline, Largest, Way, gib
+from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
+from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.estimate import max_positions
@@ -34,6 +35,7 @@ def headline(
     setup: Setup | None = None,
     step: Step | None = None,
     traces: Sequence[Trace | None] = (None, None),
+    steps: Steps | None = None,
 ) -> Headline:
     """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
@@ -45,6 +47,7 @@ def headline(
         setup: optimizer and devices, else AdamW on one device.
         step: what `request` comes to, where that is known.
         traces: its steps, stock and patched, where they are known.
+        steps: is told how far the work is.
 
     Raises:
         UsageError: no card is named so.
@@ -53,7 +56,8 @@ def headline(
     if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
-    answer = _Answer(step, setup if card is None else replace(setup_on(card, setup), memory=card.memory), card)
+    setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
+    answer = _Answer(step, setup, card, steps or Steps(""))
     return answer.headline(str(request.model), traces)
 
 
@@ -66,16 +70,17 @@ class _Candidate:
     tracer: Tracer
     training: Training
     setup: Setup
+    _own: list[Prediction] = field(default_factory=list, init=False)
+    """The prediction at its own size, once it is known."""
 
     def at(self, *, batch: int | None = None, seq: int | None = None) -> Prediction:
         """The prediction at this size."""
         changed = replace(self.training, batch=batch or self.training.batch, seq=seq or self.training.seq)
-        return combine(self.tracer.at(changed), self.setup)
-
-    def need(self, *, batch: int | None = None, seq: int | None = None) -> int:
-        """Bytes that the device has to have, margin included."""
-        found = self.at(batch=batch, seq=seq)
-        return found.total + found.margin
+        if changed != self.training:
+            return combine(self.tracer.at(changed), self.setup)
+        if not self._own:
+            self._own.append(combine(self.tracer.at(changed), self.setup))
+        return self._own[0]
 
 
 @dataclass
@@ -83,6 +88,7 @@ class _Answer:
     step: Step
     setup: Setup
     card: Card | None
+    steps: Steps
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
@@ -91,6 +97,8 @@ class _Answer:
         step, training = self.step, self.step.training
         patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
+        # The step itself, then every way to train.
+        self.steps.now, self.steps.total = 1, 1 + (2 + len(list(self._others())) if self.card else 0)
         if self.card:  # two small traces gain less than a fork costs
             trace_ahead(patched.tracer, training, (stock.tracer, training))
         else:  # with one, that blocks may be left out has to be found out, which takes traces of few
@@ -151,11 +159,14 @@ class _Answer:
 
         steps = [partial(work, candidate) for candidate in candidates]
         # Without a card nothing is searched.
-        found = each(steps) if self.card else [do() for do in steps]
+        found = each(steps, self._begin) if self.card else [do() for do in steps]
         for candidate, (_, traced) in zip(candidates, found, strict=True):
             if traced is not None:
                 candidate.tracer.traces[candidate.training] = traced
         return {candidate.name: way for candidate, (way, _) in zip(candidates, found, strict=True)}
+
+    def _begin(self, number: int) -> None:
+        self.steps.now = 2 + number
 
     def way(self, candidate: _Candidate) -> Way:
         found = candidate.at()
@@ -180,8 +191,7 @@ class _Answer:
         if self.card is None or self.step.inputs is not None:
             return None
         rows = self.step.training.batch
-        memory, base = self.card.memory, _base(candidate.at())
-        return largest(lambda n: candidate.need(batch=n), memory, start=rows, most=max(rows, MOST_ROWS), base=base)
+        return self._largest(candidate, lambda n: candidate.at(batch=n), rows, max(rows, MOST_ROWS))
 
     def _seq(self, candidate: _Candidate) -> Largest | None:
         now = self.step.training.seq
@@ -189,12 +199,30 @@ class _Answer:
             return None
         most = max(now, max_positions(self.step.config) or 1 << 17)
         stretch = max(1, min(_STRETCH, most // 8))
-        start, base = max(1, now // stretch), _base(candidate.at())
-        memory = self.card.memory
-        found = largest(lambda n: candidate.need(seq=n * stretch), memory, start=start, most=most // stretch, base=base)
-        if found.is_all and most % stretch and candidate.need(seq=most) <= memory:
+        start = max(1, now // stretch)
+        found = self._largest(
+            candidate, lambda n: candidate.at(seq=n * stretch), start, most // stretch, by_length=True
+        )
+        if found.is_all and most % stretch and candidate.at(seq=most).needs <= self.card.memory:
             return Largest(most, is_all=True)
         return Largest(found.value * stretch, found.is_all)
+
+    def _largest(
+        self, candidate: _Candidate, at: Callable[[int], Prediction], start: int, most: int, *, by_length: bool = False
+    ) -> Largest:
+        assert self.card is not None
+        known: dict[int, Prediction] = {}
+
+        def need(number: int) -> int:
+            known[number] = at(number)
+            return known[number].needs
+
+        @cache
+        def sketched(number: int) -> Sketch:
+            others = (each for size, each in known.items() if size != number)
+            return Scaled(known[number], others, by_length=by_length)
+
+        return largest(need, self.card.memory, start=start, most=most, sketched=sketched)
 
     def _remedies(
         self, stock: _Candidate, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]
@@ -239,7 +267,7 @@ class _Answer:
             words = steps[0][0]
             for (_, candidate), (_, twin) in zip(steps[::2], steps[1::2], strict=True):
                 better = candidate if candidate.at().total < twin.at().total else twin
-                if better.need() <= memory:
+                if better.at().needs <= memory:
                     how = f"; {better.how}" if better.how else ""
                     return f"{better.name} with {words} fits: {gib(better.at().total)}{how}"
         int8 = ways.get("memopt, int8")
@@ -316,72 +344,9 @@ def _cost(found: Prediction) -> tuple[int, int]:
     return sum(each.flops for each in operations), sum(each.nbytes for each in operations)
 
 
-def _base(found: Prediction) -> int:
-    """Bytes that a step of any size needs."""
-    return found.context + sum(each.nbytes for each in found.resident)
-
-
 def _more(way: Way, now: Way) -> str:
     return f"{100 * (way.flops / now.flops - 1):.0f} % more FLOPs" if now.flops else "more FLOPs"
 
 
 def _named(card: Card) -> str:
     return f"{card.name} ({card.memory / GIB:.2f} GiB usable)" if card.is_named else card.name
-
-
-#: Rows that no search goes beyond.
-MOST_ROWS = 512
-#: How near to the line through two predictions a third has to be, as a part of what one more row or stretch adds, for
-#: the next one to be told from the line.
-_NEAR = 0.25
-#: Predictions after which the line is not followed where it gains little.
-_LOOKS = 4
-#: Segments of the allocator: what one more adds has to be more than these, or it is told from steps instead of a line.
-_SEGMENT = 20 << 20
-
-
-def largest(need: Callable[[int], int], limit: int, *, start: int, most: int, base: int = 0) -> Largest:
-    """The largest whole number up to `most` of which `need` is at most `limit`.
-
-    The bytes of a step are piecewise affine in its rows and nearly so in their length, so the line through two
-    predictions says where to look next; in the middle, where the allocator's segments make steps of it and the line no
-    longer halves what is left. What is answered was predicted, and fits; that one more does not was predicted
-    too, or is told from a line on which the answer lies.
-
-    Args:
-        need: bytes for a number of rows, or of stretches of tokens; grows with it.
-        limit: bytes that there are.
-        start: where to begin.
-        base: bytes that any number needs.
-    """
-    known = {0: base}
-    fits, too_much = 0, most + 1
-    number = max(1, min(start, most))
-    while True:
-        left = too_much - fits
-        slope, at = _line(known, number)
-        known[number] = need(number)
-        if known[number] <= limit:
-            fits = number
-            told = known[number] + slope
-            near = _NEAR * slope
-            if near > _SEGMENT and len(known) > 3 and abs(at - known[number]) <= near < told - limit:
-                return Largest(fits)
-        else:
-            too_much = number
-        if too_much == fits + 1:
-            return Largest(fits, is_all=fits == most)
-        slope, at = _line(known, number)
-        guess = number + int((limit - known[number]) // slope) if slope > 0 else 2 * number
-        if len(known) > _LOOKS and too_much - fits > left // 2:
-            guess = (fits + too_much) // 2
-        number = max(fits + 1, min(guess, too_much - 1))
-
-
-def _line(known: dict[int, int], number: int) -> tuple[float, float]:
-    """The slope of the line through the two known points nearest to `number`, and its bytes there."""
-    near = sorted(known, key=lambda each: abs(each - number))[:2]
-    if len(near) < 2:
-        return 0.0, float(known[near[0]])
-    slope = (known[near[1]] - known[near[0]]) / (near[1] - near[0])
-    return slope, known[near[0]] + slope * (number - near[0])

@@ -22,6 +22,19 @@ _GROUPS = {
 _NOTHING = 0.002
 
 
+@dataclass
+class Steps:
+    """How far the work on an answer is, as a line of progress says it."""
+
+    what: str
+    now: int = 0
+    total: int = 0
+    """0: not known yet."""
+
+    def __str__(self) -> str:
+        return f"{self.what}, part {self.now} of {self.total}" if self.total else self.what
+
+
 @dataclass(frozen=True)
 class Largest:
     """The largest batch, or the longest sequence, that fits."""

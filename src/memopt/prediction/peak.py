@@ -72,6 +72,11 @@ class Prediction:
         """The margin of `total` in bytes."""
         return round(MARGIN * self.reserved)
 
+    @property
+    def needs(self) -> int:
+        """Bytes that the device has to have: the total and its margin."""
+        return self.total + self.margin
+
 
 def predict(of: Step, setup: Setup | None = None) -> Prediction:
     """Predict the peak of a training step, stock or patched.

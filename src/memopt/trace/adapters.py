@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from memopt.errors import ModelError
 from memopt.trace.quantised import Linear4bit
-from memopt.trace.training import ALL_LINEAR
+from memopt.trace.training import ALL_LINEAR, check_peft
 from memopt.walk.models.config import one_line
 from memopt.walk.sites import Sites
 
@@ -83,12 +82,6 @@ def _check_outputs(model: PreTrainedModel, sites: Sites) -> None:
             f"PEFT cannot train the model with an adapter on {names}: {next(iter(odd.values()))}, not one tensor.",
             f"Leave it out: --lora-targets {others}; in LoraConfig exclude_modules={list(odd)}.",
         )
-
-
-def check_peft() -> None:
-    """Raises a ModelError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")
 
 
 def _on_4_bits() -> type[nn.Module]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
@@ -23,7 +24,7 @@ from memopt.trace.timeline import Timeline, losses_of
 from memopt.trace.training import Precision, Training
 from memopt.walk.calls.arguments.request import Size
 from memopt.walk.calls.batch import Batch, placed
-from memopt.walk.calls.inputs import MASKS, Call, masked, step_inputs, training_targets
+from memopt.walk.calls.inputs import MASKS, Call, masked, runs_there, step_inputs, training_targets
 from memopt.walk.flow.watch import autocast_of_meta
 from memopt.walk.models.alike import take_out
 from memopt.walk.models.build import build_meta
@@ -115,20 +116,78 @@ class _Model:
 
 @lru_cache(maxsize=8)
 def _example(of: _Model, size: Training) -> Example:
-    model = build_meta(of.config, dtype=DTYPES[size.precision][0])
+    finder = _finder(of, size.precision, size.dropout)
+    if of.sites.functions and finder.by_shapes is None and (size.seq or 0) > _SHORT:
+        finder.find(replace(size, seq=_SHORT))  # scans take long, and so every try
+    return finder.find(size)
+
+
+#: Tokens with which the arguments of a model with scans are found first.
+_SHORT = 256
+
+
+@lru_cache(maxsize=8)
+def _finder(of: _Model, precision: Precision, dropout: bool) -> _Finder:
+    model = build_meta(of.config, dtype=DTYPES[precision][0])
     group_experts(model)
-    model.train(size.dropout)
+    model.train(dropout)
     short = copy.deepcopy(model)
     take_out(short, of.sites.blocks, groups=1)
-    with plain_functions(model, STAND_INS):
-        with AnyGroupedProduct(), autocast_of_meta():
-            inputs = step_inputs(short, Size(size.batch, size.seq), run=_run_without_values)
-            on_meta = placed(inputs, "meta", DTYPES[size.precision][0])
-            targets = training_targets(short, on_meta, run=_run_without_values)
-        likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
-        # A model may count its blocks, and meta tensors take shapes that others do not.
-        those = of.sites.functions
-        return _that_runs(short, size, those, likeliest) or _that_runs(model, size, those) or likeliest
+    return _Finder(model, short, of.sites.functions)
+
+
+@dataclass(eq=False)
+class _Finder:
+    """Finds examples of any size on the meta device."""
+
+    model: PreTrainedModel
+    short: PreTrainedModel
+    """`model` with a few blocks."""
+    functions: Sequence[FunctionSite]
+    by_shapes: int | None = None
+    """The number of the candidate that runs by shapes alone, at every size as at the first; None if none is known."""
+    first: Example | None = None
+    """Its first example."""
+
+    def find(self, size: Training) -> Example:
+        tried = itertools.count()
+
+        def runs(given: dict[str, Any]) -> bool:
+            number = next(tried)
+            if self.by_shapes is None:
+                return runs_there(self.short, given, _run_without_values)
+            return number == self.by_shapes
+
+        with plain_functions(self.model, STAND_INS):
+            with AnyGroupedProduct(), autocast_of_meta():
+                inputs = step_inputs(self.short, Size(size.batch, size.seq), runs=runs)
+                targets = self._like_inputs(inputs) or training_targets(
+                    self.short, placed(inputs, "meta", self.model.dtype), run=_run_without_values
+                )
+            likeliest = Example(MappingProxyType(inputs), MappingProxyType(targets), is_read=True)
+            if self.by_shapes is not None:
+                return replace(likeliest, is_read=False)
+            # A model may count its blocks, and meta tensors take shapes that others do not.
+            found = _that_runs(copy.deepcopy(self.short), size, self.functions, likeliest)
+            if found is not None and found.inputs is likeliest.inputs and not found.is_read and targets:
+                self.by_shapes, self.first = next(tried) - 1, found
+            return found or _that_runs(copy.deepcopy(self.model), size, self.functions) or likeliest
+
+    def _like_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Targets of the shapes of `inputs`, where the first ones all have the shape of an input; else {}."""
+        found: dict[str, Any] = {}
+        if (first := self.first) is None:
+            return found
+        for name, target in first.targets.items():
+            like = (each for each, value in first.inputs.items() if _shape(value) == _shape(target) is not None)
+            if (known := next(like, None)) is None:
+                return {}
+            found[name] = target.new_zeros(inputs[known].shape)
+        return found
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _that_runs(

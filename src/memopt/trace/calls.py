@@ -11,10 +11,11 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from memopt.recompute.pure import NotPureError, form_of, with_tensors, without_tensors
 from memopt.torch_compat import (
@@ -22,6 +23,7 @@ from memopt.torch_compat import (
     current_node,
     known_values,
     sequence_number,
+    storage_id,
     tensor_uses,
     top_saved_tensors_hooks,
     tree_leaves,
@@ -59,6 +61,8 @@ class _Counter:
     def __init__(self, timeline: Timeline, cuda: bool) -> None:
         self.timeline, self._cuda = timeline, cuda
         self._follows = False
+        self.again: dict[int, _Again] = {}
+        """Calls that checkpointing ran again, by the storage of what they save."""
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, counted where a call like this one is known or can be followed."""
@@ -83,8 +87,11 @@ class _Counter:
         if not all(isinstance(each, FakeTensor) and known_values(each) is None for each in tensors):
             return None
         graph = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        if graph and top_saved_tensors_hooks(True) is not None:
-            return None  # checkpointing drops what is saved
+        hooks: Literal["", "dropping", "keeping"] = ""
+        if graph and (around := top_saved_tensors_hooks(True)) is not None:
+            if getattr(around[0], "__module__", None) != checkpoint.__name__:
+                return None  # it is not known what becomes of what is saved
+            hooks = "dropping" if current_node() is None else "keeping"
         function, args, kwargs = call
         try:
             form = form_of(args, kwargs)
@@ -94,7 +101,7 @@ class _Counter:
         context = torch.is_grad_enabled(), current_node() is None, self._cuda
         forms, storages = forms_of(tensors)
         parameters = tuple(map(self.timeline.is_parameter, storages))
-        return Call(forms, (function, form, plain, context), parameters, graph)
+        return Call(forms, (function, form, plain, context), parameters, graph, hooks)
 
     def followed(self, call: Call, run: Run, wanted: tuple[bool, ...] | None = None) -> Followed | None:
         """What such a call does, where gradients of its outputs are given as `wanted`, by default all."""
@@ -104,8 +111,13 @@ class _Counter:
             self._follows = True
             _known[call, wanted] = None
             try:
-                with contextlib.suppress(Exception):  # the call itself says why
-                    _known[call, wanted] = Ends(self.timeline, call, wanted).followed(run)
+                # What is counted where checkpointing drops it has to be counted where it runs again, whenever Python's
+                # collector frees something else.
+                for _ in range(3 if call.hooks == "keeping" else 1):
+                    with contextlib.suppress(Exception):  # the call itself says why
+                        _known[call, wanted] = Ends(self.timeline, call, wanted).followed(run)
+                    if _known[call, wanted] is not None:
+                        break
             finally:
                 self._follows = False
         return _known[call, wanted]
@@ -126,12 +138,17 @@ class _AgainFunction(torch.autograd.Function):
         ctx.again = again
         ctx.set_materialize_grads(False)
         outputs = again.forward(tensors)
+        if again.is_checkpointed:
+            ctx.save_for_backward(again.saved())
         ctx.mark_non_differentiable(*again.followed.outputs.constants(outputs))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.again.backward(gradients)
+        again = ctx.again
+        if again.is_checkpointed:  # the forward that counts is the one that runs now, or ran again before
+            again = again.run_again(*ctx.saved_tensors)
+        return None, *again.backward(gradients)
 
 
 class _Again:
@@ -148,6 +165,24 @@ class _Again:
         self._kept: dict[Lifetime, torch.UntypedStorage] = {}
         """Storages of arguments and outputs that the graph of the call keeps, by the lives of the one followed."""
         weakref.finalize(self, _end, self._timeline, self._open)
+
+    @property
+    def is_checkpointed(self) -> bool:
+        return self._call.hooks != ""
+
+    def saved(self) -> Tensor:
+        """A tensor without bytes, by which `run_again` finds this call."""
+        with self._timeline.silent():
+            saved = torch.empty(0, dtype=torch.uint8)
+        if self._call.hooks == "keeping":
+            storage, calls = saved.untyped_storage(), self._counter.again
+            calls[storage_id(storage)] = self
+            weakref.finalize(storage, calls.pop, storage_id(storage), None)
+        return saved
+
+    def run_again(self, saved: Tensor) -> _Again:
+        """The call in whose backward `saved` was."""
+        return self._counter.again.pop(storage_id(saved.untyped_storage()))
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         followed = self.followed

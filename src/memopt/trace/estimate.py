@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,19 +68,29 @@ class TracedModel:
     notes: tuple[str, ...]
 
 
+class Built(NamedTuple):
+    """A model on the meta device, patched and trained as a step says."""
+
+    model: PreTrainedModel
+    """With the names of its config: those of `trained` have PEFT's prefix."""
+    trained: nn.Module
+    """With adapters, where it has some."""
+    notes: list[str]
+
+
 @contextlib.contextmanager
-def traced(of: Step, shrink: Callable[[PreTrainedModel], None] = lambda model: None) -> Iterator[TracedModel]:
+def traced(of: Step, built: Built | None = None) -> Iterator[TracedModel]:
     """The model of `of` on fake tensors; inside, forward and backward can run.
 
     Args:
         of: the model, and how it is patched and trained.
-        shrink: called with the model on the meta device, patched and without adapters.
+        built: its model; it is used up.
 
     Raises:
         ModelError: the model cannot be built, peft is missing for LoRA, or what runs inside fails.
     """
     config, training, inputs = of.config, of.training, of.inputs
-    model, trained, notes = build_trained(of, shrink)
+    model, trained, notes = built or build_trained(of)
     weights, autocast = DTYPES[training.precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(trained, fake)
@@ -136,10 +146,12 @@ def build_trained(
     of: Step,
     shrink: Callable[[PreTrainedModel], None] = lambda model: None,
     quantised: Callable[..., None] = quantise,
-) -> tuple[PreTrainedModel, nn.Module, list[str]]:
-    """The model of `of` on the meta device, the same with its adapters, and notes; arguments as `traced`'s.
+) -> Built:
+    """The model of `of` on the meta device.
 
     Args:
+        of: the model, and how it is patched and trained.
+        shrink: called with the model, patched and without adapters.
         quantised: puts 4-bit linears into a model, as `memopt.trace.quantised.quantise`.
 
     Raises:
@@ -174,7 +186,7 @@ def build_trained(
         trained.train(training.dropout)
     if training.checkpointing == "full":
         _checkpoint(model)
-    return model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched]
+    return Built(model, trained, [*_attention_notes(model), *notes, *training.notes(), *patched])
 
 
 #: Fields of configs that say it of tokens; those of sounds and images are other ones. A decoder beside an encoder of

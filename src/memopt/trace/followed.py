@@ -7,11 +7,13 @@ graph refers to them. It runs on meta tensors, on which operations are several t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from memopt.kernels.base.pieces import Mark
 from memopt.recompute.pure import without_tensors
@@ -95,6 +97,8 @@ class Call:
     """Of the storages of its arguments, whether parameters lie there."""
     graph: bool
     """Whether it can be differentiated."""
+    hooks: Literal["", "dropping", "keeping"] = ""
+    """Whether hooks of checkpointing drop what it saves, or keep that as autograd does, because it runs again."""
 
 
 @dataclass
@@ -129,7 +133,10 @@ class Ends:
 
     def followed(self, run: Run) -> Followed | None:
         timeline, node = self.timeline, current_node()
-        with timeline.apart(), unset_fake_temporarily(), meta_counted(), torch.set_grad_enabled(self.call.graph):
+        with (
+            timeline.apart(), unset_fake_temporarily(), meta_counted(), torch.set_grad_enabled(self.call.graph),
+            self._hooks(),
+        ):  # fmt: skip
             root = torch.zeros((), device="meta", requires_grad=self.call.graph)
             tensors = _Arguments.apply(self, root)  # type: ignore[no-untyped-call]
             self.mark()
@@ -139,13 +146,15 @@ class Ends:
             returned = without_tensors(returned)
             self.outputs = self.know(outputs)
             del tensors
-            if self.call.graph:
+            if keeps := self.call.graph and self.call.hooks != "dropping":
                 last = _Taken.apply(self, *outputs)  # type: ignore[no-untyped-call]
                 outputs.clear()
                 run_backward(last)
                 del last
             events, operations = list(timeline.events), list(timeline.operations)
-        if self.call.graph and len(self.lives) < 4:
+        if self.call.graph and (
+            len(self.lives) < 4 if keeps else not any(each.requires_grad for each in self.outputs.each)
+        ):
             return None  # nothing that goes in has a gradient
         self.lives += [[]] * (4 - len(self.lives))
         (a, first), (b, second), (c, third), (d, fourth) = (*self.marks, *2 * self.marks[-1:])[:4]
@@ -166,6 +175,14 @@ class Ends:
             tuple(self.lives),
             -1 if node is None else sequence_number(node),
         )
+
+    def _hooks(self) -> AbstractContextManager[object]:
+        """In the place of those that are active around the call."""
+        if not self.call.hooks:
+            return nullcontext()
+        drops = self.call.hooks == "dropping"
+        # Checkpointing hands out once what it computed again.
+        return saved_tensors_hooks(lambda saved: None if drops else [saved.detach()], lambda held: held.pop())
 
     def mark(self) -> None:
         self.marks.append(self.timeline.mark())

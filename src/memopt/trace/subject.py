@@ -12,10 +12,9 @@ from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.errors import ModelError
 from memopt.plan.plan import make_plan
 from memopt.plan.recipe import DEFAULT_MEMORY_RECIPE, Recipe, load_recipe
-from memopt.trace.adapters import check_peft
 from memopt.trace.estimate import max_positions
 from memopt.trace.quantised import other_method, quantisation_of
-from memopt.trace.training import Request, Step
+from memopt.trace.training import Request, Step, check_peft
 from memopt.walk.calls.batch import Batch, check_names, given_batch, in_words, placed, rows_of, tokens_of
 from memopt.walk.deep import find_deep_sites
 from memopt.walk.models.build import build_meta

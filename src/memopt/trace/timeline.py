@@ -108,7 +108,7 @@ class Timeline(StorageTracker):
             yield
         finally:
             ended = [life for moment, life in enumerate(self.events) if life.died == moment]
-            strangers = [life for life in ended if life not in self.events[: life.died]]
+            strangers = [life for life in ended if life.born >= life.died or self.events[life.born] is not life]
             self.events, self.operations = before
             self._watched, self._parameters = watched, parameters
             for life in strangers:  # the garbage collector may free others meanwhile

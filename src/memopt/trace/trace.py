@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from memopt.errors import ModelError
 from memopt.torch_compat import storage_id, tree_leaves
 from memopt.trace.account import Account, account
 from memopt.trace.calls import counted_calls
-from memopt.trace.estimate import quiet, traced
+from memopt.trace.estimate import Built, build_trained, quiet, traced
 from memopt.trace.events import Event, Moment, Parameter, Part, Storage, Trace, living
 from memopt.trace.quantised import quantisation_state
 from memopt.trace.storages import Lifetime, storages
@@ -34,17 +35,18 @@ _PARTS: dict[Kind, Part] = {
 }
 
 
-@quiet()
-def trace(
-    of: Step, *, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
-) -> Trace:
-    """Follow one step; errors as `memopt.trace.estimate.traced`'s.
+class Subject(NamedTuple):
+    """A model to trace, and the runs of blocks that were left out of it."""
 
-    Args:
-        of: the model, and how it is patched and trained.
-        groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
-        prepare: called with the model on the meta device, patched and without adapters.
-    """
+    built: Built
+    runs: tuple[Run, ...]
+
+
+@quiet()
+def subject(
+    of: Step, groups: int | None = None, prepare: Callable[[PreTrainedModel], None] = lambda model: None
+) -> Subject:
+    """The model of `of`, for steps of any size; arguments are those of `trace`."""
     runs: list[Run] = []
 
     def shrink(model: PreTrainedModel) -> None:
@@ -53,7 +55,27 @@ def trace(
             runs.extend(take_out(model, of.sites.blocks, groups, several=True))
         prepare(model)
 
-    with traced(of, shrink) as model:
+    return Subject(build_trained(of, shrink), tuple(runs))
+
+
+@quiet()
+def trace(
+    of: Step,
+    *,
+    groups: int | None = None,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
+    on: Subject | None = None,
+) -> Trace:
+    """Follow one step; errors as `memopt.trace.estimate.traced`'s.
+
+    Args:
+        of: the model, and how it is patched and trained.
+        groups: of alike groups of blocks, trace this many; by default all. What was left out is in `Trace.runs`.
+        prepare: called with the model on the meta device, patched and without adapters.
+        on: what `subject` made of a step that differs in its size alone, in place of the other arguments.
+    """
+    built, runs = subject(of, groups, prepare) if on is None else copy.deepcopy(on)
+    with traced(of, built) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
         calls = partial(counted_calls, of.sites.functions, of.training.cuda_kernels)
         found = record(model.trained, model.run, during_backward=model.choices(), within=calls)
@@ -72,7 +94,7 @@ def trace(
         model.notes,
         of.sites.blocks,
         operations,
-        tuple(runs),
+        runs,
         None if runs else counted(found, root),
     )
 

@@ -20,7 +20,7 @@ from memopt.environment.forks import each, processes
 from memopt.errors import ModelError
 from memopt.trace.events import Event, Storage, Trace, living
 from memopt.trace.operations import Operation
-from memopt.trace.trace import trace
+from memopt.trace.trace import Subject, subject, trace
 from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, Run, places
 
@@ -40,6 +40,8 @@ class Tracer:
     """Those that are known."""
     _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)
     """Traces of so many groups of alike blocks, ahead of their use."""
+    _subjects: dict[tuple[Training, int | None], Subject] = field(default_factory=dict, init=False)
+    """What is traced at every size, by a step of no size."""
 
     def at(self, training: Training) -> Trace:
         """The step of the whole model.
@@ -54,7 +56,10 @@ class Tracer:
     def _trace(self, training: Training, groups: int | None = None) -> Trace:
         if groups is not None and (training, groups) in self._parts:
             return self._parts.pop((training, groups))
-        return trace(replace(self.of, training=training), groups=groups)
+        of, key = replace(self.of, training=training), (replace(training, batch=0, seq=None), groups)
+        if key not in self._subjects:
+            self._subjects[key] = subject(of, groups)
+        return trace(of, on=self._subjects[key])
 
     def _extended(self, training: Training) -> Trace | None:
         if self.extends is False:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from memopt.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -155,3 +158,9 @@ class Step:
     def trained(self, **changes: Any) -> Step:
         """The same step with other fields of `training`."""
         return replace(self, training=replace(self.training, **changes))
+
+
+def check_peft() -> None:
+    """Raises a ModelError if peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError("A report for LoRA needs peft, which is not installed.", "pip install peft")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from memopt.checkpoint.patched import PatchedFolder, is_patched, patched_folder
 from memopt.checkpoint.sources.source import MANIFEST
+from memopt.environment.files import patched_folder_at
 from memopt.environment.generators import generators_kept
 from memopt.errors import ModelError, NegativeVerdict, UsageError
 from memopt.patches.capabilities import Checks
@@ -48,9 +49,7 @@ def verify(
         ModelError: the folder is not there or is not a patched checkpoint.
         InputsError: the batch cannot be read, or does not fit the model.
     """
-    levels, folder = _levels(level), Path(directory)
-    if not folder.is_dir():
-        raise ModelError(f"Folder '{directory}' does not exist.", "Give a folder that `memopt patch` wrote.")
+    levels, folder = _levels(level), patched_folder_at(directory)
     if not is_patched(folder):
         refuse_adapter(folder)
         raise ModelError(f"'{directory}' was not patched.", "Give a folder that `memopt patch` wrote.")

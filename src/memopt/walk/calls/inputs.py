@@ -100,17 +100,11 @@ def step_inputs(
     Raises:
         ModelError: the model has no transformers config, or no arguments of its forward are recognised.
     """
-    device, dtype = _place(model)
-
-    def on_meta(given: dict[str, Any]) -> bool:
-        forms = _forms(given, device, dtype)
-        return any(_error_of(model, Call("", form), run, model.training) is None for form in forms)
-
     first: dict[str, Any] | None = None
     for _, kwargs in candidates(model, "plain", 0, size=size):
         for given in (masked(model, kwargs), kwargs):
             first = first or given
-            if (runs or on_meta)(given):
+            if runs(given) if runs is not None else runs_there(model, given, run):
                 return given
     if first is None:
         raise ModelError(
@@ -118,6 +112,11 @@ def step_inputs(
             "Pass a batch of your own.",
         )
     return first
+
+
+def runs_there(model: nn.Module, given: dict[str, Any], run: Runner | None = None) -> bool:
+    """Whether a forward with these arguments runs on the device of `model`."""
+    return any(_error_of(model, Call("", form), run, model.training) is None for form in _forms(given, *_place(model)))
 
 
 def masked(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, parse_json, read_small
+from memopt.environment.files import MAX_CONFIG_NESTS, check_folder, model_folder, parse_json, read_small
 from memopt.environment.hub import hub_answers
 from memopt.errors import ModelError
 from memopt.walk.models.adapter import refuse_adapter
@@ -143,14 +143,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _config_file(source: str | Path, revision: str | None) -> Path:
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return _config_in_folder(folder)
-    if folder.exists():
-        raise ModelError(f"'{source}' is a file, not a model folder.", "Give the folder that holds its config.json.")
-    if isinstance(source, Path) or str(source).startswith(("/", "./", "../", "~")):
-        raise ModelError(f"The folder '{source}' does not exist.", "Check the path.")
-    return _config_on_hub(str(source), revision)
+    folder = model_folder(source)
+    return _config_on_hub(str(source), revision) if folder is None else _config_in_folder(folder)
 
 
 def _config_in_folder(folder: Path) -> Path:

@@ -1,0 +1,33 @@
+"""Mistakes in a command line are told before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_RUN = "import sys; from memopt.cli.main import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "report ./missing",
+        "report {here} --nope",
+        "report {here} --recipe nope",
+        "report {here} --html {here}/config.json",
+        "patch ./missing",
+        "patch {here} --recipe nope",
+        "patch {here} --out {here}",
+        "verify ./missing",
+        "unpatch ./missing",
+    ],
+)
+def test_a_mistake_is_told_without_torch(line: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = line.format(here=tmp_path).split()
+    done = subprocess.run([sys.executable, "-c", _RUN, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert "error: " in done.stderr
