@@ -1,4 +1,4 @@
-"""The families of docs/coverage.md, tiny: patched, with levels, by tiles and with adapters, they have stock's gradients."""
+"""The families of docs/coverage.md, tiny: patched in four ways, they have the gradients of stock."""
 
 from __future__ import annotations
 
