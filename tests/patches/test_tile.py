@@ -399,3 +399,26 @@ def test_a_recipe_that_finds_none_says_so():
     model = tiny_model("bert")  # its feed-forward layer is no module of its own
     plan = memopt.plan_for(model, load_recipe("exact-unfolded", ["tiles.method=tokens"]))
     assert any("has one that could" in note for note in plan.notes)
+
+
+def test_a_recipe_may_say_how_many_tokens_a_tile_has():
+    model, inputs, calls = model_of("llama"), tiny_inputs("llama"), []
+    ours = patched(model, "tiles.tokens=5")
+    states = [swap_state(m) for m in ours.modules() if is_swapped(m) and isinstance(swap_state(m), TileRewrite)]
+    assert [state.tokens(inputs["input_ids"]) for state in states] == [5, 5]
+    ours.model.layers[0].mlp.register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    assert worst(gradients(ours, inputs), gradients(model, inputs)) <= LIMIT["llama"]
+    assert calls  # of the module as a whole
+
+
+def test_checks_run_by_tiles_though_their_batches_are_small(tmp_path):
+    """Else `memopt verify` would see whole modules only."""
+    from memopt.pipeline import patch_checkpoint
+    from memopt.verification.trial import CheckpointTrial
+
+    tiny_model("llama").save_pretrained(tmp_path / "stock")
+    patch_checkpoint(tmp_path / "stock", tmp_path / "ours", "long-context")
+    for recipe, tokens in ((load_recipe("long-context"), 8), (load_recipe("exact-unfolded"), 0)):
+        model = CheckpointTrial(tmp_path / "ours", recipe).patched()
+        states = [swap_state(m) for m in model.modules() if is_swapped(m) and isinstance(swap_state(m), TileRewrite)]
+        assert {state.at_once for state in states} == {tokens}

@@ -119,6 +119,10 @@ class Checks:
         """Settings under which two runs have the same error: no random numbers except for sampled gradients."""
         return ()
 
+    def on_few_tokens(self, recipe: RecipeView) -> tuple[str, ...]:
+        """Settings under which the method acts on a batch as small as a check's, as it does on a large one."""
+        return ()
+
     def derivative_errors(self, model: nn.Module) -> AbstractContextManager[list[float]]:
         """Inside, the relative errors of derivatives that the patched modules of `model` make, as they run."""
         return nullcontext([])

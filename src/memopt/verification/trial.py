@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memopt.api import plan_for
-from memopt.patches.capabilities import Reports, Section
+from memopt.patches.capabilities import Checks, Reports, Section
 from memopt.patches.registry import having
 from memopt.plan.plan import Plan
 from memopt.plan.recipe import Recipe
@@ -52,7 +52,9 @@ class CheckpointTrial:
 
     def patched(self, *settings: str, dtype: torch.dtype | None = DTYPE) -> nn.Module:
         code = self.trust_remote_code
-        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=dtype, overrides=settings)
+        few = [setting for patch in having(Checks) for setting in patch.on_few_tokens(self.recipe)]
+        given = (*few, *settings)
+        return load_patched(self.source, trust_remote_code=code, inputs=self.inputs, dtype=dtype, overrides=given)
 
     def probes(self, model: nn.Module) -> Probes:
         """The inputs of all models of the folder."""

@@ -63,6 +63,8 @@ class TileRewrite(Rewrite):
     """That its products have for one token."""
     room: int
     """Bytes that a tile may take."""
+    at_once: int
+    """Tokens of a tile; 0: as many as there is room for."""
     layer: Layer | None
     """The forward that another patch gave it, which runs each tile; None: its own."""
 
@@ -77,16 +79,17 @@ class TileRewrite(Rewrite):
 
     def tokens(self, x: Tensor) -> int:
         """Of a tile."""
-        return max(self.room // (_COPIES * self.numbers * x.element_size()) // _STEP, 1) * _STEP
+        return self.at_once or max(self.room // (_COPIES * self.numbers * x.element_size()) // _STEP, 1) * _STEP
 
 
-def patch_tiles(module: nn.Module, numbers: int, room: int) -> None:
+def patch_tiles(module: nn.Module, numbers: int, room: int, at_once: int = 0) -> None:
     """Let `module` run by tiles of tokens where its block runs again in backward.
 
     Args:
         module: maps each token on its own (`memopt.patches.tile.probe`).
         numbers: that its products have for one token.
         room: bytes that a tile may take.
+        at_once: tokens of a tile; 0: as many as there is room for.
 
     Raises:
         ValueError: the module cannot be swapped.
@@ -94,7 +97,7 @@ def patch_tiles(module: nn.Module, numbers: int, room: int) -> None:
     layer = layer_of(module)
     if layer is not None:
         restore_forward(module)
-    swap_forward(module, _forward, TileRewrite(numbers, room, layer), None if layer is None else layer.reads)
+    swap_forward(module, _forward, TileRewrite(numbers, room, at_once, layer), None if layer is None else layer.reads)
 
 
 def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, Rows, Rules
+from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
+from memopt.patches.capabilities import Checks
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
     from memopt.patches.tile.probe import TileSite
+
+
+#: Tokens of a tile in checks, whose batches are small.
+_FEW = 8
 
 
 class TileRules(Rules):
@@ -23,9 +28,11 @@ class TileRules(Rules):
     """``tokens``: where their block is checkpointed, by this recipe or by the model's own switch."""
     room: int = Field(default=256, ge=1)
     """MiB that a tile takes, about; at least 256 tokens are in one."""
+    tokens: int = Field(default=0, ge=0)
+    """Of a tile; 0: as many as there is room for."""
 
 
-class TilePatch(Patch):
+class TilePatch(Patch, Checks):
     """The transients of one block then do not grow with its intermediate size times the number of tokens."""
 
     name = "tile"
@@ -52,9 +59,12 @@ class TilePatch(Patch):
     def apply(self, live: Live) -> None:
         from memopt.patches.tile.module import patch_tiles
 
-        room = live.plan.recipe.rules(TileRules).room << 20
+        rules = live.plan.recipe.rules(TileRules)
         for site in live.plan.chosen(self.name):
-            live.attempt(self.name, site.name, patch_tiles, site.numbers, room)
+            live.attempt(self.name, site.name, patch_tiles, site.numbers, rules.room << 20, rules.tokens)
+
+    def on_few_tokens(self, recipe: RecipeView) -> tuple[str, ...]:
+        return () if recipe.rules(TileRules).is_off else (f"{TileRules.key}.tokens={_FEW}",)
 
 
 PATCH = TilePatch()
