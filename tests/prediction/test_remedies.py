@@ -38,3 +38,15 @@ def test_masks_of_dropouts_are_named_with_the_setting_that_saves_seeds() -> None
     assert "dropout masks" in advice
     seeded = replace(about, recipe=load_recipe("exact-unfolded", ("dropouts.method=seed",)))
     assert headline(Request("a model"), gpu="540MiB", step=seeded).patched.peak < found.patched.peak
+
+
+def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with_its_cpu_memory() -> None:
+    config = named_config("llama", max_position_embeddings=1 << 16, intermediate_size=1024)
+    about = Step(config, Training(1, 1 << 15), sites_of(config), load_recipe("exact-unfolded"))
+    found = headline(Request("a model"), gpu="810MiB", step=about)
+    assert not any(way.fits(810 * MIB) for way in found.others)
+    (advice,) = (each for each in found.remedies if "long-context" in each)
+    hidden = (1 << 15) * config.hidden_size * 2
+    waiting = 2 * config.num_hidden_layers * hidden  # inputs and outputs of attention
+    assert f"and {waiting // MIB + 1} MiB of CPU memory, exact" in advice  # row statistics are the rest
+    assert advice.endswith('memopt.patch(model, "long-context")')

@@ -259,6 +259,13 @@ class _Answer:
         for way in exact:
             if way.fits(memory):
                 return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
+        for settings, how in _LONG_CONTEXT if self.step.sites.blocks and not self.step.rules.effects else ():
+            found = self.candidate("", load_recipe("long-context", settings), "none").at()
+            if found.needs <= memory:
+                host = sum(
+                    operation.copied for operation in found.trace.operations
+                )  # those to the device are not traced
+                return f"recipe long-context fits: {gib(found.total)}, and {gib(host)} of CPU memory, exact; {how}"
         by_name = {each.name: each for each in others}
         best = by_name.get("memopt + checkpointing", patched)
         of_stock = by_name.get("stock + checkpointing", stock)
@@ -310,6 +317,14 @@ class _Answer:
         yield _COMPILE
 
 
+#: The recipe for long sequences, and what it is with less on the device for more time.
+_LONG_CONTEXT = (
+    ((), 'memopt.patch(model, "long-context")'),
+    (
+        ("checkpointing.keep=none",),
+        'memopt.patch(model, memopt.load_recipe("long-context", ["checkpointing.keep=none"]))',
+    ),
+)
 #: Share of the peak from which on a kind of tensors is worth a remedy of its own.
 _MATTERS = 0.02
 
