@@ -21,13 +21,14 @@ from tests.factories import tiny_inputs, tiny_model
 
 MODELS = ("llama", "bert", "roberta", "t5", "vit", "gpt2", "whisper", "mixtral", "gemma2")
 TRAINING = ("full", "lora")
-CHECKPOINTING = ("none", "non-reentrant", "reentrant", "levels", "offload")
+CHECKPOINTING = ("none", "non-reentrant", "reentrant", "levels", "offload", "long context")
 PRECISION = ("fp32", "bf16", "autocast outside", "autocast inside")
 
 #: How blocks run again by a recipe; the other words of `CHECKPOINTING` are switches of transformers.
 _RECIPES = {
     "levels": ("exact-levels", ()),
     "offload": ("exact-levels", ("checkpointing.n=1", "checkpointing.offload=input")),
+    "long context": ("long-context", ("tiles.tokens=8",)),
 }
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
 from memopt.patches.capabilities import Checks
+from memopt.patches.tile.site import TileSite
 from memopt.walk.sites import Sites
-
-if TYPE_CHECKING:
-    from memopt.patches.tile.probe import TileSite
-
 
 #: Tokens of a tile in checks, whose batches are small.
 _FEW = 8
@@ -41,8 +38,6 @@ class TilePatch(Patch, Checks):
     rules = TileRules
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, TileSite]]:
-        from memopt.patches.tile.probe import TileSite
-
         return ((site.name, site) for site in sites.of(TileSite))
 
     def decide(self, site: TileSite, plan: PlanView) -> tuple[str, str] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from memopt.environment.generators import seed_cpu
+from memopt.patches.tile.site import TileSite
 from memopt.torch_compat import module_hooks, tree_leaves
 from memopt.walk.probes.isolate import signature
 from memopt.walk.sites import Sites, is_inside
@@ -28,16 +28,6 @@ _EQUAL = 257
 _AGREES = 1e-5
 #: A module is worth tiles if its products have so many times the numbers that go in and out.
 _GROWS = 1.25
-
-
-@dataclass(frozen=True)
-class TileSite:
-    """A module of a block that maps each token on its own."""
-
-    name: str
-    block: str
-    numbers: int
-    """Of all its products, for one token."""
 
 
 def find(model: nn.Module, sites: Sites) -> Iterator[TileSite]:

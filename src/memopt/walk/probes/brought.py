@@ -11,6 +11,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from memopt.walk.models.plain import plain_functions
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -23,5 +25,6 @@ PROBES: set[str] = set()
 def with_brought_sites(model: nn.Module, sites: Sites) -> Sites:
     """`sites`, with those that the probes of patches find."""
     place = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    found = [site for probe in sorted(PROBES) for site in import_module(probe).find(model, sites)]
+    with plain_functions(model):  # a probe may run a copy of a module
+        found = [site for probe in sorted(PROBES) for site in import_module(probe).find(model, sites)]
     return replace(sites, brought=tuple(sorted(found, key=lambda site: place[site.name])))
