@@ -58,12 +58,16 @@ def _within(
 
 def _numbers(module: nn.Module, widths: list[int], known: dict[Any, int]) -> int:
     """The numbers that the products in `module` have for a token; 0 if it is no site."""
-    if not _takes_one(module):
-        return 0
+    form = tuple(
+        (type(each), *(tensor.shape for tensor in each._parameters.values() if tensor is not None))
+        for each in module.modules()
+    )
+    if known.get(form) == 0 or not _takes_one(module):
+        return 0  # a layer's place among others does not make one of what mixes tokens elsewhere
     key = tuple((name, signature(each)) for name, each in module.named_modules())
     if key not in known:
         found = (numbers_by_row(module, width) for width in widths[:2])
-        known[key] = next((numbers for numbers in found if numbers), 0)
+        known[key] = known[form] = next((numbers for numbers in found if numbers), 0)
     return known[key]
 
 
@@ -90,11 +94,11 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
         try:
             alone = _alone(module)
             x = torch.randn(2, 4, width, dtype=torch.float64)
-            counted = _counted(alone, x)
             maps = all(_maps_rows(alone.train(trains), x) for trains in (False, True))
+            counted = _counted(alone, x) if maps else 0
         except Exception:  # a forward may raise anything
             return 0
-    return counted if maps else 0
+    return counted
 
 
 def _alone(module: nn.Module) -> nn.Module:
@@ -125,11 +129,12 @@ def _maps_rows(module: nn.Module, x: Tensor) -> bool:
     rows = x.view(1, -1, x.size(-1))
     whole = _outputs(module, x)
     pieces = [_outputs(module, piece) for piece in rows.split(3, dim=1)]
-    by_pieces = [torch.cat(each) for each in zip(*pieces, strict=True)]
+    if not whole or not _agree(whole, [torch.cat(each) for each in zip(*pieces, strict=True)]):
+        return False
     equal = _outputs(module, rows[:, :1].expand(1, _EQUAL, -1))
     one = _outputs(module, rows[:, :1])
     many = [torch.cat([each] * _EQUAL) for each in one]
-    return bool(whole) and _agree(whole, by_pieces) and _agree(equal, many)
+    return _agree(equal, many)
 
 
 def _agree(ours: list[Tensor], theirs: list[Tensor]) -> bool:
