@@ -104,7 +104,9 @@ class _Output:
     def __init__(self, result: Any, store: Callable[[Tensor], Waiting]) -> None:
         self._is_tensor = isinstance(result, Tensor)
         parts = [result] if self._is_tensor else [*result]
-        self._tensors = {place: store(each) for place, each in enumerate(parts) if isinstance(each, Tensor)}
+        tensors = {place: each for place, each in enumerate(parts) if isinstance(each, Tensor)}
+        # Seeds and offsets of random numbers are no bytes to speak of.
+        self._tensors = {at: (store if each.is_floating_point() else _Here)(each) for at, each in tensors.items()}
         self._others = {place: each for place, each in enumerate(parts) if not isinstance(each, Tensor)}
 
     def again(self) -> Any:
