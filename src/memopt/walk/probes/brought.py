@@ -11,8 +11,6 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memopt.walk.models.plain import plain_functions
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,6 +22,8 @@ PROBES: set[str] = set()
 
 def with_brought_sites(model: nn.Module, sites: Sites) -> Sites:
     """`sites`, with those that the probes of patches find."""
+    from memopt.walk.models.plain import plain_functions  # the registry of patches imports no torch
+
     place = {name: number for number, (name, _) in enumerate(model.named_modules())}
     with plain_functions(model):  # a probe may run a copy of a module
         found = [site for probe in sorted(PROBES) for site in import_module(probe).find(model, sites)]
