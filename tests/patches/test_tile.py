@@ -378,7 +378,7 @@ WAYS = {
     "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
     "position": lambda m, x: torch.arange(x.size(1), dtype=x.dtype)[None, :, None] * x,
     "batch": lambda m, x: x - x.mean((0, 1)),
-    "capacity": lambda m, x: torch.where((torch.arange(x.size(1)) < 100)[None, :, None], x, 0 * x),
+    "capacity": lambda m, x: torch.where((torch.arange(x.size(1)) < 64)[None, :, None], x, 0 * x),
     "train": lambda m, x: x.mean(1, keepdim=True) if m.training else x,
     "noise": lambda m, x: torch.randn_like(x),
 }

@@ -23,8 +23,8 @@ from memopt.torch_compat import module_hooks, tree_leaves
 from memopt.walk.probes.isolate import signature
 from memopt.walk.sites import Sites, is_inside
 
-#: Equal tokens, more than experts with a capacity take of as few.
-_EQUAL = 257
+#: Equal tokens: more than 64, the default capacity of those experts of transformers that have one.
+_EQUAL = 66
 _AGREES = 1e-5
 #: A module is worth tiles if its products have so many times the numbers that go in and out.
 _GROWS = 1.25
@@ -93,7 +93,7 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
         seed_cpu(0)
         try:
             alone = _alone(module)
-            x = torch.randn(2, 4, width, dtype=torch.float64)
+            x = torch.randn(2, 4, width, dtype=torch.float32)
             maps = all(_maps_rows(alone.train(trains), x) for trains in (False, True))
             counted = _counted(alone, x) if maps else 0
         except Exception:  # a forward may raise anything
@@ -102,7 +102,7 @@ def numbers_by_row(module: nn.Module, width: int) -> int:
 
 
 def _alone(module: nn.Module) -> nn.Module:
-    """A copy in fp64 whose parameters take no memory."""
+    """A copy in fp32 whose parameters take no memory."""
     alone = copy.deepcopy(module)
     for parent in list(alone.modules()):
         config: Any = getattr(parent, "config", None)
@@ -117,7 +117,7 @@ def _alone(module: nn.Module) -> nn.Module:
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None:
-                    values = torch.rand(tensor.shape[-1:] or (1,), dtype=torch.float64) + 0.5
+                    values = torch.rand(tensor.shape[-1:] or (1,), dtype=torch.float32) + 0.5
                     values = (values if tensor.is_floating_point() else values.long()).expand(tensor.shape)
                     table[name] = nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
     for hooks in module_hooks(alone):
