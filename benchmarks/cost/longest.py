@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.measure import EXIT_OK, EXIT_SHORT, document, write_json
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.cards import find_card, setup_on
-from memopt.prediction.peak import combine
+from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
 from memopt.trace.trace import Step, trace
 from memopt.trace.training import Train, Training
@@ -116,21 +116,20 @@ def longest(case: Case, most: int = 1 << 21) -> Row:
     setup = setup_on(card, Setup(memory=card.memory))
     recipe = load_recipe("long-context", case.settings)
 
-    def needs(seq: int) -> int:
+    def at(seq: int) -> Prediction:
         training = Training(1, seq, train=case.train, adapter_fp32=case.train == "lora")
-        found = combine(trace(Step(config, training, sites, recipe), groups=GROUPS), setup)
-        return found.total + found.margin
+        return combine(trace(Step(config, training, sites, recipe), groups=GROUPS), setup)
 
     low, high = 0, most // STEP
-    known: dict[int, int] = {}
+    needs = host = 0
     while high - low > 1:
         middle = (low + high) // 2
-        known[middle] = needs(middle * STEP)
-        low, high = (middle, high) if known[middle] <= card.memory else (low, middle)
-    tokens = low * STEP
-    kept = 1 if case.settings else 2  # hidden states a block
-    host = kept * tokens * config.hidden_size * 2 * config.num_hidden_layers
-    return Row(case.name, card.name, " ".join(case.settings), tokens, case.wanted, known.get(low, 0), host)
+        found = at(middle * STEP)
+        if found.needs > card.memory:
+            high = middle
+        else:
+            low, needs, host = middle, found.needs, found.offloaded
+    return Row(case.name, card.name, " ".join(case.settings), low * STEP, case.wanted, needs, host)
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -142,7 +142,10 @@ def patch_checkpoint(
     _tell(plan, tell, made_by_processor=driven if batch is None else None)
     _check_rewrites(checkpoint, plan)
     if not plan.folds():
-        tell("No norm is folded, so no weight changes: the folder is a copy. memopt.patch(model) needs none.")
+        tell(
+            "No norm is folded, so no weight changes: the folder is a copy. memopt.patch(model) saves as much without "
+            "one."
+        )
     emitted = _emitted(checkpoint, plan, target, kinds, tell) if kinds else {}
     if dry_run:
         return PatchResult(

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, said before torch is imported, which takes seconds."""
+"""Mistakes of a command line, told before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from memopt.patches.swap import is_swapped, restore_forward, swap_forward, swap_state, wraps_any_forward
+from memopt.patches.swap import is_swapped, restore_forward, steps_aside, swap_forward, swap_state, wraps_any_forward
+from memopt.saved.observer import is_observed
+from memopt.saved.scope import in_a_scope, packing_unseen
+from memopt.torch_compat import has_any_global_hook, module_hooks
 
 #: (module, arguments of one call) -> the context around that call.
 Mode = Callable[[nn.Module, Sequence[Any]], AbstractContextManager[object]]
+
+
+class FollowingMode(TorchFunctionMode):
+    """A mode that gives results of a module's own code other nodes, for the readers that save them in a scope too."""
+
+    def __enter__(self) -> Any:
+        self._packing = packing_unseen() if in_a_scope() else nullcontext()
+        self._packing.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._packing.__exit__(*error)
+
+
+def may_follow(module: nn.Module) -> bool:
+    """Whether such a mode may be active in a call of `module`.
+
+    Not where a hook inside may capture a result: the gradient of what is made of it would not come to it.
+    """
+    if steps_aside() or (has_any_global_hook() and not is_observed()):
+        return False
+    return not any(any(module_hooks(child)) for child in module.modules() if child is not module)
 
 
 @dataclass(frozen=True)

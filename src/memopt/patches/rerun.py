@@ -1,7 +1,7 @@
 """Run a module in backward again as in its forward.
 
-These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, and the function modes around
-it. Autocast is `memopt.kernels.base.autograd.autocast_as`; inputs and hooks are the caller's affair.
+These are its weights, buffers and modes (:class:`Held`), the random numbers that it drew, autocast, and the function
+modes around it (:class:`Around`). Inputs and hooks are the caller's affair.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memopt.kernels.base.autograd import autocast_as, autocast_dtype
 from memopt.patches.swap import original_class
 from memopt.recompute.versions import changed_in_place, versions_of
 from memopt.torch_compat import no_dispatch
@@ -225,3 +227,32 @@ def _set_random_states(states: tuple[Tensor, ...], x: Tensor) -> None:
 def is_on_gpu(x: Tensor) -> bool:
     """Whether `x` lies on a GPU that is there."""
     return x.is_cuda and torch.cuda.is_available()  # a fake tensor needs no device
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """The surroundings of one forward of a module, its random numbers aside."""
+
+    module: nn.Module
+    held: Held
+    """`torch.func.functional_call` puts other weights in for the time of a forward."""
+    autocast: torch.dtype | None
+    modes: tuple[type[RepeatedMode], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, x: Tensor) -> Around:
+        """Those of the forward of `module` that is about to read `x`."""
+        return cls(module, Held(slots_of(module)), autocast_dtype(x), active_modes())
+
+    @contextmanager
+    def again(self, x: Tensor, random: tuple[Tensor, ...], why: str) -> Iterator[None]:
+        """Inside, they are as in that forward.
+
+        Args:
+            x: tells the device.
+            random: states of the generators that it drew from; empty if it drew nothing.
+            why: as in :meth:`Held.lent`; errors are its.
+        """
+        lent = self.held.lent(self.module, why)
+        with autocast_as(self.autocast, x), drawing_from(random, x), standing(lent), inside(self.modes):
+            yield

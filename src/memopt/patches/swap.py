@@ -117,7 +117,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Layer:
-    """What :func:`swap_forward` gave a module: a forward that goes around it calls ``forward(stock, state, ...)``."""
+    """The forward that :func:`swap_forward` gave a module, for one around it: ``forward(stock, state, module, ...)``."""
 
     forward: Forward
     state: object

@@ -262,10 +262,8 @@ class _Answer:
         for settings, how in _LONG_CONTEXT if self.step.sites.blocks and not self.step.rules.effects else ():
             found = self.candidate("", load_recipe("long-context", settings), "none").at()
             if found.needs <= memory:
-                host = sum(
-                    operation.copied for operation in found.trace.operations
-                )  # those to the device are not traced
-                return f"recipe long-context fits: {gib(found.total)}, and {gib(host)} of CPU memory, exact; {how}"
+                host = gib(found.offloaded)
+                return f"recipe long-context fits: {gib(found.total)}, and {host} of CPU memory, exact; {how}"
         by_name = {each.name: each for each in others}
         best = by_name.get("memopt + checkpointing", patched)
         of_stock = by_name.get("stock + checkpointing", stock)

@@ -29,7 +29,7 @@ _OF_PARAMETERS = frozenset(
 
 
 class Sketch(Protocol):
-    """What steps of other sizes need, told from one step: of a number of times its size, in bytes."""
+    """The need of steps of other sizes, told from one step: of a number of times its size, in bytes."""
 
     def live(self, times: float) -> float:
         """For live storages alone."""

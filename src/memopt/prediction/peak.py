@@ -73,6 +73,11 @@ class Prediction:
         return round(MARGIN * self.reserved)
 
     @property
+    def offloaded(self) -> int:
+        """Bytes that wait in the memory of the CPU; copies back are not traced."""
+        return sum(each.copied for each in self.trace.operations)
+
+    @property
     def needs(self) -> int:
         """Bytes that the device has to have: the total and its margin."""
         return self.total + self.margin

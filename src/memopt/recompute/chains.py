@@ -1,7 +1,7 @@
 """Chains of elementwise operations and views in a forward, followed back to the tensors that they begin with.
 
-A chain is recomputed from these tensors, its *sources*, where stock operations save more than the sources. What they
-save is measured, once for each form of a call: `x * y` saves one factor, both or none, `sigmoid` saves its result.
+A chain is recomputed from these tensors, its *sources*, where stock operations save more than the sources. That is
+measured once for each form of a call: `x * y` saves one factor, both or none, `sigmoid` saves its result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ARE_VIEWS = _functions(_VIEWS, Tensor, torch)
 FOLLOWED = _ARE_VIEWS | _functions(_ELEMENTWISE, Tensor, torch, F)
 #: Of views; others gather.
 _INDICES = (int, slice, type(None), type(...))
-#: What is saved less, as a part of the sources, at least; and a parameter that is copied, as a part of the operands.
+#: The least saving, as a part of the sources; and a parameter that is copied, as a part of the operands.
 _LEAST, _SMALL = 1 / 16, 1 / 16
 #: Operations of one chain, at most; one that several others read counts for each.
 _LONGEST = 64
@@ -67,7 +67,7 @@ class ChainCall:
         self.before = [each.call for each in operands if isinstance(each, _Made)]
         self.sources: dict[_Source, None] = {each: None for each in operands if isinstance(each, _Source)}
         self.saved: dict[Any, int] = {}
-        """What stock operations up to here save: a source, or the key of the operation that made it -> bytes."""
+        """Source, or key of an operation whose result stock operations up to here save -> bytes."""
         self.length: int = 1 + sum(each.length for each in self.before)
         for each in self.before:
             self.sources |= each.sources
@@ -113,7 +113,7 @@ class Chains:
         self._sources: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
 
     def end(self) -> None:
-        """The call has returned. What is left here would hold the sources."""
+        """The call has returned: nothing here may hold the sources any longer."""
         self._known.clear()
 
     def made(self, x: object) -> ChainCall | None:
@@ -233,7 +233,7 @@ def _run(calls: Sequence[tuple[Any, Any, Any]], sources: Sequence[Tensor], param
 
 
 def _filled_by(operand: _Operand) -> Any:
-    """What made the values of a tensor or of what it is a view of: a source, or the key of an operation."""
+    """The origin of the values of a tensor, views aside: a source, or the key of an operation."""
     while isinstance(operand, _Made) and operand.call.function in _ARE_VIEWS:
         parts = _leaves((operand.call.args, operand.call.kwargs))
         operand = next(each for each in parts if isinstance(each, (_Source, _Made)))
@@ -260,7 +260,7 @@ def _measure(function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> 
 
 
 def _form(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What decides which tensors a call saves."""
+    """A key that decides which tensors a call saves."""
     return function, any_autocast_enabled(), *map(_kind, _leaves((args, tuple(kwargs.items()))))
 
 

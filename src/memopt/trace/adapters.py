@@ -91,7 +91,7 @@ def _on_4_bits() -> type[nn.Module]:
     class Adapted(Linear):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # PEFT asks for the autocast of CUDA, where it casts nothing itself.
-            casts = not (self.base_layer.cuda_kernels and torch.is_autocast_enabled("cpu"))
+            casts = not (getattr(self.base_layer, "cuda_kernels", False) and torch.is_autocast_enabled("cpu"))
             result: Tensor = self.base_layer(x).clone()
             for name in self.active_adapters:
                 first: Any = self.lora_A[name]
@@ -100,6 +100,8 @@ def _on_4_bits() -> type[nn.Module]:
                 result = result + (output.to(result.dtype) if casts else output)
             return result
 
+    # Its name too, by which the forward is recognised.
+    Adapted.forward.__module__, Adapted.forward.__qualname__ = "peft.tuners.lora.bnb", "Linear4bit.forward"
     return Adapted
 
 

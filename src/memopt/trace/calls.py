@@ -111,8 +111,8 @@ class _Counter:
             self._follows = True
             _known[call, wanted] = None
             try:
-                # What is counted where checkpointing drops it has to be counted where it runs again, whenever Python's
-                # collector frees something else.
+                # A call that is counted where checkpointing drops it has to be counted where it runs again, whenever
+                # Python's collector frees something else.
                 for _ in range(3 if call.hooks == "keeping" else 1):
                     with contextlib.suppress(Exception):  # the call itself says why
                         _known[call, wanted] = Ends(self.timeline, call, wanted).followed(run)

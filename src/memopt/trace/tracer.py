@@ -41,7 +41,7 @@ class Tracer:
     _parts: dict[tuple[Training, int], Trace] = field(default_factory=dict, init=False)
     """Traces of so many groups of alike blocks, ahead of their use."""
     _subjects: dict[tuple[Training, int | None], Subject] = field(default_factory=dict, init=False)
-    """What is traced at every size, by a step of no size."""
+    """The models that are traced at every size, by a step of no size."""
 
     def at(self, training: Training) -> Trace:
         """The step of the whole model.

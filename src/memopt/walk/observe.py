@@ -177,7 +177,7 @@ def find_sites(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Sit
     skipped = {n: r for n, r in observed.lookalikes.items() if n not in owners} | rejected | functions
     config = getattr(model, "config", None)
     gated, activations = tuple(with_form(model, site) for site in labels.gated_sites()), labels.activation_sites()
-    # What is known of these modules, or is run again in them, has other patches.
+    # Other patches have these modules.
     known = {each.name for each in norms} | {each.name for each in observed.functions}
     known |= {each.name for each in gated if each.form is not None} | {x.name for x in activations if x.is_module}
     sites = Sites(

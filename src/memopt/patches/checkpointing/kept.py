@@ -1,7 +1,7 @@
 """The outputs of attention in a block that runs again in backward: its second run takes them from the first.
 
-At long context attention is most of a block's forward. What is kept is its output and the statistics of its rows, from
-which its backward starts anyway: about one hidden state a block. Fused attention is one operator, which does not run
+At long context attention is most of a block's forward. Its output and the statistics of its rows are kept, from which
+its backward starts anyway: about one hidden state a block. Fused attention is one operator, which does not run
 again. Attention in plain operations (softmax, then a product) runs again up to its probabilities, of which backward
 needs every one; the product with the values does not.
 
@@ -99,7 +99,7 @@ class KeptAttention(TorchDispatchMode):
 
 
 class _Output:
-    """What one operator returned: tensors, and values that are none."""
+    """The result of one operator: tensors, and values that are none."""
 
     def __init__(self, result: Any, store: Callable[[Tensor], Waiting]) -> None:
         self._is_tensor = isinstance(result, Tensor)

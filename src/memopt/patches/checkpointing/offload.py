@@ -51,8 +51,8 @@ class OffloadedInputs:
 
 
 class OfBlock:
-    """What one call of a block keeps in CPU memory. When backward takes the first of it, the rest is brought back, and
-    what the block before keeps: while a block runs again, the tensors of the next one come in."""
+    """The tensors that one call of a block keeps in CPU memory. When backward takes the first, the others are brought
+    back, and those of the block before: while a block runs again, the tensors of the next one come in."""
 
     __slots__ = ("__weakref__", "_before", "_inputs", "_waiting")
 

@@ -30,7 +30,6 @@ _FORWARDS = {
     ("peft.tuners.lora.layer", "Linear.forward"): False,
     ("peft.tuners.lora.bnb", "Linear4bit.forward"): True,
     ("peft.tuners.lora.bnb", "Linear8bitLt.forward"): True,
-    ("memopt.trace.adapters", "_on_4_bits.<locals>.Adapted.forward"): True,  # stands for the second one
 }
 
 
@@ -71,7 +70,6 @@ def _agrees(forward: Callable[..., Tensor], rounds: bool) -> bool:
         if not rounds and type(layer).forward is not forward:
             return False
         linear = layer.base_layer
-        linear.cuda_kernels = False
         x = torch.randn(2, 3, 7, device="cpu", dtype=linear.weight.dtype, requires_grad=True) * 2
         found = _adapter(layer)
         if found is None:

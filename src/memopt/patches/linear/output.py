@@ -17,20 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint
 
-from memopt.kernels.base.autograd import autocast_as, autocast_dtype
+from memopt.kernels.base.autograd import autocast_dtype
 from memopt.kernels.linear.function import recomputed_output
-from memopt.patches.rerun import (
-    Held,
-    RepeatedMode,
-    active_modes,
-    drawing_from,
-    have_moved,
-    inside,
-    is_on_gpu,
-    random_states,
-    slots_of,
-    standing,
-)
+from memopt.patches.rerun import Around, have_moved, is_on_gpu, random_states
 from memopt.patches.swap import is_watched, steps_aside, swap_forward
 from memopt.recompute.specs import shared_cast
 from memopt.recompute.versions import with_witness
@@ -93,15 +82,15 @@ def _forward(stock: Callable[..., Any], rewrite: OutputRewrite, module: nn.Modul
     # A tool that exchanges the forward of an instance (offloading) brings the weights for the time of a call.
     if not is_saved or _is_wrapped(module) or (is_on_gpu(x) and torch.cuda.is_current_stream_capturing()):
         return stock(module, x)
-    held, autocast = Held(slots_of(module)), autocast_dtype(x)
+    around = Around.of(module, x)
     may_draw = module.training and bool(module._modules)
     random = random_states(x) if may_draw else ()
     y = stock(module, x)
-    if type(y) not in (Tensor, FakeTensor) or not y.requires_grad or y is x or y._version or held.has_moved:
+    if type(y) not in (Tensor, FakeTensor) or not y.requires_grad or y is x or y._version or around.held.has_moved:
         return y
     if may_draw and not have_moved(random, x):
         random = ()
-    return with_witness(recomputed_output(y, x, _Again(stock, module, held, autocast, random, active_modes())))
+    return with_witness(recomputed_output(y, x, _Again(stock, module, around, random)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,25 +99,16 @@ class _Again:
 
     stock: Callable[..., Tensor]
     module: nn.Module
-    held: Held
-    """`torch.func.functional_call` puts other weights in for the time of a forward."""
-    autocast: torch.dtype | None
+    around: Around
     random: tuple[Tensor, ...]
     """States of the generators that it drew from; empty if it drew nothing."""
-    around: tuple[type[RepeatedMode], ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        lent = self.held.lent(self.module, _WHY)
         x = x.detach().requires_grad_(x.is_floating_point())  # kernels for inference ask for that
         is_hooked = any(map(is_watched, self.module.modules()))
         random = self.random or (random_states(x) if is_hooked else ())  # hooks may draw too
-        with (
-            autocast_as(self.autocast, x),
-            drawing_from(random, x),
-            standing(lent),
-            torch.set_grad_enabled(is_hooked),  # hooks may ask for the place of an output in a graph
-            inside(self.around),
-        ):
+        # Hooks may ask for the place of an output in a graph.
+        with self.around.again(x, random, _WHY), torch.set_grad_enabled(is_hooked):
             return self._run(x).detach()
 
     def _run(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class StackedRewrite:
     """What such a module knows."""
 
     modes: tuple[Mode, ...] = ()
-    """Those that it runs inside, outermost first."""
+    """The modes that it runs inside, outermost first."""
     proven: set[tuple[str, str]] = field(default_factory=set, compare=False)
     """(parameter, class of its parametrisation) of the sums that were computed once more and came out the same."""
     settings: dict[str, Settings] = field(default_factory=dict, compare=False)

@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from memopt.kernels.linear.function import is_plain
 from memopt.kernels.linear.weighted import Product, Products, followed, weighted
-from memopt.patches.swap import steps_aside
+from memopt.patches.functions import FollowingMode, may_follow
 from memopt.saved.kept import ShapeOnly
-from memopt.saved.observer import is_observed
-from memopt.saved.scope import in_a_scope, packing_unseen, recomputes, saving_shape_of
-from memopt.torch_compat import grouped_mm, has_any_global_hook, module_hooks, no_torch_function, tensor_hooks
+from memopt.saved.scope import recomputes, saving_shape_of
+from memopt.torch_compat import grouped_mm, no_torch_function, tensor_hooks
 
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__})
 _MULTIPLIES = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
@@ -37,27 +35,18 @@ _SAME_ROWS = frozenset(getattr(Tensor, name) for name in _NAMES)
 
 
 def weighted_products(module: nn.Module, given: object) -> AbstractContextManager[object]:
-    """The context of one call of `module`, which multiplies outputs of linears with weights of their rows.
-
-    Not where a hook inside may capture such an output: nothing would come back to it.
-    """
-    is_off = steps_aside() or followed.products is not None or (has_any_global_hook() and not is_observed())
-    if is_off or any(any(module_hooks(child)) for child in module.modules() if child is not module):
-        return nullcontext()
-    return _Following()
+    """The context of one call of `module`, which multiplies outputs of linears with weights of their rows."""
+    return nullcontext() if followed.products is not None or not may_follow(module) else _Following()
 
 
-class _Following(TorchFunctionMode):
+class _Following(FollowingMode):
     def __enter__(self) -> Any:
         self._products = followed.products = Products()
         self._chosen: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
-        self._packing = packing_unseen() if in_a_scope() else nullcontext()
-        self._packing.__enter__()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._packing.__exit__(*error)
+        super().__exit__(*error)
         followed.products = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

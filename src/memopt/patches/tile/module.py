@@ -23,24 +23,13 @@ from torch import Tensor, nn
 from memopt.kernels.base.autograd import (
     are_from_checkpoint,
     autocast_as,
-    autocast_dtype,
     is_batched,
     may_be_overwritten,
     refuse_double_backward,
 )
 from memopt.kernels.base.pieces import slices
 from memopt.kernels.replay.function import gradients_again
-from memopt.patches.rerun import (
-    Held,
-    RepeatedMode,
-    active_modes,
-    drawing_from,
-    have_moved,
-    inside,
-    random_states,
-    slots_of,
-    standing,
-)
+from memopt.patches.rerun import Around, have_moved, random_states, standing
 from memopt.patches.swap import Layer, Rewrite, is_watched, layer_of, restore_forward, steps_aside, swap_forward
 from memopt.patches.tile.probe import by_rows
 from memopt.recompute.pure import with_tensors, without_tensors
@@ -49,7 +38,7 @@ from memopt.torch_compat import is_checkpointed_region, tree_leaves
 _WHY = ", since the module runs again in backward, by tiles of tokens. Change weights after backward"
 #: Tokens that tiles are made of: whole tiles of a matrix product.
 _STEP = 256
-#: What lives of a product while its tile is differentiated: results, their gradients and intermediate values.
+#: Copies of a product that live while its tile is differentiated: results, gradients and intermediate values.
 _COPIES = 3
 #: (one tile of tokens) -> what the module returns for it
 Run = Callable[[Tensor], Any]
@@ -57,7 +46,7 @@ Run = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class TileRewrite(Rewrite):
-    """What such a module knows."""
+    """State of a module that runs by tiles."""
 
     numbers: int
     """That its products have for one token."""
@@ -121,7 +110,7 @@ def _forward(stock: Callable[..., Any], rewrite: TileRewrite, module: nn.Module,
     if not x.requires_grad and not parameters:
         return stock(module, *args, **kwargs)
     kept = _Kept.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
-    again = _Again(run, module, Held(slots_of(module)), size, active_modes())
+    again = _Again(run, Around.of(module, x), size)
     returned: list[Any] = []
     outputs = _Tiles.apply(again, returned, kept.grad_fn, kept, *parameters)  # type: ignore[no-untyped-call]
     return with_tensors(returned[0], outputs)
@@ -144,7 +133,7 @@ def _may_run_again(module: nn.Module) -> bool:
 
 
 def _joined(run: Run, x: Tensor, size: int) -> tuple[Any, list[Tensor]]:
-    """What ``run(x)`` returns, computed by tiles of `size` tokens; and the tensors in it."""
+    """The result of ``run(x)``, computed by tiles of `size` tokens; and the tensors in it."""
     rows = x.reshape(-1, x.size(-1))
     template: Any = None
     outputs: list[Tensor] = []
@@ -188,10 +177,9 @@ class _Again:
     """How the tiles of one call run."""
 
     run: Run
-    module: nn.Module
-    held: Held
+    around: Around
     size: int
-    around: tuple[type[RepeatedMode], ...]
+    """Tokens of a tile."""
 
 
 class _Tiles(torch.autograd.Function):
@@ -203,13 +191,13 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, again: _Again, returned: list[Any], source: Any, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.again, ctx.source, ctx.parameters, ctx.autocast = again, source, parameters, autocast_dtype(x)
+        ctx.again, ctx.source, ctx.parameters = again, source, parameters
         if source is None:
             ctx.is_ours = False
             ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         random = random_states(x)
-        with autocast_as(ctx.autocast, x):
+        with autocast_as(again.around.autocast, x):  # which keeps no cast that is made without gradients
             result, outputs = _joined(again.run, x, again.size)
         ctx.random = random if have_moved(random, x) else ()
         returned.append(without_tensors(result))
@@ -221,8 +209,7 @@ class _Tiles(torch.autograd.Function):
         refuse_double_backward()
         again, source = ctx.again, ctx.source or ctx
         (x,) = source.saved_tensors
-        lent = again.held.lent(again.module, _WHY)
-        with autocast_as(ctx.autocast, x), drawing_from(ctx.random, x), standing(lent), inside(again.around):
+        with again.around.again(x, ctx.random, _WHY):
             return None, None, None, *_gradients(ctx, again, x, source.is_ours, gradients)
 
 
@@ -255,7 +242,7 @@ def _outputs(again: _Again, parameters: Sequence[Tensor], given: Sequence[Tensor
     hooks are to see one gradient only."""
     x, *others = given
     instead = {id(each): other for each, other in zip(parameters, others, strict=True)}
-    held = zip(again.held.slots, again.held.values, strict=True)
+    held = zip(again.around.held.slots, again.around.held.values, strict=True)
     with standing([(slot, instead[id(value)]) for slot, value in held if id(value) in instead]):
         return [each for each in tree_leaves(again.run(x)) if isinstance(each, Tensor)]
 

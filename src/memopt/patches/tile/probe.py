@@ -37,12 +37,10 @@ def find(model: nn.Module, sites: Sites) -> Iterator[TileSite]:
     known: dict[Any, int] = {}
     for block in sites.blocks:
         inside = {name: its for name, its in widths.items() if is_inside(name, block)}
-        yield from _within(model.get_submodule(block), block, block, inside, known)
+        yield from _within(model.get_submodule(block), block, inside, known)
 
 
-def _within(
-    module: nn.Module, name: str, block: str, widths: dict[str, list[int]], known: dict[Any, int]
-) -> Iterator[TileSite]:
+def _within(module: nn.Module, name: str, widths: dict[str, list[int]], known: dict[Any, int]) -> Iterator[TileSite]:
     """The outermost sites inside `module`."""
     for child_name, child in module.named_children():
         inner = f"{name}.{child_name}"
@@ -51,9 +49,9 @@ def _within(
             continue
         numbers = _numbers(child, list(dict.fromkeys(filter(None, tried))), known)
         if numbers:
-            yield TileSite(inner, block, numbers)
+            yield TileSite(inner, numbers)
         else:
-            yield from _within(child, inner, block, widths, known)
+            yield from _within(child, inner, widths, known)
 
 
 def _numbers(module: nn.Module, widths: list[int], known: dict[Any, int]) -> int:

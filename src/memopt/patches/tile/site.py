@@ -10,6 +10,5 @@ class TileSite:
     """A module of a block that maps each token on its own."""
 
     name: str
-    block: str
     numbers: int
     """Of all its products, for one token."""
