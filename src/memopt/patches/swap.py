@@ -117,7 +117,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Layer:
-    """The forward that :func:`swap_forward` gave a module, for one around it: ``forward(stock, state, module, ...)``."""
+    """The forward that :func:`swap_forward` gave a module, called as ``forward(stock, state, module, ...)``."""
 
     forward: Forward
     state: object
