@@ -12,10 +12,11 @@ Nothing is allocated: a step of a few blocks is traced on fake tensors, and exte
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,11 +33,11 @@ from memopt.plan.recipe import load_recipe
 from memopt.prediction.cards import find_card, setup_on
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Setup
-from memopt.trace.trace import Step, trace
-from memopt.trace.training import Train, Training
+from memopt.trace.tracer import Tracer
+from memopt.trace.training import Step, Train, Training
 from memopt.walk.observe import walk_config
 
-STEP, GROUPS = 8192, 4
+STEP = 8192
 GIB = 1 << 30
 _LLAMA_8B = {
     "vocab_size": 128256,
@@ -110,26 +111,44 @@ class Row:
 
 
 def longest(case: Case, most: int = 1 << 21) -> Row:
-    """By halving: bytes grow with the length."""
+    """Bytes grow nearly in a line: each guess is where one through two predictions reaches the memory of the card."""
     config, card = case.config(), find_card(case.card)
     sites = walk_config(config)
     setup = setup_on(card, Setup(memory=card.memory))
-    recipe = load_recipe("long-context", case.settings)
+    tracer = Tracer(Step(config, Training(), sites, load_recipe("long-context", case.settings)))
 
-    def at(seq: int) -> Prediction:
-        training = Training(1, seq, train=case.train, adapter_fp32=case.train == "lora")
-        return combine(trace(Step(config, training, sites, recipe), groups=GROUPS), setup)
+    def at(steps: int) -> Prediction:
+        training = Training(1, steps * STEP, train=case.train, adapter_fp32=case.train == "lora")
+        return combine(tracer.at(training), setup)
 
-    low, high = 0, most // STEP
-    needs = host = 0
+    low, high, best = 0, most // STEP, None
+    guess, needs = case.wanted // STEP, {}
     while high - low > 1:
-        middle = (low + high) // 2
-        found = at(middle * STEP)
+        guess = min(max(guess, low + 1), high - 1)
+        found = at(guess)
+        needs[guess] = found.needs
         if found.needs > card.memory:
-            high = middle
+            high = guess
         else:
-            low, needs, host = middle, found.needs, found.offloaded
-    return Row(case.name, card.name, " ".join(case.settings), low * STEP, case.wanted, needs, host)
+            low, best = guess, found
+        guess = _crossing(needs, card.memory) if len(needs) > 1 else guess + (1 if low == guess else -1)
+    return Row(
+        case.name,
+        card.name,
+        " ".join(case.settings),
+        low * STEP,
+        case.wanted,
+        best.needs if best else 0,
+        best.offloaded if best else 0,
+    )
+
+
+def _crossing(needs: Mapping[int, int], memory: int) -> int:
+    """The last length that fits, by the two predictions that are nearest to `memory`."""
+    (a, at_a), (b, at_b) = sorted(needs.items(), key=lambda each: abs(each[1] - memory))[:2]
+    if at_a == at_b:
+        return max(a, b)
+    return a + math.floor((memory - at_a) * (b - a) / (at_b - at_a))
 
 
 def table(rows: Sequence[Row]) -> Table:
