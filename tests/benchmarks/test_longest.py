@@ -27,7 +27,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     assert 0 < found.tokens < 1 << 16
     assert found.tokens % longest.STEP == 0
     assert found.needs <= 0.65 * longest.GIB
-    of_a_token = 2 * 2 * TINY["num_hidden_layers"] * TINY["hidden_size"]  # the input and attention's output of all blocks
+    of_a_token = 2 * 2 * TINY["num_hidden_layers"] * TINY["hidden_size"]  # input and attention's output of each block
     assert 1 <= found.host / (of_a_token * found.tokens) < 1.2
     larger = longest.longest(longest.Case("tiny", "Llama", TINY, "full", "0.75GiB", 8192), most=1 << 16)
     assert larger.tokens > found.tokens
