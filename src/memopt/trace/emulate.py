@@ -31,6 +31,13 @@ _FP32_ON_CUDA: frozenset[Any] = frozenset(
 )
 
 
+#: Functions that read fp16 and write fp32 in one operation there (``SoftMax.cpp``), and that operation.
+_OF_HALF: dict[Any, Any] = {
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), torch.ops.aten._softmax),
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
+}
+
+
 class CudaChoices(TorchFunctionMode):
     """While active, attention, dropout and autocast save what they save on a CUDA device, and memopt's operators
     allocate what they allocate there."""
@@ -51,6 +58,8 @@ class CudaChoices(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
+        if func in _OF_HALF and (output := _in_fp32(func, *args, **kwargs)) is not None:
+            return output
         if func in _FP32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 args, kwargs = tree_map(_to_fp32, (args, kwargs))
@@ -178,6 +187,16 @@ def _dropout(
     if inplace or not training or not 0 < p < 1:
         return func(input, p, training)
     output, _ = torch.native_dropout(input, p, True)
+    return output
+
+
+def _in_fp32(func: Any, input: Tensor, dim: int | None = None, *others: Any, **names: Any) -> Tensor | None:
+    """The softmax of fp16 that is asked for in fp32; None if something else is."""
+    wanted = names.get("dtype", torch.float32 if torch.is_autocast_enabled("cpu") else None)
+    dim = names.get("dim", dim)
+    if input.dtype != torch.float16 or wanted != torch.float32 or dim is None or any(others):
+        return None
+    output: Tensor = _OF_HALF[func](input, dim, True)
     return output
 
 

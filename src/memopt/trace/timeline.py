@@ -28,6 +28,7 @@ from memopt.torch_compat import (
 from memopt.trace.operations import Operation, operation
 from memopt.trace.repeated import repeat
 from memopt.trace.storages import Birth, Lifetime, StorageTracker, storages
+from memopt.trace.workspaces import temporaries
 
 #: What a storage that lives at the peak is for, in the order in which tables list it.
 Kind = Literal["saved", "logits", "recomputed", "gradients", "temporaries"]
@@ -47,10 +48,15 @@ class Timeline(StorageTracker):
     """A `StorageTracker` that also sees storages die.
 
     It tells modules by the call stack: under hooks on modules, patched ones run otherwise.
+
+    Args:
+        model: whose step is followed.
+        cuda: count what operators allocate inside of themselves on a CUDA device.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, cuda: bool = False) -> None:
         super().__init__(self.module, parameters=[*model.parameters(), *model.buffers()])
+        self._cuda = cuda
         self.events: list[Lifetime] = []
         """The storage that was allocated or freed, in order."""
         self.operations: list[Operation] = []
@@ -68,6 +74,8 @@ class Timeline(StorageTracker):
         moment = len(self.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         with no_torch_function():
+            if self._cuda:
+                self._note(func, (), {}, [torch.empty(shape, dtype=dtype) for shape, dtype in temporaries(func, args)])
             found = operation(func, args, kwargs or {}, result, moment)
         if found is not None:
             self.operations.append(found)
@@ -245,10 +253,11 @@ def record(
     during_backward: AbstractContextManager[Any] | None = None,
     then: Callable[[], Any] = lambda: None,
     within: Callable[[Timeline], AbstractContextManager[Any]] = nullcontext,
+    cuda: bool = False,
 ) -> Record:
-    """Every storage of forward, loss, backward and what is to run `then`, all `within` a context; other arguments as
-    those of `step`."""
-    timeline = Timeline(model)
+    """Every storage of forward, loss, backward and what is to run `then`, all `within` a context; `cuda` as that of
+    `Timeline`, other arguments as those of `step`."""
+    timeline = Timeline(model, cuda=cuda)
     with timeline, counting(timeline), within(timeline), _gradients(model, timeline) as gradients:
         output = run()
         forward_ends = len(timeline.events)

@@ -77,8 +77,9 @@ def trace(
     built, runs = subject(of, groups, prepare) if on is None else copy.deepcopy(on)
     with traced(of, built) as model:
         batch = sum(each.nbytes() for each in _distinct(_tensors(model.arguments)))
-        calls = partial(counted_calls, of.sites.functions, of.training.cuda_kernels)
-        found = record(model.trained, model.run, during_backward=model.choices(), within=calls)
+        cuda = of.training.cuda_kernels
+        calls = partial(counted_calls, of.sites.functions, cuda)
+        found = record(model.trained, model.run, during_backward=model.choices(), within=calls, cuda=cuda)
         events, numbers = step_events(found)
         operations = tuple(each.at(bisect_left(numbers, each.moment)) for each in found.operations)
         parameters = tuple(parameters_of(model.trained))

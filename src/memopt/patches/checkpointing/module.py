@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from memopt.patches.checkpointing.caches import READS_CACHE, reads_cache, without_caches
+from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention, compiled_contexts
 from memopt.patches.checkpointing.offload import OffloadedInputs
 from memopt.patches.checkpointing.state import BlockState, RunsTwice
@@ -34,6 +35,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @dataclass(frozen=True)
+class AttentionLevel:
+    """How attention runs in a checkpointed block."""
+
+    is_kept: bool = False
+    """Whether its outputs wait beside the input, so that it runs once only."""
+    room: int = 0
+    """Bytes that its backward may take, by groups of heads; 0: what all heads take."""
+
+
+@dataclass(frozen=True)
 class BlockRewrite:
     """The level of a block."""
 
@@ -42,8 +53,7 @@ class BlockRewrite:
     is_checkpointed: bool
     inputs: OffloadedInputs | None
     """The place where inputs of checkpointed blocks wait; None: on their device."""
-    keeps_attention: bool = False
-    """Whether outputs of attention wait beside the input."""
+    attention: AttentionLevel = AttentionLevel()
     state: BlockState = field(default_factory=BlockState, compare=False, repr=False)
 
     def run_again(self, block: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -51,16 +61,18 @@ class BlockRewrite:
         if torch.compiler.is_compiling():
             is_being_compiled(off="" if self.inputs is None else _NOT_OFFLOADED)
             function, args = without_caches(block, function, args) or (function, args)
-            contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.keeps_attention else {}
+            contexts: dict[str, Any] = {"context_fn": compiled_contexts} if self.attention.is_kept else {}
             return checkpoint(function, *args, use_reentrant=False, **contexts)
         without = without_caches(block, function, args)
         if without is None or is_checkpointed_region():  # by somebody around the block
             return function(*args)
         function, args = without
         place = None if self.inputs is None else self.inputs.of_a_block()
-        attention = KeptAttention(None if place is None else place.wait) if self.keeps_attention else None
+        kept = KeptAttention(None if place is None else place.wait) if self.attention.is_kept else None
+        by_heads = ByHeads(self.attention.room) if self.attention.room else None
         with _STAYS if place is None else place.hooks():
-            return checkpoint(RunsTwice(self.state, block, function, args, attention), *args, use_reentrant=False)
+            twice = RunsTwice(self.state, block, function, args, kept, by_heads)
+            return checkpoint(twice, *args, use_reentrant=False)
 
 
 def patch_block(
@@ -68,19 +80,16 @@ def patch_block(
     scope: ScopeRewrite | None,
     is_checkpointed: bool,
     inputs: OffloadedInputs | None,
-    keeps_attention: bool = False,
+    attention: AttentionLevel = AttentionLevel(),
 ) -> None:
     """Let `block` be checkpointed or not, whatever the model's own switch; its input waits in `inputs`.
-
-    Args:
-        keeps_attention: whether outputs of attention wait there too, so that it runs once only.
 
     Raises:
         ValueError: the block cannot be swapped, or running it twice is not running it once.
     """
     if is_checkpointed and any(isinstance(m, _BATCH_NORMS) and m.track_running_stats for m in block.modules()):
         raise ValueError("a batch norm inside counts batches, and would count each one twice if the block ran again")
-    rewrite = BlockRewrite(scope, is_checkpointed, inputs, keeps_attention)
+    rewrite = BlockRewrite(scope, is_checkpointed, inputs, attention)
     swap_forward(block, _switched if has_switch(block) else _wrapped, rewrite)
 
 

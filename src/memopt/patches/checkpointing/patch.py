@@ -20,7 +20,7 @@ from memopt.patches.base import (
     matches,
     one_or_more,
 )
-from memopt.patches.capabilities import EngineSettings, Levels, Reports
+from memopt.patches.capabilities import Checks, EngineSettings, Levels, Reports
 from memopt.walk.sites import Sites
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class CheckpointingRules(Rules):
     keep: Annotated[Literal["none", "attention"] | tuple[str, ...], one_or_more(OFF, "attention")] = "none"
     """``attention``: a checkpointed block keeps the output of its attention where its input waits, and does not
     compute attention again; or names (shell wildcards) of the checkpointed blocks that do."""
+    attention_room: float = Field(default=0.0, ge=0.0)
+    """MiB that the backward of fused attention takes beside its gradients, about, by groups of heads; 0: what all heads
+    take at once."""
 
     @model_validator(mode="after")
     def _has_a_count(self) -> CheckpointingRules:
@@ -55,7 +58,7 @@ class CheckpointingRules(Rules):
         return self
 
 
-class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
+class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
     """Checkpointed blocks; other patches work inside the checkpointed region."""
 
     name = "checkpointing"
@@ -134,18 +137,24 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports):
     def apply(self, live: Live) -> None:
         if live.plan.recipe.rules(CheckpointingRules).is_off:
             return
-        from memopt.patches.checkpointing.module import has_switch, patch_block
+        from memopt.patches.checkpointing.module import AttentionLevel, has_switch, patch_block
         from memopt.patches.checkpointing.offload import OffloadedInputs
 
         chosen, offloaded = set(live.plan.chosen(self.name)), set(live.plan.chosen(self.name, OFFLOADED))
-        inputs, keep = OffloadedInputs(), live.plan.recipe.rules(CheckpointingRules).keep
+        inputs, rules = OffloadedInputs(), live.plan.recipe.rules(CheckpointingRules)
         for block in live.plan.sites.blocks:
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.
             if block in chosen or has_switch(live.modules[block]):
                 waits = inputs if block in offloaded else None
                 again = block in chosen
-                keeps = again and _is_among(block, keep)
-                live.attempt(self.name, block, patch_block, live.scopes.get(block), again, waits, keeps)
+                attention = AttentionLevel(
+                    again and _is_among(block, rules.keep), round(rules.attention_room * (1 << 20))
+                )
+                live.attempt(self.name, block, patch_block, live.scopes.get(block), again, waits, attention)
+
+    def on_few_tokens(self, recipe: RecipeView) -> tuple[str, ...]:
+        rules = recipe.rules(CheckpointingRules)
+        return (f"{rules.key}.attention_room=0.001",) if rules.attention_room and not rules.is_off else ()
 
     def remarks(self, model: nn.Module) -> Iterator[str]:
         from memopt.patches.checkpointing.module import overruled, switched_on

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.patches.checkpointing.decisions import Decisions
+from memopt.patches.checkpointing.heads import ByHeads
 from memopt.patches.checkpointing.kept import KeptAttention
 from memopt.patches.rerun import CONTAINERS, MODES, NUMBERS, Held, Slot, copied, standing
 from memopt.patches.swap import is_watched
@@ -97,10 +98,11 @@ class RunsTwice:
         function: Callable[..., Any],
         given: Sequence[Any],
         attention: KeptAttention | None = None,
+        by_heads: ByHeads | None = None,
     ) -> None:
-        """`attention` keeps its outputs for the second run."""
+        """`attention` keeps its outputs for the second run, and both runs are inside `by_heads`."""
         state.learn(block)
-        self._attention = attention
+        self._attention, self._by_heads = attention, by_heads or nullcontext()
         self._state, self._block, self._function = state, block, function
         named = getattr(function, "keywords", {})
         # Tensors come from PyTorch's checkpoint, which may have moved them elsewhere.
@@ -129,6 +131,7 @@ class RunsTwice:
         decisions, attention = self._decisions, self._attention
         with (
             standing(lent),
+            self._by_heads,
             nullcontext() if decisions is None else decisions.repeat(),
             nullcontext() if attention is None else attention.repeat(),
         ):
@@ -143,7 +146,7 @@ class RunsTwice:
         self._given_versions = versions_of(self._arguments)
         self._decisions = Decisions(args) if looks or state.decides else None
         try:
-            with self._decisions or nullcontext(), self._attention or nullcontext():
+            with self._by_heads, self._decisions or nullcontext(), self._attention or nullcontext():
                 return self._function(*args)
         finally:
             state.decides |= self._decisions is not None and bool(self._decisions.made)
