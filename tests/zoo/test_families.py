@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import memopt
 from benchmarks.families import FAMILIES, Family
+from memopt.patches.checkpointing import heads
 from memopt.patches.tile import module as tiles
 from memopt.walk.calls.inputs import Call
 from memopt.walk.calls.parts import every_call
@@ -27,6 +28,7 @@ _CASES = [
 def test_gradients_are_those_of_the_stock_model(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_STEP", 3)  # tokens of a tile, of few in a batch
     monkeypatch.setattr(tiles, "_COPIES", 1 << 30)
+    monkeypatch.setattr(heads, "_COPIES", 1 << 30)  # one head of keys in a group
     twin = build_twin(family.config(family.depths[0]))
     call = every_call(twin)[0]
     stock = _gradients(twin, call)
