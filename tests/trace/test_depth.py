@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from itertools import groupby
+
 import pytest
 from torch import nn
 from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
@@ -9,7 +13,7 @@ from transformers import Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.planner.levels import levels_of
 from memopt.trace.trace import trace
-from memopt.trace.tracer import Tracer, UnlikeError, _form, put_back
+from memopt.trace.tracer import Tracer, UnlikeError, _deepened, _form, put_back
 from memopt.trace.training import Step, Training
 from memopt.walk.models.alike import LEAST_GROUPS, take_out
 from memopt.walk.models.build import build_meta
@@ -105,6 +109,18 @@ def test_interior_blocks_that_allocate_differently_are_noticed() -> None:
     events = [e for e in whole.events if e.storage is not whole.events[odd].storage]
     with pytest.raises(UnlikeError, match="not alike"):
         put_back(events, (), run)
+
+
+def test_the_order_of_frees_between_two_allocations_tells_no_blocks_apart() -> None:
+    # Autocast drops its copies of the weights by their addresses, so in another order in each block.
+    training = Training(2, 16, checkpointing="full")
+    short = tracer("llama")._trace(training, LEAST_GROUPS)
+    shuffled, draw = [], random.Random(0)
+    for _, stretch in groupby(short.events, key=lambda event: (event.allocated, event.moment)):
+        each = list(stretch)
+        shuffled += each if each[0].allocated else draw.sample(each, len(each))
+    assert shuffled != list(short.events)
+    assert _form(_deepened(replace(short, events=tuple(shuffled)))) == _form(_deepened(short))
 
 
 def test_blocks_that_share_parameters_are_all_traced() -> None:

@@ -108,26 +108,35 @@ def _deepened(shallow: Trace, groups: int | None = None) -> Trace:
 def _form(traced: Trace) -> list[Hashable]:
     """The events and sums of the operations of a trace, to compare with those of another.
 
-    The order of frees between two allocations changes neither a peak nor what the allocator holds after them, and is
-    sometimes Python's collector's; storages without bytes are left out for the same reason.
+    Storages without bytes are left out: when they are freed is sometimes Python's collector's choice.
     """
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
-    events = [event for event in traced.events if event.storage.nbytes]
+    events = _in_order([event for event in traced.events if event.storage.nbytes])
     numbers = {event.storage: number for number, event in enumerate(event for event in events if event.allocated)}
     form: list[Hashable] = [totals]
-    for allocated, stretch in groupby(events, key=lambda event: event.allocated):
-        if not allocated:
-            stretch = iter(sorted(stretch, key=lambda event: numbers[event.storage]))
-        form += (
-            (
-                allocated,
-                numbers[event.storage],
-                event.moment,
-                *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
-            )
-            for event in stretch
+    form += (
+        (
+            event.allocated,
+            numbers[event.storage],
+            event.moment,
+            *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
         )
+        for event in events
+    )
     return form
+
+
+def _in_order(events: Sequence[Event]) -> list[Event]:
+    """The events with the frees between two allocations in the order in which their storages were allocated.
+
+    Their own order changes neither a peak nor what the allocator holds after them, and may be arbitrary: that of
+    autocast's cache of weights is by address.
+    """
+    numbers = {event.storage: number for number, event in enumerate(events) if event.allocated}
+    found: list[Event] = []
+    for (allocated, _), stretch in groupby(events, key=lambda event: (event.allocated, event.moment)):
+        found += stretch if allocated else sorted(stretch, key=lambda event: numbers[event.storage])
+    return found
 
 
 #: Forward or backward, and the place of a block in its list; -1 before the first.
@@ -155,6 +164,7 @@ class _Extension:
     """The traced blocks of a run are numbered without those that were left out; `_full` numbers all."""
 
     def __init__(self, events: Sequence[Event], operations: Sequence[Operation], run: Run, count: int) -> None:
+        events = _in_order(events)
         self._given, self._run, self._group, self._count, self._cut = events, run, run.group, count, run.start
         self._names = run.names[: run.start + count] + run.names[run.start + run.left_out :]
         self._traced = run.names[: run.start] + run.names[run.start + run.left_out :]
