@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Literal
 
 from memopt.environment.forks import each, processes
@@ -113,17 +114,8 @@ def _form(traced: Trace) -> list[Hashable]:
     totals = (sum(each.flops for each in traced.operations), sum(each.nbytes for each in traced.operations))
     events = _in_order([event for event in traced.events if event.storage.nbytes])
     numbers = {event.storage: number for number, event in enumerate(event for event in events if event.allocated)}
-    form: list[Hashable] = [totals]
-    form += (
-        (
-            event.allocated,
-            numbers[event.storage],
-            event.moment,
-            *(getattr(event.storage, name) for name in ("nbytes", "part", "module", "operation", "dtype", "shape")),
-        )
-        for event in events
-    )
-    return form
+    told = attrgetter("nbytes", "part", "module", "operation", "dtype", "shape")
+    return [totals, *((each.allocated, numbers[each.storage], each.moment, *told(each.storage)) for each in events)]
 
 
 def _in_order(events: Sequence[Event]) -> list[Event]:
@@ -134,8 +126,8 @@ def _in_order(events: Sequence[Event]) -> list[Event]:
     """
     numbers = {event.storage: number for number, event in enumerate(events) if event.allocated}
     found: list[Event] = []
-    for (allocated, _), stretch in groupby(events, key=lambda event: (event.allocated, event.moment)):
-        found += stretch if allocated else sorted(stretch, key=lambda event: numbers[event.storage])
+    for _, stretch in groupby(events, key=lambda event: (event.allocated, event.moment)):
+        found += sorted(stretch, key=lambda event: numbers[event.storage])  # allocations are in order
     return found
 
 
@@ -192,20 +184,14 @@ class _Extension:
         self._check()
         events: list[Event] = []
         operations: list[Operation] = []
-
-        def copy(phase: Literal["F", "B"], place: int) -> None:
-            for moment, event in self._copied(phase, place):
-                operations.extend(each.at(len(events)) for each in self._operations[moment])
-                events.append(event)
-
         previous: _Segment | None = None
         for moment, (event, segment) in enumerate(zip(self._given, self._segments, strict=True)):
-            if segment != previous and segment == ("F", self._cut):
-                for place in range(self._cut, self._cut + self._count):
-                    copy("F", place)
-            if segment != previous and segment == ("B", self._cut - 1):
-                for place in reversed(range(self._cut, self._cut + self._count)):
-                    copy("B", place)
+            if segment != previous and segment in (("F", self._cut), ("B", self._cut - 1)):
+                left_out = range(self._cut, self._cut + self._count)
+                for place in left_out if segment[0] == "F" else reversed(left_out):
+                    for like, copied in self._copied(segment[0], place):
+                        operations.extend(each.at(len(events)) for each in self._operations[like])
+                        events.append(copied)
             previous = segment
             operations.extend(each.at(len(events)) for each in self._operations[moment])
             events += [event] if event.allocated else self._frees(moment, segment)
