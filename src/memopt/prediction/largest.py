@@ -16,11 +16,9 @@ from memopt.trace.events import Event, Storage
 
 #: Rows that no search goes beyond.
 MOST_ROWS = 512
-#: Predictions after which a sketch is not followed where it gains little, and numbers that one is asked for.
-_LOOKS, _TRIES = 4, 4
-#: Segments of the allocator: what one more adds has to be more than these, or it is not told but predicted.
-_SEGMENT = 20 << 20
-#: Events of a step after which it is faster to predict another size than to follow the allocator.
+#: How far from a predicted number, as a share of it, its sketch is an answer; predictions that follow sketches.
+_NEAR, _LOOKS = 0.25, 6
+#: Events of a step after which following the allocator takes longer than it is worth.
 _MOST_EVENTS = 50_000
 #: Parts of a step whose bytes are those of the parameters, whatever its size.
 _OF_PARAMETERS = frozenset(
@@ -42,13 +40,14 @@ class Scaled:
     """Steps of more or fewer rows than that of a prediction; with `by_length` of longer or shorter ones.
 
     What belongs to the parameters stays, and what is of one size in the predictions of others. The rest grows with the
-    size, tensors of tokens x tokens with its square.
+    size, tensors of tokens x tokens with its square. Without others the sketch is too rough to follow the allocator.
     """
 
     def __init__(self, found: Prediction, others: Iterable[Prediction] = (), *, by_length: bool = False) -> None:
         self._found, self._seq = found, found.training.seq if by_length else None
-        sizes = _sizes(found)
+        sizes, others = _sizes(found), list(others)
         self._alike = {each for other in others for each, size in _sizes(other).items() if sizes.get(each) == size}
+        self._is_followed = bool(others) and len(found.events) <= _MOST_EVENTS
         changes = np.array([event.change for event in found.events], np.float64)
         powers = np.array([self._power(event.storage) for event in found.events], np.int8)
         curves = [np.cumsum(np.where(powers == power, changes, 0.0)) for power in range(3)]
@@ -61,7 +60,7 @@ class Scaled:
 
     def needs(self, times: float) -> float:
         found = self._found
-        if len(found.events) > _MOST_EVENTS:
+        if not self._is_followed:
             return self.live(times) - self.live(1) + found.needs
         made = {
             each: Storage(round(each.nbytes * times**power), each.part) if (power := self._power(each)) else each
@@ -94,7 +93,8 @@ def largest(
 ) -> Largest:
     """The largest whole number up to `most` of which `need` is at most `limit`.
 
-    The answer was predicted, and fits. That one more does not was predicted too, or is told from the answer.
+    It was predicted, and so was that one more does not fit; or both are told from the second prediction, or a later
+    one, of a number that is less than a quarter from both.
 
     Args:
         need: bytes for a number of rows, or of stretches of tokens; grows with it.
@@ -105,39 +105,20 @@ def largest(
     fits, too_much = 0, most + 1
     number = max(1, min(start, most))
     for looks in itertools.count(1):
-        is_enough, sketch = need(number) <= limit, sketched(number)
-        if is_enough:
+        if need(number) <= limit:
             fits = number
-            more = 1 + 1 / number
-            growth = sketch.live(more) - sketch.live(1)
-            over = sketch.live(more) - limit
-            is_told = over > growth / 2 or (looks > 1 and over > -growth and sketch.needs(more) > limit)
-            if number < most and growth > _SEGMENT and is_told:
-                return Largest(fits)
         else:
             too_much = number
         if too_much == fits + 1:
             return Largest(fits, is_all=fits == most)
-        number = _guess(range(fits + 1, too_much), limit, sketch, number, looks)
+        told = _told(range(fits + 1, too_much), limit, sketched(number), number)
+        if looks > 1 and max(number - told, told + 1 - number) < _NEAR * number:
+            return Largest(told, is_all=told == most)
+        number = max(told, fits + 1) if looks < _LOOKS else (fits + too_much) // 2
     raise AssertionError
 
 
-def _guess(numbers: range, limit: int, sketch: Sketch, known: int, looks: int) -> int:
-    """Which of `numbers` to predict next, by the sketch of a `known` one: the last that is thought to fit.
-
-    In the middle of those whose storages alone would fit, where the allocator makes steps of what is needed: where none
-    but the first is thought to fit, and after some `looks`. Then always further, too.
-    """
-    held, follows = 0.0, looks < _LOOKS
-    most = number = numbers[0]
-    for tries in range(_TRIES if follows else 1):
-        place = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) + held > limit)
-        number = numbers[max(0, place - 1)]
-        most = most if tries else number
-        if number == numbers[0] or not follows or (needs := sketch.needs(number / known)) <= limit:
-            break
-        held = needs - sketch.live(number / known)
-    if follows and number > numbers[0]:
-        return number
-    further = 0 if follows else 2 << (looks - _LOOKS)
-    return (numbers[0] + max(most, min(numbers[0] + further, numbers[-1]))) // 2
+def _told(numbers: range, limit: int, sketch: Sketch, known: int) -> int:
+    """The last of `numbers` that fits by the sketch of a `known` one, or the number before the first."""
+    alive = bisect_left(numbers, True, key=lambda each: sketch.live(each / known) > limit)
+    return numbers[0] + bisect_left(numbers[:alive], True, key=lambda each: sketch.needs(each / known) > limit) - 1
