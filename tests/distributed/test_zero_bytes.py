@@ -27,6 +27,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def held(before: set[int]) -> int:
+    gc.collect()  # the graph of a step may be in circles, which the collector frees at any time
     found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors()}
     return sum(nbytes for address, nbytes in found.items() if address not in before)
 
@@ -51,7 +52,6 @@ def compared(rank: int, stage: int, precision: Any) -> tuple[float, float]:
     for number in range(2):
         engine.backward(engine(**batch(case, rank, number)).loss)
         engine.step()
-    gc.collect()
     rest = held(before)
     engine.destroy()
     way: Sharding = kind
