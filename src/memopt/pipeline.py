@@ -244,6 +244,7 @@ def fit(
     optimizer: Optimizer = "adamw-fused",
     sharding: Sharding = "none",
     devices: int = 1,
+    longest: bool = False,
     batch: int | None = None,
     seq: int | None = None,
     precision: Precision = "bf16",
@@ -268,6 +269,7 @@ def fit(
         optimizer: whose states and transients are counted.
         sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
         devices: number of devices.
+        longest: look for the longest sequence of each way to train, in minutes, and not the largest batch.
 
     Raises:
         UsageError: no card is named so, or the options do not go together.
@@ -275,11 +277,8 @@ def fit(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    try:
-        setup = Setup(optimizer, sharding=sharding, devices=devices)
-    except ValueError as error:
-        raise UsageError(str(error), "Change devices, sharding or optimizer.") from error
-    return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup))
+    setup = Setup(optimizer, sharding=sharding, devices=devices)
+    return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup, longest=longest))
 
 
 def unpatch_checkpoint(

@@ -69,8 +69,8 @@ def test_an_optimizer_that_is_a_formula_is_refused_before_any_work(capsys: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--devices", "2"], "--devices 2 needs --sharding, which says what the devices share. Add --sharding"),
-        (["--sharding", "fsdp"], "--sharding fsdp needs more than one device. Add --devices N."),
+        (["--devices", "2"], "With 2 devices sharding has to say what they share. Add it, e.g. fsdp."),
+        (["--sharding", "fsdp"], "Sharding 'fsdp' needs more than one device. Add devices, e.g. 8."),
         (["--train", "lora", "--lora-targets", ","], "--lora-targets names no linear. Give names, or all-linear."),
     ],
 )

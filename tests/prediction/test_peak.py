@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.errors import UsageError
 from memopt.prediction.optimizers import OptimizerTrace, _repeated, _step, follow, make_optimizer
 from memopt.prediction.peak import Prediction, predict
 from memopt.prediction.setup import Setup
@@ -159,7 +160,7 @@ def test_gradients_live_in_forward_only_while_they_accumulate() -> None:
     ],
 )
 def test_a_setup_that_has_no_formula_is_refused(setup: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(UsageError, match=why):
         Setup(**setup)
 
 

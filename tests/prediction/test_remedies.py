@@ -1,4 +1,4 @@
-"""What the answer advises beside its table: another attention, seeds of dropouts."""
+"""What the answer advises beside its table: another attention, seeds of dropouts, a longer sequence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from memopt.errors import UsageError
 from memopt.plan.recipe import load_recipe
 from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline
+from memopt.prediction.peak import predict
+from memopt.prediction.setup import Setup
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of
 
@@ -50,3 +53,44 @@ def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with
     waiting = 2 * config.num_hidden_layers * hidden  # inputs and outputs of attention
     assert f"and {waiting // MIB + 1} MiB of CPU memory, exact" in advice  # row statistics are the rest
     assert advice.endswith('memopt.patch(model, "long-context")')
+
+
+LONG = {"long-context": (), "long-context, keep=none": ("checkpointing.keep=none",)}
+
+
+def test_the_longest_sequence_of_each_way_is_that_of_its_predictions() -> None:
+    config = named_config("llama", max_position_embeddings=2048, intermediate_size=1024)
+    about = Step(config, Training(1, 512), sites_of(config), load_recipe("exact-unfolded"))
+    found = headline(Request("a model"), gpu="600MiB", step=about, longest=True)
+    longest = {way.name: way.seq for way in found.ways() if way.seq is not None}
+    assert len(longest) == len(list(found.ways()))
+    assert all(way.batch is None for way in found.ways())
+    assert longest["stock"].value < longest["memopt"].value < longest["long-context"].value
+    for name, settings in LONG.items():
+        way = replace(about, recipe=load_recipe("long-context", settings))
+        fits, one_more = (
+            predict(replace(way, training=Training(1, tokens)), Setup(memory=600 * MIB))
+            for tokens in (longest[name].value, longest[name].value + 128)
+        )
+        assert fits.needs <= 600 * MIB < one_more.needs
+        assert longest[name].offloaded == pytest.approx(fits.offloaded, rel=0.01)
+    assert not longest["memopt + checkpointing"].offloaded
+    assert any("made for 2048 positions; beyond them" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", "n_positions"), ("bert", "max_position_embeddings")])
+def test_a_table_of_positions_ends_the_search(name: str, positions: str) -> None:
+    config = named_config(name, **{positions: 200})
+    about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
+    found = headline(Request("a model"), gpu="24GiB", step=about, longest=True)
+    assert {str(way.seq) for way in found.ways()} == {"200"}
+    assert any("made for 200 positions; it takes no more" in note for note in found.notes)
+
+
+def test_what_has_no_length_or_no_card_has_no_longest_sequence() -> None:
+    config = named_config("vit")
+    about = Step(config, Training(1, None), sites_of(config), load_recipe("exact-unfolded"))
+    with pytest.raises(UsageError, match="reads no tokens, so it has no longest sequence"):
+        headline(Request("a model"), gpu="24GiB", step=about, longest=True)
+    with pytest.raises(UsageError, match="that of a card, without inputs of a size"):
+        headline(Request("a model"), step=about, longest=True)

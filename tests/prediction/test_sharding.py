@@ -37,7 +37,7 @@ def fake_group() -> Iterator[DeviceMesh]:
 
 
 def shared(sharding: Sharding, devices: int = 4) -> Prediction:
-    return combine(_trace(), Setup(sharding=sharding, devices=devices))
+    return combine(_trace(), Setup(sharding=sharding, devices=1 if sharding == "none" else devices))
 
 
 def resident(found: Prediction, part: str) -> int:

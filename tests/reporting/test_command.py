@@ -201,7 +201,7 @@ def test_fit_has_the_arguments_of_a_request_and_of_a_setup() -> None:
         default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
         assert (arguments[each.name].annotation, arguments[each.name].default) == (each.type, default)
     known = {each.name: each.default for each in setup}
-    others = arguments.keys() - {each.name for each in asked} - {"gpu"}
+    others = arguments.keys() - {each.name for each in asked} - {"gpu", "longest"}
     assert {name: arguments[name].default for name in others} == {name: known[name] for name in others}
 
 

@@ -130,6 +130,27 @@ def test_the_document_says_where_the_search_of_the_batch_ended() -> None:
     assert [(way["largest_batch"], way["larger_batch_may_fit"]) for way in ways[:2]] == [(512, True), (3, False)]
 
 
+def test_the_longest_sequences_are_a_line_a_column_and_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ways = [replace(way, batch=None) for way in HEADLINE.ways()]
+    ways.append(replace(ways[2], name="long-context", flops=1.4))
+    lengths = [Largest(2048), Largest(8192), Largest(4096), Largest(16384), Largest(65536, offloaded=40 * GIB)]
+    ways = [replace(way, seq=seq) for way, seq in zip(ways, lengths, strict=True)]
+    found = replace(HEADLINE, stock=ways[0], patched=ways[1], others=tuple(ways[2:]))
+    line = dict(found.lines())["longest"]
+    # Checkpointing is more work for less here, and int8 is not exact.
+    assert line == "long-context 65536 tokens (40.0 GiB of CPU memory); memopt 8192 tokens"
+    text = as_text(headline_tables(found)).splitlines()
+    assert max(map(len, text)) <= 80
+    head = next(row for row in text if row.startswith("way to train"))
+    assert head.split()[3:] == ["peak", "FLOPs", "moved", "longest", "on", "CPU", "gradients"]
+    assert next(row for row in text if row.startswith("long-context")).split()[7:] == ["65536", "40.0", "GiB", "exact"]
+    document = found.to_dict()["ways"][-1]
+    assert (document["longest_sequence"], document["longest_sequence_cpu_bytes"]) == (65536, 40 * GIB)
+    short = replace(found, stock=replace(ways[0], seq=Largest(0)), patched=replace(ways[1], seq=Largest(0)), others=())
+    assert dict(short.lines())["longest"] == "no way fits 24 GiB, at any length"
+
+
 def test_approximate_ways_say_so_and_without_a_card_there_is_no_table() -> None:
     text = as_text(headline_tables(HEADLINE))
     assert text.count("exact") == 4  # the recipe's name, and three ways

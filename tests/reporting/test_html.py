@@ -18,6 +18,7 @@ import pytest
 from memopt.cli.main import main
 from memopt.errors import ModelError
 from memopt.plan.recipe import load_recipe
+from memopt.prediction.headline import gib
 from memopt.prediction.peak import Prediction
 from memopt.prediction.planner.choice import Frontier, Plan
 from memopt.prediction.setup import Setup
@@ -264,5 +265,5 @@ def test_the_ways_to_train_are_a_table_that_sorts(comparison: Comparison) -> Non
     assert all(len(row) == len(table.heads) for row in table.rows)
     text = page(comparison, tables=[table])
     for way in HEADLINE.ways():
-        assert f'<th scope="row">{way.name}</th><td class="n" data-sort="{way.total}">{size(way.total)}</td>' in text
+        assert f'<th scope="row">{way.name}</th><td class="n" data-sort="{way.total}">{gib(way.total)}</td>' in text
     Parsed(text)

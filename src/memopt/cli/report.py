@@ -71,6 +71,10 @@ def report(
     gpu: Annotated[
         str | None, common.optional("Will it fit? A card, or its memory: rtx4090, 24GiB.", "CARD|SIZE")
     ] = None,
+    longest: Annotated[
+        bool,
+        typer.Option("--longest", help="With --gpu: the longest sequence of each way to train. Takes minutes."),
+    ] = False,
     optimizer: Annotated[
         Optimizer,
         typer.Option(metavar="NAME", help=f"Optimizer whose states and transients count: {', '.join(OPTIMIZERS)}."),
@@ -118,10 +122,12 @@ def report(
                 raise UsageError(
                     f"{option} needs LoRA, and --train is full.", f"Add --train lora, or leave out {option}."
                 )
+    if longest and (gpu is None or inputs is not None):
+        raise UsageError("--longest is about a card, and not about given inputs.", "Add --gpu, or leave out --inputs.")
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options()
     mode = asked.planner or ("--measure" if measure else None)
-    left_out = {"--gpu": gpu is not None and not asked.planner, "--verbose": verbose}
+    left_out = {"--gpu": gpu is not None and not asked.planner, "--verbose": verbose, "--longest": longest}
     if mode == "--measure":
         left_out |= {"--html": html is not None, "--snapshot": snapshot is not None, "--devices": devices > 1}
     else:
@@ -134,7 +140,8 @@ def report(
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     early.check_report(model, recipe, overrides or (), train)
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
-    setup = _setup(optimizer, sharding, devices, gpu or budget)
+    setup, card = Setup(optimizer, sharding=sharding, devices=devices), gpu or budget
+    setup = setup if card is None else setup_on(find_card(card), setup)
     if asked.planner is not None:
         return outputs.show_plan(request, setup, asked, card=gpu, json_output=json_output)
     if measure:
@@ -150,7 +157,7 @@ def report(
             comparison = report_on(request, common.note)
         try:
             step, traces = (comparison.step, comparison.traces) if comparison is not None else (None, (None, None))
-            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces, steps=steps)
+            first = headline(request, gpu=gpu, setup=setup, step=step, traces=traces, steps=steps, longest=longest)
         except ModelError:
             if gpu is not None:
                 raise
@@ -215,22 +222,3 @@ def _print_measured(found: dict[str, Measured]) -> None:
         table.add_row("  RSS", "", "", f"{real.rss / 2**20:,.1f}", "")
     what = "live storages" if device == "cpu" else "what its allocator gave"
     common.print_rich(table, f"Measured: {what}, with random weights. RSS is that of the whole process.")
-
-
-def _setup(optimizer: Optimizer, sharding: Sharding, devices: int, card: str | None) -> Setup:
-    """
-    Raises:
-        UsageError: the options do not go together, or no card is named so.
-    """
-    if sharding != "none" and devices == 1:
-        raise UsageError(f"--sharding {sharding} needs more than one device.", "Add --devices N.")
-    if devices > 1 and sharding == "none":
-        raise UsageError(
-            f"--devices {devices} needs --sharding, which says what the devices share.",
-            "Add --sharding, e.g. --sharding fsdp.",
-        )
-    try:
-        setup = Setup(optimizer, sharding=sharding, devices=devices)
-    except ValueError as error:
-        raise UsageError(str(error), "Change --sharding or --optimizer.") from error
-    return setup if card is None else setup_on(find_card(card), setup)

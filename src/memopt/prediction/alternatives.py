@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from memopt.environment.forks import each
+from memopt.errors import UsageError
 from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import GIB, Card, find_card, setup_on
 from memopt.prediction.headline import Headline, Largest, Steps, Way, gib
 from memopt.prediction.largest import MOST_ROWS, Scaled, Sketch, largest
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.setup import Optimizer, Setup
-from memopt.trace.estimate import max_positions
+from memopt.trace.estimate import has_table_of_positions, max_positions
 from memopt.trace.events import Storage, Trace
 from memopt.trace.subject import subject_of
 from memopt.trace.tracer import Tracer, trace_ahead
@@ -22,6 +23,8 @@ from memopt.walk.models.config import model_class
 
 #: Lengths are searched in multiples of this, or of a part of it where the config allows few positions.
 _STRETCH = 128
+#: Where a config's positions are no limit.
+_MOST_TOKENS = 1 << 22
 _COMPILE = (
     "Not in the table: torch.compile's activation_memory_budget, whose bytes are known only once the model is compiled "
     "(python -m benchmarks.compiled)."
@@ -36,6 +39,7 @@ def headline(
     step: Step | None = None,
     traces: Sequence[Trace | None] = (None, None),
     steps: Steps | None = None,
+    longest: bool = False,
 ) -> Headline:
     """Whether a training step fits, what it needs, and what else there is; `memopt report` says it first.
 
@@ -48,16 +52,23 @@ def headline(
         step: what `request` comes to, where that is known.
         traces: its steps, stock and patched, where they are known.
         steps: is told how far the work is.
+        longest: look for the longest sequence of every way, with the recipe for long context among them, and for no
+            batch.
 
     Raises:
-        UsageError: no card is named so.
+        UsageError: no card is named so, or `longest` has no card, or a model or inputs without a length to change.
     """
     card, setup = None if gpu is None else find_card(gpu), setup or Setup()
+    if longest and (card is None or request.inputs is not None):
+        raise UsageError("The longest sequence is that of a card, without inputs of a size.", "Add gpu, e.g. rtx4090.")
     if step is None:
         subject = subject_of(request)
         step = subject.step(subject.batch())
     setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
-    answer = _Answer(step, setup, card, steps or Steps(""))
+    if longest and step.training.seq is None:
+        raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out --longest.")
+    positions = max_positions(step.config) if longest and has_table_of_positions(step.config) else None
+    answer = _Answer(step, setup, card, steps or Steps(""), (positions or _MOST_TOKENS) if longest else 0)
     return answer.headline(str(request.model), traces)
 
 
@@ -89,12 +100,14 @@ class _Answer:
     setup: Setup
     card: Card | None
     steps: Steps
+    longest: int
+    """Tokens up to which the longest sequence of every way is looked for; 0 if it is not."""
     stock_cost: tuple[int, int] = field(default=(0, 0), init=False)
     extends: bool | None = field(default=None, init=False)
     """Whether the step of a few blocks extends to that of all, patched; where it does, so do the other ways."""
 
     def headline(self, source: str, traces: Sequence[Trace | None]) -> Headline:
-        step, training = self.step, self.step.training
+        step, training, card = self.step, self.step.training, self.card
         patched = self.candidate("memopt", step.rules, training.checkpointing)
         stock = self.candidate("stock", None, training.checkpointing)
         # The step itself, then every way to train.
@@ -121,8 +134,8 @@ class _Answer:
             f"{training}, {self.setup}",
             ways[stock.name],
             ways[patched.name],
-            card=None if self.card is None else _named(self.card),
-            memory=None if self.card is None else self.card.memory,
+            card=None if card is None else card.name + card.is_named * f" ({card.memory / GIB:.2f} GiB usable)",
+            memory=None if card is None else card.memory,
             others=tuple(ways[each.name] for each in others),
             remedies=tuple(dict.fromkeys(remedies)),
             notes=tuple(dict.fromkeys((*step.notes, *after.assumptions, *self._remarks(after)))),
@@ -149,6 +162,9 @@ class _Answer:
             if not rules.effects:
                 yield self.candidate("memopt, levels", load_recipe("exact-levels"), "none")
             yield self.candidate("memopt + checkpointing", rules, "full")
+        if self.longest and not rules.effects and self.step.sites.blocks:
+            for name, (settings, how) in zip(("long-context", "long-context, keep=none"), _LONG_CONTEXT, strict=True):
+                yield replace(self.candidate(name, load_recipe("long-context", settings), "none"), how=how)
         if rules.name != "int8":
             yield self.candidate("memopt, int8", load_recipe("int8"), self.step.training.checkpointing)
 
@@ -184,11 +200,11 @@ class _Answer:
             moved / max(1, self.stock_cost[1]),
             candidate.tracer.of.rules.gradient_error if candidate.tracer.of.recipe else 0.0,
             batch=self._batch(candidate),
-            seq=self._seq(candidate) if candidate.name in ("stock", "memopt") else None,
+            seq=self._seq(candidate) if self.longest or candidate.name in ("stock", "memopt") else None,
         )
 
     def _batch(self, candidate: _Candidate) -> Largest | None:
-        if self.card is None or self.step.inputs is not None:
+        if self.card is None or self.step.inputs is not None or self.longest:
             return None
         rows = self.step.training.batch
         return self._largest(candidate, lambda n: candidate.at(batch=n), rows, max(rows, MOST_ROWS))
@@ -197,15 +213,13 @@ class _Answer:
         now = self.step.training.seq
         if self.card is None or self.step.inputs is not None or now is None:
             return None
-        most = max(now, max_positions(self.step.config) or 1 << 17)
+        most = max(now, self.longest or max_positions(self.step.config) or 1 << 17)
         stretch = max(1, min(_STRETCH, most // 8))
-        start = max(1, now // stretch)
-        found = self._largest(
-            candidate, lambda n: candidate.at(seq=n * stretch), start, most // stretch, by_length=True
-        )
-        if found.is_all and most % stretch and candidate.at(seq=most).needs <= self.card.memory:
-            return Largest(most, is_all=True)
-        return Largest(found.value * stretch, found.is_all)
+        start, end = max(1, now // stretch), most // stretch
+        found = self._largest(candidate, lambda n: candidate.at(seq=n * stretch), start, end, by_length=True)
+        is_whole = found.is_all and most % stretch and candidate.at(seq=most).needs <= self.card.memory
+        tokens = most if is_whole else found.value * stretch
+        return replace(found, value=tokens, is_all=found.is_all and self.longest in (0, _MOST_TOKENS))
 
     def _largest(
         self, candidate: _Candidate, at: Callable[[int], Prediction], start: int, most: int, *, by_length: bool = False
@@ -222,7 +236,11 @@ class _Answer:
             others = (each for size, each in known.items() if size != number)
             return Scaled(known[number], others, by_length=by_length)
 
-        return largest(need, self.card.memory, start=start, most=most, sketched=sketched)
+        found = largest(need, self.card.memory, start=start, most=most, sketched=sketched)
+        near = min(known, key=lambda number: abs(number - found.value))
+        for size in candidate.tracer.traces.keys() - {candidate.training}:  # a long step has millions of events
+            del candidate.tracer.traces[size]
+        return replace(found, offloaded=known[near].offloaded * found.value // near)
 
     def _remedies(
         self, stock: _Candidate, patched: _Candidate, others: list[_Candidate], ways: dict[str, Way]
@@ -311,6 +329,10 @@ class _Answer:
             return
         if not self.card.is_named:
             yield "Card: all of the size given; a named card (--gpu rtx4090) has less, because its driver takes some."
+        positions = max_positions(self.step.config)
+        if positions is not None and self.longest:
+            beyond = "beyond them it needs RoPE scaling, say" if self.longest > positions else "it takes no more"
+            yield f"Lengths: the model was made for {positions} positions; {beyond}."
         yield "FLOPs of products, and bytes that operations move, are relative to the stock step."
         yield _COMPILE
 
@@ -359,7 +381,3 @@ def _cost(found: Prediction) -> tuple[int, int]:
 
 def _more(way: Way, now: Way) -> str:
     return f"{100 * (way.flops / now.flops - 1):.0f} % more FLOPs" if now.flops else "more FLOPs"
-
-
-def _named(card: Card) -> str:
-    return f"{card.name} ({card.memory / GIB:.2f} GiB usable)" if card.is_named else card.name

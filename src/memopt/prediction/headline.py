@@ -43,6 +43,8 @@ class Largest:
     """0 if not even the smallest fits."""
     is_all: bool = False
     """Whether it is the most that was looked for: the positions of the model, or the limit of the search."""
+    offloaded: int = 0
+    """Bytes that then wait in the memory of the CPU."""
 
     def __str__(self) -> str:
         return f"{self.value}{' or more' if self.is_all else ''}" if self.value else "-"
@@ -159,6 +161,8 @@ class Headline:
         yield "saved", self._saved()
         if patched.batch is not None and stock.batch is not None:
             yield "largest", self._largest()
+        elif patched.seq is not None:
+            yield "longest", self._longest()
         yield from (("or" if number else "next", remedy) for number, remedy in enumerate(self.remedies))
 
     def _numbers(self) -> tuple[Callable[[int], str], str]:
@@ -212,6 +216,16 @@ class Headline:
             said.append(f"sequence {patched.seq} (stock {stock.seq})")
         return ", ".join(said)
 
+    def _longest(self) -> str:
+        """Each exact way that goes further than those with less work, the furthest first."""
+        said: list[str] = []
+        most = 0
+        for way in sorted(self.ways(), key=lambda way: (way.flops, way is not self.patched)):
+            if way.seq is not None and way.seq.value > most and not way.gradient_error:
+                most, waits = way.seq.value, f" ({gib(way.seq.offloaded)} of CPU memory)" if way.seq.offloaded else ""
+                said.insert(0, f"{way.name} {way.seq} tokens{waits}")
+        return "; ".join(said) or f"no way fits {self.card}, at any length"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         return {
@@ -239,6 +253,7 @@ def _way_dict(way: Way, memory: int | None) -> dict[str, Any]:
         "largest_batch": None if way.batch is None else way.batch.value,
         "larger_batch_may_fit": None if way.batch is None else way.batch.is_all,
         "longest_sequence": None if way.seq is None else way.seq.value,
+        "longest_sequence_cpu_bytes": None if way.seq is None else way.seq.offloaded,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memopt.errors import UsageError
+
 Optimizer = Literal[
     "adamw-fused", "adamw-foreach", "adamw8bit", "adamw-paged", "adamw8bit-paged", "adamw-offload",
     "adamw8bit-torchao", "adamw4bit-torchao", "flash-adamw", "muon", "sgd", "adafactor",
@@ -71,19 +73,22 @@ class Setup:
         """Check the numbers, and that there is a formula.
 
         Raises:
-            ValueError: `devices` or `accumulation` is below 1, one device is to share, or the optimizer does not step
-                what sharding leaves on a device.
+            UsageError: `devices` or `accumulation` is below 1, one device is to share or several share nothing, or the
+                optimizer does not step what sharding leaves on a device.
         """
         if self.devices < 1 or self.accumulation < 1:
-            raise ValueError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
+            raise UsageError(f"Devices ({self.devices}) and micro-batches ({self.accumulation}) have to be 1 or more.")
         if self.sharding != "none" and self.devices == 1:
-            raise ValueError(f"Sharding '{self.sharding}' needs more than one device.")
+            raise UsageError(f"Sharding '{self.sharding}' needs more than one device.", "Add devices, e.g. 8.")
+        if self.sharding == "none" and self.devices > 1:
+            raise UsageError(f"With {self.devices} devices sharding has to say what they share.", "Add it, e.g. fsdp.")
+        hint = "Change sharding or optimizer."
         if self.sharding.startswith("zero") and self.optimizer not in _DIVIDED_BY_ZERO:
             # It steps flat fp32 parts, which have no rows, columns or small tensors.
             known = ", ".join(_DIVIDED_BY_ZERO)
-            raise ValueError(f"Sharding '{self.sharding}' is predicted only for {known}, not for {self.optimizer}.")
+            raise UsageError(f"Sharding '{self.sharding}' is predicted for {known}, not for {self.optimizer}.", hint)
         if self.sharding == "fsdp" and self.optimizer in _ON_WHOLE_TENSORS:
-            raise ValueError(f"Optimizer '{self.optimizer}' is predicted for whole tensors, which FSDP divides.")
+            raise UsageError(f"Optimizer '{self.optimizer}' is predicted for whole tensors, which FSDP divides.", hint)
 
     def __str__(self) -> str:
         words: list[str] = [self.optimizer]

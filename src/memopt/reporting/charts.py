@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
-from memopt.prediction.headline import Headline, Way
+from memopt.prediction.headline import Headline
 from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.choice import Frontier
 from memopt.prediction.setup import Setup
 from memopt.reporting.compare import Comparison
-from memopt.reporting.html.page import size
+from memopt.reporting.headline import WORDS, columns
 from memopt.reporting.html.shapes import Chart, share, ticks
 from memopt.trace.events import PARTS, Part
 from memopt.trace.trace import trace
@@ -118,23 +117,12 @@ def drawn_frontier(found: Frontier) -> SimpleNamespace:
 
 def ways_table(headline: Headline) -> SimpleNamespace:
     """The ways to train, beside each other: heads, and rows of (text, what its column is sorted by)."""
-    memory, has_batch = headline.memory, any(way.batch is not None for way in headline.ways())
-    columns: dict[str, tuple[bool, Callable[[Way], tuple[str, Any]]]] = {
-        "Way": (False, lambda way: (way.name, way.name)),
-        "Peak": (True, lambda way: (size(way.total), way.total)),
-    }
-    if memory is not None:
-        columns[f"Fits {headline.card}"] = False, lambda way: ("yes" if way.fits(memory) else "no",) * 2
-    columns["FLOPs"] = True, lambda way: (f"{way.flops - 1:+.0%}", way.flops)
-    columns["Bytes moved"] = True, lambda way: (f"{way.moved - 1:+.0%}", way.moved)
-    if has_batch:
-        columns["Largest batch"] = True, lambda way: (str(way.batch or ""), way.batch.value if way.batch else 0)
-    columns["Gradients"] = False, lambda way: (way.accuracy,) * 2
+    found = columns(headline)
     return SimpleNamespace(
         title="Ways to train",
-        heads=[SimpleNamespace(name=name, number=number) for name, (number, _) in columns.items()],
+        heads=[SimpleNamespace(name=name, number=name not in WORDS) for name in found],
         rows=[
-            [SimpleNamespace(text=text, sort=sort) for text, sort in (cell(way) for _, cell in columns.values())]
+            [SimpleNamespace(text=text, sort=sort) for text, sort in (cell(way) for cell in found.values())]
             for way in headline.ways()
         ],
     )

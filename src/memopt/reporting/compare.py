@@ -171,11 +171,7 @@ class Comparison:
             "block_kinds": [_kind(kind) for kind in self.kinds()],
             "outside_blocks": [_row(row) for row in self.rest()],
             "parts": [{"part": name, "before": before, "after": after} for name, before, after in self.parts()],
-            "summary": {
-                "before": self.before.total,
-                "after": self.after.total,
-                "change": self.change,
-            },
+            "summary": {"before": self.before.total, "after": self.after.total, "change": self.change},
             "step": {"before": _step(self.before), "after": _step(self.after)},
             **{patch.section: None for patch in having(Reports) if patch.section},
             **{section.key: section.to_dict() for section in self.sections},

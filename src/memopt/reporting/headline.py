@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memopt.prediction.headline import Headline, gib
+from memopt.prediction.headline import Headline, Way, gib
 from memopt.reporting.text import as_text, line, percent
 
 
@@ -52,21 +52,41 @@ def headline_tables(headline: Headline) -> Iterator[RenderableType]:
 
 
 def _table(headline: Headline) -> RenderableType:
+    found = columns(headline)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("way to train", no_wrap=True)
-    for name in ("peak", "needs", "fits", "FLOPs", "moved", "batch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("gradients", overflow="fold")
+    for name in found:
+        justify: Literal["left", "right"] = "left" if name in WORDS else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "gradients", overflow="fold")
     for way in headline.ways():
-        fits = headline.memory is not None and way.fits(headline.memory)
-        table.add_row(
-            way.name,
-            gib(way.total),
-            way.needs_like_total,
-            Text("yes" if fits else "no", style="green" if fits else "red"),
-            percent(way.flops - 1),
-            percent(way.moved - 1),
-            "" if way.batch is None else str(way.batch),
-            way.accuracy,
-        )
+        texts = (cell(way)[0] for cell in found.values())
+        table.add_row(*(Text(text, style={"yes": "green", "no": "red"}.get(text, "")) for text in texts))
     return table
+
+
+#: Headings of columns without numbers.
+WORDS = frozenset({"way to train", "fits", "gradients"})
+
+
+def columns(headline: Headline) -> dict[str, Callable[[Way], tuple[str, Any]]]:
+    """Heading -> what a way has in that column, and what the column is sorted by.
+
+    Beside the largest batch what a step needs; beside the longest sequence what then waits in the memory of the CPU.
+    """
+    memory, stock = headline.memory, headline.stock
+    found: dict[str, Callable[[Way], tuple[str, Any]]] = {
+        "way to train": lambda way: (way.name, way.name),
+        "peak": lambda way: (gib(way.total), way.total),
+    }
+    by_length = stock.seq is not None and stock.batch is None
+    if memory is not None and not by_length:
+        found["needs"] = lambda way: (way.needs_like_total, way.needs)
+        found["fits"] = lambda way: ("yes" if way.fits(memory) else "no",) * 2
+    found["FLOPs"] = lambda way: (percent(way.flops - 1), way.flops)
+    found["moved"] = lambda way: (percent(way.moved - 1), way.moved)
+    if by_length:
+        found["longest"] = lambda way: (str(way.seq or ""), way.seq.value if way.seq else 0)
+        found["on CPU"] = lambda way: (gib(held), held) if (held := way.seq.offloaded if way.seq else 0) else ("", 0)
+    elif stock.batch is not None:
+        found["batch"] = lambda way: (str(way.batch or ""), way.batch.value if way.batch else 0)
+    found["gradients"] = lambda way: (way.accuracy,) * 2
+    return found

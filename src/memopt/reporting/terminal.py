@@ -109,16 +109,11 @@ _MARKS = {
 
 def _alike(checks: Iterable[Check]) -> list[list[Check]]:
     """Groups of checks: successive passed ones that differ only in their subject."""
-    runs: list[list[Check]] = []
-    for check in checks:
-        same = (
-            runs and check.status == "pass" and replace(check, subject="", n=0) == replace(runs[-1][0], subject="", n=0)
-        )
-        if same:
-            runs[-1].append(check)
-        else:
-            runs.append([check])
-    return runs
+
+    def alike(check: Check) -> object:
+        return replace(check, subject="", n=0) if check.status == "pass" else id(check)
+
+    return [list(its) for _, its in groupby(checks, key=alike)]
 
 
 def _number(check: Check) -> str:

@@ -202,6 +202,16 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
+def has_table_of_positions(config: PreTrainedConfig) -> bool:
+    """Whether an embedding or a buffer of the model has an entry for each position, so that there can be no more."""
+    limit, model = max_positions(config), build_meta(config)
+    if limit is None:
+        return False
+    tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    sizes = tables.union(*(each.shape for each in model.buffers()))
+    return not sizes.isdisjoint(range(limit, limit + 3))  # some have rows for padding before
+
+
 def _widen_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give fp32 to the tensors that `from_pretrained` keeps in fp32, whatever 16-bit dtype the model is loaded in."""
     parts = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()

@@ -143,14 +143,7 @@ class Frontier:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        points = [
-            {
-                "words": p.words,
-                "total_bytes": p.total,
-                "extra_time": p.extra,
-                "exact": p.exact,
-                "recipe": dump_recipe(p.recipe),
-            }
-            for p in self.points
-        ]
+        plans = (each.to_dict() | {"recipe": dump_recipe(each.recipe)} for each in self.points)
+        kept = ("words", "total_bytes", "extra_time", "exact", "recipe")
+        points = [{key: plan[key] for key in kept} for plan in plans]
         return {"model": self.model, "training": self.training, "card": self.card, "points": points}

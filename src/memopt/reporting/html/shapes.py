@@ -46,12 +46,7 @@ class Chart:
 def drawn_chart(chart: Chart, top: float, colours: Mapping[str, int]) -> SimpleNamespace:
     stacked = zip(*(accumulate(values) for values in zip(*chart.live.values(), strict=True)), strict=True)
     layers = [
-        SimpleNamespace(
-            name=kind,
-            colour=colours[kind],
-            most=max(chart.live[kind]),
-            path=_path(chart, edge, top),
-        )
+        SimpleNamespace(name=kind, colour=colours[kind], most=max(chart.live[kind]), path=_path(chart, edge, top))
         for kind, edge in zip(chart.live, stacked, strict=True)
         if kind in colours and any(chart.live[kind])
     ]
