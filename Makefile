@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM = false
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup setup-train demo $(DEMO_MODELS:%=demo-%) finetune test test-device test-train test-distributed quick \
-  mutation mutation-sources test-all test-oldest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-plan gpu-check \
+  mutation mutation-sources test-all test-oldest test-newest test-faults test-kernels coverage zoo-latest zoo-oldest gpu-plan gpu-check \
   gpu-bench gpu-wheels docs lint format clean distclean
 
 help: ## list the targets
@@ -181,6 +181,12 @@ test-oldest: $(STAMP) ## run the tests with the oldest PyTorch and transformers 
 	  'torch==$(call oldest,torch).*' 'transformers==$(OLDEST_TRANSFORMERS)' -e '.[dev]'
 	@build/oldest/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
 	@$(COMPILED:$(BIN)/%=build/oldest/bin/%) --ignore=tests/aot -m "not slow and not gpu"
+
+test-newest: $(STAMP) ## run the tests with the newest PyTorch, transformers and peft that pip gives (several GB)
+	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
+	@build/newest/bin/python -m pip install -qq --disable-pip-version-check --upgrade torch transformers peft -e '.[dev]'
+	@build/newest/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	@$(COMPILED:$(BIN)/%=build/newest/bin/%) --ignore=tests/aot -m "not slow and not gpu"
 
 zoo-latest: ZOO_TRANSFORMERS = --upgrade transformers
 zoo-latest: zoo-in-latest ## examine every model type of the newest transformers; exit 1 where one is wrong or less holds

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from memopt.kernels.base.autograd import DIRECT_APPLY
 from memopt.recompute.versions import check_version
+from memopt.saved.applied import applied, may_apply
 from memopt.saved.handles import remaking
 
 
@@ -84,20 +85,28 @@ class Forwarded:
         return tensor if seen is None else seen(tensor)
 
 
-#: The code that is running while a function of `torch.autograd.Function` saves its tensors; None where it is not known.
+#: The code that runs while a function of `torch.autograd.Function` saves its tensors; None where it is not Python.
 APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def may_be_a_function(frame: FrameType | None) -> bool:
     """Whether a hook that was called from `frame` may have been given what a `torch.autograd.Function` saves."""
-    return APPLY is None or is_function(frame)
+    return frame is not None and (_is_apply(frame) or (APPLY is None and may_apply(frame)))
 
 
 def may_write_into_saved(frame: FrameType | None) -> bool:
     """Whether it may have been given what a function of somebody else's saves, which may write into its own clone."""
-    return APPLY is None or frame is None or frame.f_code is APPLY
+    if frame is None or APPLY is not None:
+        return frame is None or frame.f_code is APPLY
+    return frame.f_code is not DIRECT_APPLY and may_apply(frame)
 
 
-def is_function(frame: FrameType | None) -> bool:
-    """Whether `frame` applies a `torch.autograd.Function`."""
-    return frame is not None and (frame.f_code is APPLY or frame.f_code is DIRECT_APPLY)
+def function_of(frame: FrameType) -> type | None:
+    """The `torch.autograd.Function` that `frame` applies, if that can be told."""
+    if _is_apply(frame):
+        return cast("type", frame.f_locals["cls"])
+    return applied(frame) if APPLY is None else None
+
+
+def _is_apply(frame: FrameType) -> bool:
+    return frame.f_code is APPLY or frame.f_code is DIRECT_APPLY

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from memopt.saved.kept import alias_of, is_function
+from memopt.saved.kept import alias_of, function_of
 from memopt.torch_compat import is_operator, operator_schema, storage_id
 
 CHECKPOINT = "checkpoint"
@@ -249,8 +249,7 @@ def _saver(frame: Any) -> str:
     for _ in range(_DEEPEST_SAVER):
         if frame is None:
             break
-        if is_function(frame):
-            function = frame.f_locals["cls"]
+        if (function := function_of(frame)) is not None:
             own = getattr(function, _OPERATION, function.__name__)
             return CHECKPOINT if function.__module__ == _CHECKPOINT_MODULE else str(own)
         if frame.f_globals.get("__name__") == _CHECKPOINT_MODULE:

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -150,11 +151,11 @@ class _Pack:
         self._slots: list[weakref.ref[Slot]] = []
         self._replaces = self.compressor is not None or inside is not None  # whose families would hold here
 
-    def __call__(self, tensor: Tensor) -> Saved:
+    def __call__(self, tensor: Tensor, frame: FrameType | None = None) -> Saved:
         base = tensor._base
         node: Node = tensor.grad_fn if base is None else base.grad_fn
         if node is not None and may_have_rule(node):
-            handle = self._handle(tensor, of_casts_only=may_write_into_saved(sys._getframe().f_back))
+            handle = self._handle(tensor, of_casts_only=may_write_into_saved(frame or sys._getframe().f_back))
             if handle is not None:
                 return handle
         if node is not None and (once := self._once(tensor, tensor if base is None else base, node)) is not None:
@@ -165,7 +166,7 @@ class _Pack:
                 return (tensor if base is None else alias_of(tensor)), tensor._version
             if self._pinned is None or type(tensor) not in _PLAIN_TYPES or not self._pinned.wants(tensor):
                 return tensor.detach(), tensor._version
-        return self._kept(tensor, by_function=may_be_a_function(sys._getframe().f_back))
+        return self._kept(tensor, by_function=may_be_a_function(frame or sys._getframe().f_back))
 
     def _kept(self, tensor: Tensor, *, by_function: bool) -> Packed:
         """What to keep for a tensor that is kept as it is, or for the time being."""
@@ -313,9 +314,9 @@ class _UnseenPack(_Pack):
 
     __slots__ = ()
 
-    def __call__(self, tensor: Tensor) -> Saved:
+    def __call__(self, tensor: Tensor, frame: FrameType | None = None) -> Saved:
         with no_torch_function():
-            return super().__call__(tensor)
+            return super().__call__(tensor, frame or sys._getframe().f_back)
 
 
 def applies(family: str) -> bool:
@@ -349,8 +350,7 @@ def packing_unseen() -> Iterator[None]:
 
 def recomputes(tensor: Tensor) -> bool:
     """Whether what saves `tensor` here saves a handle, since it can be recomputed."""
-    pack = _innermost()
-    return pack is not None and pack._followed(tensor) is not None
+    return (pack := _innermost()) is not None and pack._followed(tensor) is not None
 
 
 def new_slot(make: Callable[[Packing], S]) -> S | None:

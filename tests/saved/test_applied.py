@@ -1,0 +1,115 @@
+"""Functions of `torch.autograd.Function` are told from operations by the code that calls them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memopt.saved import RecomputeScope, kept
+from memopt.saved.applied import may_apply
+from memopt.saved.scope import packing_unseen
+from tests.saved.builders import WritesIntoWhatItKept
+
+X = torch.randn(2, 3, 4, requires_grad=True)
+ALIAS = WritesIntoWhatItKept.apply
+HOLDER = SimpleNamespace(apply_it=ALIAS, softmax=ALIAS)
+
+
+def _in_a_variable() -> Tensor:
+    apply = WritesIntoWhatItKept.apply
+    return apply(X)
+
+
+def _of_a_loop() -> list[Tensor]:
+    return [each for each in map(ALIAS, [X])]  # noqa: C416
+
+
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "by its class": lambda: WritesIntoWhatItKept.apply(X),
+    "with a tuple": lambda: WritesIntoWhatItKept.apply(*(X,)),
+    "of a branch": lambda: WritesIntoWhatItKept.apply(X if X.ndim else X[0]),
+    "of a call": lambda: WritesIntoWhatItKept.apply(X.mul(X.exp())),
+    "as a global": lambda: ALIAS(X),
+    "as an attribute": lambda: HOLDER.apply_it(X),
+    "by a name of tensors": lambda: HOLDER.softmax(X),
+    "as a variable": _in_a_variable,
+    "bound": lambda: functools.partial(ALIAS, X)(),
+    "mapped": lambda: list(map(ALIAS, [X])),
+    "in a loop": _of_a_loop,
+}
+OPERATIONS: dict[str, Callable[[], Any]] = {
+    "operator": lambda: X * X,
+    "method": lambda: X.transpose(1, 2).contiguous().matmul(X.reshape(2, 4, 3).transpose(1, 2)),
+    "function": lambda: torch.matmul(X, X.transpose(-1, -2)),
+    "keywords": lambda: F.scaled_dot_product_attention(X, X, X, is_causal=True, scale=X.shape[-1] ** -0.5),
+    "list": lambda: torch.cat([X * X, X.exp()], dim=-1),
+    "module": lambda: nn.Linear(4, 4)(X),
+    "padded": lambda: F.pad(X, (1, 0)) * X.new_ones(5),
+    "operator's name": lambda: torch.ops.aten.mul(X, X),
+    "index": lambda: X[X > 0] * 2.0,
+}
+
+
+def _savers(do: Callable[[], Any]) -> list[bool]:
+    """For each tensor that is saved, whether a function may have saved it, by the code alone."""
+    found: list[bool] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        frame = sys._getframe().f_back
+        assert frame is not None
+        found.append(may_apply(frame))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        do()
+    return found
+
+
+@pytest.mark.parametrize("do", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_is_never_taken_for_an_operation(do: Callable[[], Any]) -> None:
+    assert _savers(do)[-1]
+
+
+@pytest.mark.parametrize("do", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_operation_is_known_to_be_one(do: Callable[[], Any]) -> None:
+    assert _savers(do)
+    assert not any(_savers(do))
+
+
+class _LooksOn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_calls_no_function() -> None:
+    with _LooksOn():
+        assert not any(_savers(lambda: X * X.exp()))
+
+
+@pytest.mark.parametrize("by_code", [False, True])
+@pytest.mark.parametrize("unseen", [False, True])
+def test_a_function_that_writes_into_what_it_kept_does_not_write_into_what_others_read(
+    unseen: bool, by_code: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PyTorch 2.14 on the code is all there is to go by."""
+    if by_code:
+        monkeypatch.setattr(kept, "APPLY", None)
+    leaf = torch.randn(2, 6, 4, requires_grad=True)
+
+    def gradient(scoped: bool) -> Tensor:
+        with RecomputeScope() if scoped else torch.enable_grad():
+            copy = torch.sigmoid(leaf).clone()  # would be recomputed as an alias of what sigmoid keeps
+            with packing_unseen() if scoped and unseen else torch.enable_grad():
+                written = WritesIntoWhatItKept.apply(copy)
+            return torch.autograd.grad(written.sum(), leaf)[0]
+
+    assert torch.equal(gradient(True), gradient(False))
