@@ -242,6 +242,7 @@ def fit(
     *,
     gpu: str | None = None,
     optimizer: Optimizer = "adamw-fused",
+    release_gradients: bool = False,
     sharding: Sharding = "none",
     devices: int = 1,
     longest: bool = False,
@@ -267,6 +268,7 @@ def fit(
     Args:
         gpu: a card or its memory (``rtx4090``, ``24GiB``); without one only the peaks are predicted.
         optimizer: whose states and transients are counted.
+        release_gradients: whether the optimizer steps in backward, as with :func:`memopt.release_gradients`.
         sharding: how `devices` share weights, gradients and states: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``.
         devices: number of devices.
         longest: look for the longest sequence of each way to train, in minutes, and not the largest batch.
@@ -277,7 +279,7 @@ def fit(
         InputsError: `inputs` cannot be read, or the model does not take them.
         RecipeError: the recipe is unknown.
     """
-    setup = Setup(optimizer, sharding=sharding, devices=devices)
+    setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
     return Fit.of(headline(Request.of(locals()), gpu=gpu, setup=setup, longest=longest))
 
 

@@ -53,12 +53,21 @@ def test_a_block_recomputes_one_output_two_or_all(plan: Plan) -> None:
 
 def test_each_block_can_be_checkpointed_with_its_input_offloaded_or_not(plan: Plan) -> None:
     words = [words for words in offered(plan) if "checkpointed" in words]
-    assert words == ["checkpointed but for attention", "checkpointed", "checkpointed with offloaded input"]
+    assert words == [
+        "checkpointed but for attention",
+        "checkpointed",
+        "checkpointed but for attention, both offloaded",
+        "checkpointed with offloaded input",
+    ]
     assert all(set(offered(plan)[each]) == set(BLOCKS) for each in words)
 
 
 def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
-    chosen = {"checkpointed": ["layers.1"], "checkpointed with offloaded input": ["layers.0"]}
+    chosen = {
+        "checkpointed": ["layers.1"],
+        "checkpointed with offloaded input": ["layers.0"],
+        "checkpointed but for attention, both offloaded": ["layers.2"],
+    }
     patch = next(patch for patch in having(Levels) if "checkpointed" in patch.levels(plan))
     recipe = load_recipe("exact-unfolded", patch.at_levels(chosen))
     entries = make_plan(plan.sites, recipe).entries
@@ -66,7 +75,7 @@ def test_a_recipe_says_which_blocks_have_which_level(plan: Plan) -> None:
     assert rows == {
         "layers.0": "recompute block, offload input",
         "layers.1": "recompute block",
-        "layers.2": "keep",
+        "layers.2": "recompute block, keep attention, offload both",
     }
     assert load_recipe(recipe).model_dump() == recipe.model_dump()
 

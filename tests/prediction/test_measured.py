@@ -9,8 +9,15 @@ import pytest
 import benchmarks.prediction
 import memopt.prediction.peak
 from benchmarks.prediction import LIMIT, PAIRS, Pair, measure
-from memopt.prediction.setup import Setup
+from memopt.integrations.release import release_gradients
+from memopt.plan.recipe import load_recipe
+from memopt.prediction.measure import RealStep
+from memopt.prediction.peak import predict
+from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
+from memopt.trace.trace import Step
+from memopt.trace.training import Training
+from tests.trace.builders import named_config, sites_of
 
 FAST = [
     Pair("llama", "full", "none"),
@@ -26,6 +33,38 @@ def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
     row = measure(replace(pair, depth=1))
     assert abs(row.error) <= LIMIT
     assert abs(row.beside_allocator) <= LIMIT
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_released_gradients_leave_what_they_leave_in_a_real_step(
+    name: str, recipe: str | None, checkpointing: str
+) -> None:
+    """GPT-2's head is its embedding, whose gradient is complete at the end of backward alone."""
+    config = named_config(name)
+    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)  # type: ignore[arg-type]
+    of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
+    real = RealStep(of, Setup())
+    release_gradients(real.optimizer)
+    real.run()
+    found = predict(of, Setup(release_gradients=True)).peak.nbytes
+    assert found == pytest.approx(real.live_peak(), abs=256)  # scalars that die when Python says
+    assert found <= predict(of).peak.nbytes
+
+
+def test_an_optimizer_needs_room_for_each_released_gradient() -> None:
+    config = named_config("llama")
+    of = Step(config, Training(2, 64, precision="fp32", cuda_kernels=False), sites_of(config))
+    peaks = {}
+    for name in ("adamw-fused", "adafactor"):
+        optimizer: Optimizer = name  # type: ignore[assignment]
+        found = predict(of, Setup(optimizer, release_gradients=True))
+        peaks[name] = found.peak.nbytes - sum(each.nbytes for each in found.resident)
+        held = max(each.nbytes for each in found.trace.gradients)
+        assert found.parts["gradients"] <= 2 * held
+        assert sum(event.change for event in found.events) == 0
+    assert peaks["adafactor"] >= peaks["adamw-fused"]
 
 
 def test_a_gradient_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,12 @@ def predicted(name: str, setup: Setup | None = None, **training: Any) -> Predict
     return predict(Step(config, Training(**sizes), sites_of(config)), setup)
 
 
+@pytest.mark.parametrize("others", [{"accumulation": 2}, {"devices": 2, "sharding": "ddp"}, {"optimizer": "muon"}])
+def test_gradients_that_others_need_are_not_released(others: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="on one device, without accumulation, and not by muon or adamw-offload"):
+        Setup(release_gradients=True, **others)
+
+
 def test_a_step_frees_what_it_allocates_and_its_parts_add_up_to_the_peak() -> None:
     found = predicted("llama")
     assert sum(event.change for event in found.events) == 0

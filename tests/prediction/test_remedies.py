@@ -55,6 +55,18 @@ def test_where_no_other_exact_way_fits_the_recipe_for_long_context_is_named_with
     assert advice.endswith('memopt.patch(model, "long-context")')
 
 
+def test_full_tuning_that_its_gradients_alone_keep_from_fitting_is_told_to_release_them() -> None:
+    config = named_config("llama", hidden_size=1024, intermediate_size=4096, vocab_size=8192)
+    about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
+    need = predict(about, Setup(release_gradients=True)).needs // MIB + 2
+    assert predict(about).needs > need * MIB
+    remedy = headline(Request("a model"), gpu=f"{need}MiB", step=about).remedies[0]
+    assert "with --release-gradients (no clipping) fits" in remedy
+    assert remedy.endswith("memopt.release_gradients(optimizer)")
+    adapters = replace(about, training=replace(about.training, train="lora"))
+    assert "release" not in str(headline(Request("a model"), gpu="530MiB", step=adapters).remedies)
+
+
 LONG = {"long-context": (), "long-context, keep=none": ("checkpointing.keep=none",)}
 
 

@@ -79,6 +79,10 @@ def report(
         Optimizer,
         typer.Option(metavar="NAME", help=f"Optimizer whose states and transients count: {', '.join(OPTIMIZERS)}."),
     ] = "adamw-fused",
+    release_gradients: Annotated[
+        bool,
+        typer.Option("--release-gradients", help="The optimizer steps in backward and frees gradients one by one."),
+    ] = False,
     sharding: Annotated[Sharding, typer.Option(help="How the devices share weights, gradients and states.")] = "none",
     devices: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Number of devices.")] = 1,
     verbose: Annotated[
@@ -140,7 +144,8 @@ def report(
         raise UsageError("--lora-targets names no linear.", f"Give names, or {ALL_LINEAR}.")
     early.check_report(model, recipe, overrides or (), train)
     request = Request.of({**locals(), "lora_targets": targets, "overrides": tuple(overrides or ())})
-    setup, card = Setup(optimizer, sharding=sharding, devices=devices), gpu or budget
+    setup = Setup(optimizer, release_gradients=release_gradients, sharding=sharding, devices=devices)
+    card = gpu or budget
     setup = setup if card is None else setup_on(find_card(card), setup)
     if asked.planner is not None:
         return outputs.show_plan(request, setup, asked, card=gpu, json_output=json_output)

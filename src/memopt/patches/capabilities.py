@@ -32,6 +32,11 @@ class Levels:
         """Settings (KEY=VALUE) under which the names in `chosen` have their levels, and no other block has any."""
         return ()
 
+    def narrower(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
+        """Exact ways in which a block that runs again needs less at once for about the same work, in words -> their
+        settings (KEY=VALUE)."""
+        return {}
+
     def faster(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
         """Exact ways with less work than `plan` that save more bytes, in words -> their settings (KEY=VALUE)."""
         return {}

@@ -312,6 +312,10 @@ class _Answer:
         if not setup.expandable_segments:
             expandable = replace(setup, expandable_segments=True)
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", replace(best, setup=expandable)
+        if best.training.train == "full" and setup.can_release and not setup.release_gradients:
+            how = " and ".join(filter(None, (best.how, "memopt.release_gradients(optimizer)")))
+            released = replace(best, setup=replace(setup, release_gradients=True), how=how)
+            yield "--release-gradients (no clipping)", released
         lighter: tuple[Optimizer, ...] = ("adamw8bit", "adafactor")
         if setup.optimizer.startswith("adamw-f") and not setup.sharding.startswith("zero"):
             for name in lighter:

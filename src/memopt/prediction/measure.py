@@ -74,10 +74,11 @@ def check_measurable(setup: Setup) -> None:
     """Whether such a step can run here.
 
     Raises:
-        ModelError: it has several devices, or an optimizer that is a formula.
+        ModelError: it has several devices, an optimizer that is a formula, or gradients that are released.
     """
-    if setup.devices > 1 or setup.sharding != "none" or setup.optimizer not in RUN:
-        what = "several devices" if setup.optimizer in RUN else f"optimizer {setup.optimizer}"
+    if setup.devices > 1 or setup.release_gradients or setup.optimizer not in RUN:
+        what = "several devices" if setup.devices > 1 else "gradients that are released"
+        what = what if setup.optimizer in RUN else f"optimizer {setup.optimizer}"
         raise ModelError(f"Steps with {what} are predicted, not measured.", "Leave --measure out.")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from memopt.prediction.allocator import reserved
-from memopt.prediction.optimizers import follow
+from memopt.prediction.optimizers import Form, follow
 from memopt.prediction.setup import OPTIMIZERS, Setup
 from memopt.prediction.sharding import block_of, shard
 from memopt.trace.events import Event, Moment, Part, Peak, Storage, Trace, peak_of
@@ -112,6 +114,8 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
         # Later micro-batches add to the gradients of the first; their own live until they are added.
         resident += [Storage(each.nbytes, each.part, each.module) for each in share.gradients]
         events = [*share.accumulating(), *step]
+    elif setup.release_gradients:
+        events = [*share.released(lambda each: follow((_form(each),), setup, cuda).events)]
     else:
         events += [Event(each, False, "optimizer step") for each in share.gradients]
     return Prediction(
@@ -125,10 +129,17 @@ def combine(traced: Trace, setup: Setup) -> Prediction:
     )
 
 
+def _form(gradient: Storage) -> Form:
+    return gradient.shape, getattr(torch, gradient.dtype)
+
+
 def _assumptions(traced: Trace, setup: Setup) -> list[str]:
+    freed = "freed after it (zero_grad(set_to_none=True))"
+    if setup.release_gradients:
+        freed = "freed in backward, one by one (memopt.release_gradients; none is clipped)"
     found = [
-        "Step: the second one, when the optimizer has its states; gradients are freed after it "
-        "(zero_grad(set_to_none=True)), and the model's output is held until backward has ended.",
+        f"Step: the second one, when the optimizer has its states; gradients are {freed}, and the model's output is "
+        "held until backward has ended.",
         f"Optimizer: {OPTIMIZERS[setup.optimizer]}.",
     ]
     if traced.training.train == "qlora" and setup.sharding in ("fsdp", "zero3"):

@@ -58,6 +58,8 @@ class Setup:
     """Of ``sgd``."""
     accumulation: int = 1
     """Micro-batches in a step. With more than one, gradients live in forward too."""
+    release_gradients: bool = False
+    """Whether `memopt.release_gradients` steps each parameter in backward, and frees its gradient."""
     sharding: Sharding = "none"
     devices: int = 1
     expandable_segments: bool = False
@@ -82,6 +84,9 @@ class Setup:
             raise UsageError(f"Sharding '{self.sharding}' needs more than one device.", "Add devices, e.g. 8.")
         if self.sharding == "none" and self.devices > 1:
             raise UsageError(f"With {self.devices} devices sharding has to say what they share.", "Add it, e.g. fsdp.")
+        if self.release_gradients and not self.can_release:
+            others = " or ".join(_ON_WHOLE_TENSORS)
+            raise UsageError(f"Gradients are released on one device, without accumulation, and not by {others}.")
         hint = "Change sharding or optimizer."
         if self.sharding.startswith("zero") and self.optimizer not in _DIVIDED_BY_ZERO:
             # It steps flat fp32 parts, which have no rows, columns or small tensors.
@@ -90,10 +95,17 @@ class Setup:
         if self.sharding == "fsdp" and self.optimizer in _ON_WHOLE_TENSORS:
             raise UsageError(f"Optimizer '{self.optimizer}' is predicted for whole tensors, which FSDP divides.", hint)
 
+    @property
+    def can_release(self) -> bool:
+        """Whether the optimizer could step one parameter at a time, in backward."""
+        return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
+
     def __str__(self) -> str:
         words: list[str] = [self.optimizer]
         if self.accumulation > 1:
             words.append(f"{self.accumulation} micro-batches")
+        if self.release_gradients:
+            words.append("gradients released")
         if self.sharding != "none":
             words.append(f"{self.sharding} over {self.devices} devices")
         return ", ".join(words)

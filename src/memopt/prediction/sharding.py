@@ -9,7 +9,7 @@ are of the device that holds most.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +45,31 @@ class Share:
             yield event
             if event.allocated and event.storage in added:
                 yield Event(event.storage, False, event.moment)
+
+    def released(self, step_of: Callable[[Storage], Iterable[Event]]) -> Iterator[Event]:
+        """`events` where the optimizer steps a parameter when its gradient is complete, and frees the gradient.
+
+        It is complete when another module allocates; one that is a sum, when its last term has been added.
+        """
+        added = {
+            (event.storage.shape, event.storage.dtype): at
+            for at, event in enumerate(self.events)
+            if event.storage.part == "gradients" and not event.allocated
+        }
+        left, waiting = set(self.gradients), list[Storage]()
+
+        def step(complete: Iterable[Storage]) -> Iterator[Event]:
+            for each in complete:
+                waiting.remove(each)
+                yield from (*step_of(each), Event(each, False, "backward"))
+
+        for at, event in enumerate(self.events):
+            if event.allocated:
+                others = [each for each in waiting if each.module != event.storage.module]
+                yield from step(each for each in others if added.get((each.shape, each.dtype), -1) < at)
+                waiting += {event.storage} & left
+            yield event
+        yield from step(tuple(waiting))
 
 
 def shard(traced: Trace, setup: Setup) -> Share:

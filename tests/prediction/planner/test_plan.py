@@ -15,6 +15,7 @@ from memopt.plan.recipe import Recipe, load_recipe
 from memopt.prediction.cards import find_card
 from memopt.prediction.planner.levels import Levels, levels_of
 from memopt.prediction.planner.plan import Task, choose, frontier_of, recipes_with
+from memopt.prediction.planner.training import _task
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Trace
 from memopt.trace.trace import trace
@@ -22,6 +23,7 @@ from memopt.trace.training import Step, Training
 from memopt.walk.models.build import build_meta
 from memopt.walk.observe import find_sites
 from tests.factories import tiny_config, tiny_model
+from tests.trace.builders import named_config, sites_of
 
 #: Of a block of a tiny model: some of what its patches offer, so that every combination can be traced.
 FEW = ("up_proj recomputed", "dense recomputed", "c_fc recomputed", "checkpointed")
@@ -33,7 +35,7 @@ def task_of(name: str, *, few: bool = True, layers: int = 2, **training: object)
     config.num_hidden_layers = layers
     step = replace(Training(batch=4, seq=64, cuda_kernels=False), **training)  # type: ignore[arg-type]
     sites = find_sites(build_meta(config))
-    levels = levels_of(sites, load_recipe("exact-unfolded"))
+    levels = replace(levels_of(sites, load_recipe("exact-unfolded")), narrower={})
     if few:
         levels = replace(levels, beyond=tuple(level for level in levels.beyond if level.words in FEW), heads={})
 
@@ -176,6 +178,34 @@ def test_a_frontier_goes_from_the_fastest_to_the_smallest(llama: Task) -> None:
     totals = totals_of(llama).values()
     assert points[-1].total == pytest.approx(min(totals), rel=5e-3)
     assert points[0].total == pytest.approx(max(totals), rel=5e-3)
+
+
+@pytest.fixture(scope="module")
+def long() -> Task:
+    """Of a row so long that what one block needs at once is most of a step."""
+    config = named_config("llama", num_hidden_layers=4, intermediate_size=2048)
+    of = Step(config, Training(1, 1 << 15, train="lora"), sites_of(config), load_recipe("exact-unfolded"))
+    return _task("llama", of, Setup(), find_card("a100-80gb"))
+
+
+def test_where_one_block_needs_too_much_it_runs_by_tiles_and_groups_of_heads(long: Task) -> None:
+    plain = replace(long, levels=replace(long.levels, narrower={}))
+    budget = (frontier_of(long).points[-1].total + frontier_of(plain).points[-1].total) // 2
+    with pytest.raises(NegativeVerdict):
+        choose(plain, budget)
+    plan = choose(long, budget).plan
+    assert plan.words.endswith("; attention by groups of heads, modules by tiles of tokens")
+    assert plan.total <= budget
+    assert plan.recipe.model_dump()["tiles"]["method"] == "tokens"
+
+
+def test_a_frontier_has_both_and_its_smallest_plan_is_traced(long: Task) -> None:
+    points = frontier_of(long).points
+    assert [point.total for point in points] == sorted((point.total for point in points), reverse=True)
+    assert [point.extra for point in points] == sorted(point.extra for point in points)
+    assert not points[0].words.endswith("tokens")
+    assert points[-1].words.endswith("modules by tiles of tokens")
+    assert points[-1].total == long.predicted(points[-1].recipe, 1, 1).total
 
 
 def test_levels_are_said_in_words() -> None:

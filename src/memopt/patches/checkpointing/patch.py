@@ -26,7 +26,10 @@ from memopt.walk.sites import Sites
 if TYPE_CHECKING:
     from torch import nn
 
+#: MiB for attention's backward by groups of heads, where nothing else is said.
+_ROOM = 256
 KEPT, RUN_AGAIN, OFFLOADED = "recompute block, keep attention", "recompute block", "recompute block, offload input"
+BOTH = "recompute block, keep attention, offload both"
 
 
 class CheckpointingRules(Rules):
@@ -68,6 +71,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         {
             KEPT: "checkpointed but for attention",
             RUN_AGAIN: "checkpointed",
+            BOTH: "checkpointed but for attention, both offloaded",
             OFFLOADED: "checkpointed with offloaded input",
         },
         noun="block",
@@ -93,8 +97,12 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
             return LEFT, f"not checkpointed: the first {rules.count} are"
         keeps = _is_among(site, rules.keep)
         if _is_among(site, rules.offload):
-            what = "input and the output of its attention wait" if keeps else "input waits"
-            return OFFLOADED, f"runs again in backward; its {what} in CPU memory"
+            if keeps:
+                return (
+                    BOTH,
+                    "all but attention runs again in backward; its input and attention's output wait in CPU memory",
+                )
+            return OFFLOADED, "runs again in backward; its input waits in CPU memory"
         if keeps:
             return KEPT, "saves only its input and its attention's output; all but attention runs again in backward"
         return RUN_AGAIN, "saves only its input and runs again in backward"
@@ -116,16 +124,22 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
 
     def at_levels(self, chosen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         key = CheckpointingRules.key
-        kept, there, elsewhere = (chosen.get(level, ()) for level in self.rows.actions.values())
-        if not (blocks := (*kept, *there, *elsewhere)):
+        kept, there, both, elsewhere = (chosen.get(level, ()) for level in self.rows.actions.values())
+        if not (blocks := (*kept, *there, *both, *elsewhere)):
             return (f"{key}.method={OFF}",)
 
         def which(names: Sequence[str], every: str) -> str:
             return every if len(names) == len(blocks) else f"[{','.join(names)}]" if names else OFF
 
-        settings = {"blocks": f"[{','.join(blocks)}]", "offload": which(elsewhere, "input")}
-        settings |= {"keep": which(kept, "attention")}
+        settings = {"blocks": f"[{','.join(blocks)}]", "offload": which((*both, *elsewhere), "input")}
+        settings |= {"keep": which((*kept, *both), "attention")}
         return (f"{key}.method=full", *(f"{key}.{field}={value}" for field, value in settings.items()))
+
+    def narrower(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
+        rules = plan.recipe.rules(CheckpointingRules)
+        if rules.attention_room:
+            return {}
+        return {"attention by groups of heads": (f"{rules.key}.attention_room={_ROOM}",)}
 
     def engine_settings(self, recipe: RecipeView, blocks: Sequence[str]) -> Mapping[str, str]:
         rules = recipe.rules(CheckpointingRules)
@@ -140,7 +154,8 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         from memopt.patches.checkpointing.module import AttentionLevel, has_switch, patch_block
         from memopt.patches.checkpointing.offload import OffloadedInputs
 
-        chosen, offloaded = set(live.plan.chosen(self.name)), set(live.plan.chosen(self.name, OFFLOADED))
+        chosen = set(live.plan.chosen(self.name))
+        offloaded = {*live.plan.chosen(self.name, OFFLOADED), *live.plan.chosen(self.name, BOTH)}
         inputs, rules = OffloadedInputs(), live.plan.recipe.rules(CheckpointingRules)
         for block in live.plan.sites.blocks:
             # The other blocks are patched too, because transformers' switch sets all blocks of a model.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
 
 from memopt.patches.base import EXCLUDED, LEFT, Live, Patch, PlanView, RecipeView, Rows, Rules
-from memopt.patches.capabilities import Checks
+from memopt.patches.capabilities import Checks, Levels
 from memopt.patches.tile.site import TileSite
 from memopt.walk.sites import Sites
 
@@ -29,7 +29,7 @@ class TileRules(Rules):
     """Of a tile; 0: as many as there is room for."""
 
 
-class TilePatch(Patch, Checks):
+class TilePatch(Patch, Levels, Checks):
     """The transients of one block then do not grow with its intermediate size times the number of tokens."""
 
     name = "tile"
@@ -46,6 +46,10 @@ class TilePatch(Patch, Checks):
         if not plan.recipe.selects(site.name):
             return LEFT, EXCLUDED
         return "tiles", "maps each token on its own: runs by tiles of tokens where its block is checkpointed"
+
+    def narrower(self, plan: PlanView) -> Mapping[str, tuple[str, ...]]:
+        is_off = plan.recipe.rules(TileRules).is_off
+        return {"modules by tiles of tokens": (f"{TileRules.key}.method=tokens",)} if is_off else {}
 
     def notes(self, plan: PlanView) -> Iterator[str]:
         if not plan.recipe.rules(TileRules).is_off and plan.sites.blocks and not plan.chosen(self.name):

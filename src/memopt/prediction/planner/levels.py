@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memopt.patches import capabilities
 from memopt.patches.registry import having
@@ -33,6 +33,10 @@ class Levels:
     beyond: tuple[Level, ...] = ()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Levels of the head and the loss beyond the recipe: words -> settings."""
+    narrower: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What lets blocks that run again need less at once: words -> settings."""
+    others: str = ""
+    """What `recipe` was given of `narrower`, in words."""
 
     @property
     def options(self) -> tuple[tuple[int, ...], ...]:
@@ -64,7 +68,12 @@ class Levels:
         """As in ``12 blocks as in 'exact-unfolded', 4 checkpointed``."""
         (words, count), *others = self.counts(chosen).items()
         text = ", ".join([f"{count} block{'s' * (count > 1)} {words}", *(f"{n} {its}" for its, n in others)])
-        return f"{text}; {list(self.heads)[chosen[-1] - 1]}" if chosen[-1] else text
+        return "; ".join(filter(None, (text, list(self.heads)[chosen[-1] - 1] if chosen[-1] else "", self.others)))
+
+    def narrowed(self) -> Levels:
+        """These levels, where blocks that run again need less at once."""
+        recipe = load_recipe(self.recipe, sum(self.narrower.values(), ()))
+        return replace(self, recipe=recipe, narrower={}, others=", ".join(self.narrower))
 
 
 def levels_of(sites: Sites, recipe: Recipe) -> Levels:
@@ -72,4 +81,7 @@ def levels_of(sites: Sites, recipe: Recipe) -> Levels:
     plan = make_plan(sites, recipe)
     beyond = (Level(words, p, names) for p in having(capabilities.Levels) for words, names in p.levels(plan).items())
     heads = {words: settings for patch in having(capabilities.Levels) for words, settings in patch.faster(plan).items()}
-    return Levels(recipe, sites.blocks, tuple(level for level in beyond if level.names), heads)
+    narrower = {
+        words: settings for patch in having(capabilities.Levels) for words, settings in patch.narrower(plan).items()
+    }
+    return Levels(recipe, sites.blocks, tuple(level for level in beyond if level.names), heads, narrower)

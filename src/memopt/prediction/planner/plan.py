@@ -17,7 +17,15 @@ from memopt.prediction.peak import Prediction, combine
 from memopt.prediction.planner.choice import Choice, Frontier, Plan, budget_name, in_words
 from memopt.prediction.planner.levels import Levels
 from memopt.prediction.planner.measure import Measured, cut, measure
-from memopt.prediction.planner.search import BlockModel, between, cheapest, fastest_that_fits, frontier, without
+from memopt.prediction.planner.search import (
+    BlockModel,
+    between,
+    cheapest,
+    fastest_that_fits,
+    frontier,
+    smallest,
+    without,
+)
 from memopt.prediction.setup import Setup
 from memopt.trace.events import Trace
 from memopt.trace.training import Training
@@ -26,6 +34,8 @@ TraceOf = Callable[[Recipe, int], Trace]
 """A recipe and the rows of a batch -> one step."""
 #: Number of plans to show beside the chosen one.
 _OTHERS = 2
+#: Extra time, as a share, from which on blocks that need less at once are looked at.
+_SLOW = 0.05
 #: Parts of a peak that do not depend on the batch.
 _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
 
@@ -127,13 +137,16 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     name = budget_name(budget)
     whole, limit = _whole(task), task.limit(budget)
     plans = []
-    found = fastest_that_fits(whole.model, limit, whole.total)
-    route = whole
-    if found is None:
-        for route in _splits(whole, limit):
-            found = fastest_that_fits(route.model, limit, route.total)
-            if found is not None:
-                break
+    found, route = fastest_that_fits(whole.model, limit, whole.total), whole
+    if found is None or whole.plan(found, name).extra > _SLOW:
+        for narrow in _narrowed(whole):
+            other = fastest_that_fits(narrow.model, limit, narrow.total)
+            if other is not None and (found is None or narrow.model.time(other) < whole.model.time(found)):
+                found, route = other, narrow
+    for split in _splits(whole, limit) if found is None else ():
+        found, route = fastest_that_fits(split.model, limit, split.total), split
+        if found is not None:
+            break
     if found is not None:
         plans = [route.plan(found, name), *_next(route, found, limit, name)]
     plans += [each for each in _approximate(task, approximate, whole) if each.total <= limit]
@@ -160,10 +173,21 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
 
 def frontier_of(task: Task, points: int = 40) -> Frontier:
     """Plans for the whole batch, from the fastest to the smallest, by the block model."""
-    route = _whole(task)
-    error = route.total(_own(route.model)) - route.model.peak(_own(route.model))
-    found = (route.plan(chosen, "frontier", error) for chosen in frontier(route.model, points))
-    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(found))
+    whole = _whole(task)
+    found: list[Plan] = []
+    for route in (whole, *_narrowed(whole)):
+        combinations = list(frontier(route.model, points))
+        # What is reserved beside live bytes grows with them; the largest and the smallest step are traced.
+        ends = (_own(route.model), combinations[-1])
+        (most, beside), (least, besides) = ((p := route.model.peak(each), route.total(each) - p) for each in ends)
+        for chosen in combinations:
+            share = (route.model.peak(chosen) - least) / max(most - least, 1)
+            found.append(route.plan(chosen, "frontier", round(besides + share * (beside - besides))))
+    best: list[Plan] = []
+    for plan in sorted(found, key=lambda each: (each.total, each.extra)):
+        if not best or plan.extra < best[-1].extra:
+            best.append(plan)
+    return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(reversed(best)))
 
 
 def recipes_with(*effects: Effect) -> tuple[Recipe, ...]:
@@ -182,6 +206,13 @@ def _whole(task: Task) -> _Route:
     measured = task.measured(rows, accumulation)
     model = _times(measured.model(task.card), accumulation)
     return _Route(task, measured, model, rows, accumulation, max(model.time(model.fastest), 1))
+
+
+def _narrowed(whole: _Route) -> Iterator[_Route]:
+    """The whole batch, where blocks that run again need less at once; nothing where other parts make the peak."""
+    if whole.task.levels.narrower and smallest(whole.model) > whole.model.floor:
+        narrow = _whole(replace(whole.task, levels=whole.task.levels.narrowed()))
+        yield replace(narrow, fastest=whole.fastest)
 
 
 def _splits(whole: _Route, budget: int) -> Iterator[_Route]:

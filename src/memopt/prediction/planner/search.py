@@ -146,7 +146,9 @@ def fastest_that_fits(model: BlockModel, budget: int, total_of: TotalOf) -> tupl
 
     # The rest of the step may need more than the blocks do: what is reserved still falls with what they need.
     own, best, floor = (0,) * len(model.blocks), None, model.floor
-    limit, ceiling, step, more = budget - total(own) + model.peak(own), sys.maxsize, budget // _STEP, _MORE
+    # What is reserved beside live bytes grows with them.
+    beside = int((total(own) - model.peak(own)) * min(1.0, budget / max(total(own), 1)))
+    limit, ceiling, step, more = budget - beside, sys.maxsize, budget // _STEP, _MORE
     model, is_open = replace(model, floor=0), floor <= limit + budget // 50
     for _ in range(_MOST if is_open else 0):
         chosen = cheapest(model, limit)
