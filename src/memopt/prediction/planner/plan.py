@@ -185,8 +185,7 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
             found.append(route.plan(chosen, "frontier", round(besides + share * (beside - besides))))
     best: list[Plan] = []
     for plan in sorted(found, key=lambda each: (each.total, each.extra)):
-        if not best or plan.extra < best[-1].extra:
-            best.append(plan)
+        best += [plan] * (not best or plan.extra < best[-1].extra)
     return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(reversed(best)))
 
 
@@ -277,8 +276,9 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
     fixed = sum(size for part, size in parts.items() if part in _FIXED)
     exchanged = parts.get("communication", 0)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
-    remedies = {"full": "another optimizer or LoRA", "lora": "QLoRA or fewer targets", "qlora": "fewer targets"}
-    remedy = remedies[task.training.train]
+    release = "--release-gradients, " * (task.setup.can_release and not task.setup.release_gradients)
+    remedies = {"full": f"{release}another optimizer or LoRA", "lora": "QLoRA or fewer targets"}
+    remedy = remedies.get(task.training.train, "fewer targets")
     most, hint = max(
         (
             fixed,
