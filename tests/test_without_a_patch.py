@@ -147,4 +147,4 @@ def test_recipes_that_do_not_name_it_and_the_planner_work_without_it(gone: str, 
     for rewrites, levels, modules in counts.values():
         assert rewrites
         assert modules
-        assert levels == (3 if gone in ("linear", "checkpointing") else 6)
+        assert levels == {"linear": 4, "checkpointing": 3}.get(gone, 7)
