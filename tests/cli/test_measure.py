@@ -69,6 +69,7 @@ def test_an_optimizer_that_is_a_formula_is_refused_before_any_work(capsys: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--release-gradients", "--budget", "24GiB", "--out", "x", "--emit", "trainer"], "cannot go together"),
         (["--devices", "2"], "With 2 devices sharding has to say what they share. Add it, e.g. fsdp."),
         (["--sharding", "fsdp"], "Sharding 'fsdp' needs more than one device. Add devices, e.g. 8."),
         (["--train", "lora", "--lora-targets", ","], "--lora-targets names no linear. Give names, or all-linear."),

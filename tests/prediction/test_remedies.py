@@ -12,6 +12,7 @@ from memopt.prediction.alternatives import headline
 from memopt.prediction.headline import Headline
 from memopt.prediction.peak import predict
 from memopt.prediction.setup import Setup
+from memopt.trace.estimate import has_table_of_positions
 from memopt.trace.training import Request, Step, Training
 from tests.trace.builders import named_config, sites_of
 
@@ -63,6 +64,8 @@ def test_full_tuning_that_its_gradients_alone_keep_from_fitting_is_told_to_relea
     remedy = headline(Request("a model"), gpu=f"{need}MiB", step=about).remedies[0]
     assert "with --release-gradients (no clipping) fits" in remedy
     assert remedy.endswith("memopt.release_gradients(optimizer)")
+    scaled = replace(about, training=replace(about.training, precision="fp16"))
+    assert "release" not in str(headline(Request("a model"), gpu=f"{need}MiB", step=scaled).remedies)
     adapters = replace(about, training=replace(about.training, train="lora"))
     assert "release" not in str(headline(Request("a model"), gpu="530MiB", step=adapters).remedies)
 
@@ -93,6 +96,7 @@ def test_the_longest_sequence_of_each_way_is_that_of_its_predictions() -> None:
 @pytest.mark.parametrize(("name", "positions"), [("gpt2", "n_positions"), ("bert", "max_position_embeddings")])
 def test_a_table_of_positions_ends_the_search(name: str, positions: str) -> None:
     config = named_config(name, **{positions: 200})
+    assert not has_table_of_positions(named_config("llama", vocab_size=200, max_position_embeddings=200))
     about = Step(config, Training(1, 64), sites_of(config), load_recipe("exact-unfolded"))
     found = headline(Request("a model"), gpu="24GiB", step=about, longest=True)
     assert {str(way.seq) for way in found.ways()} == {"200"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.saved.builders import WritesIntoWhatItKept
 X = torch.randn(2, 3, 4, requires_grad=True)
 ALIAS = WritesIntoWhatItKept.apply
 HOLDER = SimpleNamespace(apply_it=ALIAS, softmax=ALIAS)
+CONTEXT = contextvars.copy_context()
 
 
 def _in_a_variable() -> Tensor:
@@ -31,6 +33,42 @@ def _in_a_variable() -> Tensor:
 
 def _of_a_loop() -> list[Tensor]:
     return [each for each in map(ALIAS, [X])]  # noqa: C416
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x + y
+
+
+class _Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = ALIAS
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.softmax(x)  # type: ignore[no-any-return]
+
+
+class _Subclass(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.sin:
+            return WritesIntoWhatItKept.apply(X)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _added() -> list[Tensor]:
+    found: list[Tensor] = []
+    found += map(ALIAS, [X])
+    return found
+
+
+def _assigned() -> list[Tensor]:
+    found: list[Tensor] = []
+    found[:] = map(ALIAS, [X])
+    return found
 
 
 FUNCTIONS: dict[str, Callable[[], Any]] = {
@@ -45,6 +83,12 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "bound": lambda: functools.partial(ALIAS, X)(),
     "mapped": lambda: list(map(ALIAS, [X])),
     "in a loop": _of_a_loop,
+    "added": _added,
+    "assigned": _assigned,
+    "reduced": lambda: functools.reduce(_Pair.apply, [X, X]),
+    "in a context": lambda: CONTEXT.run(ALIAS, X),
+    "of a module": lambda: _Module()(X),
+    "of a subclass": lambda: torch.sin(torch.ones(2).as_subclass(_Subclass)),
 }
 OPERATIONS: dict[str, Callable[[], Any]] = {
     "operator": lambda: X * X,

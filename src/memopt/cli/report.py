@@ -130,6 +130,8 @@ def report(
         raise UsageError("--longest is about a card, and not about given inputs.", "Add --gpu, or leave out --inputs.")
     asked = outputs.Outputs(html, snapshot, out, emit or (), force, budget, frontier, allow)
     asked.check_options()
+    if release_gradients and emit:
+        raise UsageError("--release-gradients and --emit cannot go together.", "Add the call to the training yourself.")
     mode = asked.planner or ("--measure" if measure else None)
     left_out = {"--gpu": gpu is not None and not asked.planner, "--verbose": verbose, "--longest": longest}
     if mode == "--measure":

@@ -312,7 +312,7 @@ class _Answer:
         if not setup.expandable_segments:
             expandable = replace(setup, expandable_segments=True)
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", replace(best, setup=expandable)
-        if best.training.train == "full" and setup.can_release and not setup.release_gradients:
+        if best.training.train == "full" and setup.may_release(best.training.precision):
             how = " and ".join(filter(None, (best.how, "memopt.release_gradients(optimizer)")))
             released = replace(best, setup=replace(setup, release_gradients=True), how=how)
             yield "--release-gradients (no clipping)", released

@@ -100,6 +100,10 @@ class Setup:
         """Whether the optimizer could step one parameter at a time, in backward."""
         return self.devices == self.accumulation == 1 and self.optimizer not in _ON_WHOLE_TENSORS
 
+    def may_release(self, precision: str) -> bool:
+        """Whether gradients could be released, and are not; where losses are scaled (fp16), all are looked at."""
+        return self.can_release and not (self.release_gradients or precision.startswith("fp16"))
+
     def __str__(self) -> str:
         words: list[str] = [self.optimizer]
         if self.accumulation > 1:

@@ -207,7 +207,8 @@ def has_table_of_positions(config: PreTrainedConfig) -> bool:
     limit, model = max_positions(config), build_meta(config)
     if limit is None:
         return False
-    tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    words = model.get_input_embeddings()
+    tables = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words}
     sizes = tables.union(*(each.shape for each in model.buffers()))
     return not sizes.isdisjoint(range(limit, limit + 3))  # some have rows for padding before
 

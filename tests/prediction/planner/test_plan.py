@@ -199,6 +199,28 @@ def test_where_one_block_needs_too_much_it_runs_by_tiles_and_groups_of_heads(lon
     assert plan.recipe.model_dump()["tiles"]["method"] == "tokens"
 
 
+def test_blocks_by_tiles_are_split_into_micro_batches_too(long: Task) -> None:
+    two = replace(long, training=replace(long.training, batch=2), _traces={})
+    plan = choose(two, frontier_of(long).points[-1].total + (20 << 20)).plan
+    assert (plan.batch, plan.accumulation) == (1, 2)
+    assert plan.words.endswith("modules by tiles of tokens")
+
+
+def test_settings_of_blocks_that_run_again_are_those_of_no_other(long: Task) -> None:
+    levels = replace(long.levels, narrows=True)
+    blocks = len(levels.blocks)
+    assert levels.recipe_at([0] * (blocks + 1)) == long.levels.recipe_at([0] * (blocks + 1))
+    assert levels.words([1, *[0] * blocks]) == long.levels.words([1, *[0] * blocks])
+
+
+def test_released_gradients_are_not_split(long: Task) -> None:
+    task = replace(task_of("llama"), setup=Setup(release_gradients=True))
+    with pytest.raises(NegativeVerdict, match="fits in") as raised:
+        choose(task, 1000)
+    assert "micro-batches" not in str(raised.value)
+    assert "--release" not in str(raised.value)
+
+
 def test_a_frontier_has_both_and_its_smallest_plan_is_traced(long: Task) -> None:
     points = frontier_of(long).points
     assert [point.total for point in points] == sorted((point.total for point in points), reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from memopt.patches import capabilities
 from memopt.patches.registry import having
@@ -22,6 +22,11 @@ class Level:
     names: Mapping[str, tuple[str, ...]]
     """Block that can have it -> the names that its setting takes."""
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether a whole block does: its patch says how it then needs less."""
+        return type(self.patch).narrower is not capabilities.Levels.narrower
+
 
 @dataclass(frozen=True)
 class Levels:
@@ -35,8 +40,8 @@ class Levels:
     """Levels of the head and the loss beyond the recipe: words -> settings."""
     narrower: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What lets blocks that run again need less at once: words -> settings."""
-    others: str = ""
-    """What `recipe` was given of `narrower`, in words."""
+    narrows: bool = False
+    """Whether `narrower` is used where a block runs again."""
 
     @property
     def options(self) -> tuple[tuple[int, ...], ...]:
@@ -55,6 +60,7 @@ class Levels:
                     names[level.words] = [each for block in having for each in level.names[block]]
             settings += patch.at_levels(names)
         settings += list(self.heads.values())[chosen[-1] - 1] if chosen[-1] else ()
+        settings += sum(self._narrower(chosen).values(), ())
         described = {"name": name or self.recipe.name, "description": self.words(chosen)}
         return load_recipe(self.recipe, settings).model_copy(update=described)
 
@@ -68,12 +74,12 @@ class Levels:
         """As in ``12 blocks as in 'exact-unfolded', 4 checkpointed``."""
         (words, count), *others = self.counts(chosen).items()
         text = ", ".join([f"{count} block{'s' * (count > 1)} {words}", *(f"{n} {its}" for its, n in others)])
-        return "; ".join(filter(None, (text, list(self.heads)[chosen[-1] - 1] if chosen[-1] else "", self.others)))
+        head = list(self.heads)[chosen[-1] - 1] if chosen[-1] else ""
+        return "; ".join(filter(None, (text, head, ", ".join(self._narrower(chosen)))))
 
-    def narrowed(self) -> Levels:
-        """These levels, where blocks that run again need less at once."""
-        recipe = load_recipe(self.recipe, sum(self.narrower.values(), ()))
-        return replace(self, recipe=recipe, narrower={}, others=", ".join(self.narrower))
+    def _narrower(self, chosen: Sequence[int]) -> Mapping[str, tuple[str, ...]]:
+        levels = (self.beyond[number - 1] for number in chosen[:-1] if number)
+        return self.narrower if self.narrows and any(level.runs_again for level in levels) else {}
 
 
 def levels_of(sites: Sites, recipe: Recipe) -> Levels:

@@ -138,12 +138,14 @@ def choose(task: Task, budget: int, *, approximate: Sequence[Recipe] = ()) -> Ch
     whole, limit = _whole(task), task.limit(budget)
     plans = []
     found, route = fastest_that_fits(whole.model, limit, whole.total), whole
+    routes = [whole]
     if found is None or whole.plan(found, name).extra > _SLOW:
-        for narrow in _narrowed(whole):
-            other = fastest_that_fits(narrow.model, limit, narrow.total)
-            if other is not None and (found is None or narrow.model.time(other) < whole.model.time(found)):
-                found, route = other, narrow
-    for split in _splits(whole, limit) if found is None else ():
+        routes += _narrowed(whole)
+    for narrow in routes[1:]:
+        other = fastest_that_fits(narrow.model, limit, narrow.total)
+        if other is not None and (found is None or narrow.model.time(other) < whole.model.time(found)):
+            found, route = other, narrow
+    for split in (split for base in routes for split in _splits(base, limit)) if found is None else ():
         found, route = fastest_that_fits(split.model, limit, split.total), split
         if found is not None:
             break
@@ -210,14 +212,14 @@ def _whole(task: Task) -> _Route:
 def _narrowed(whole: _Route) -> Iterator[_Route]:
     """The whole batch, where blocks that run again need less at once; nothing where other parts make the peak."""
     if whole.task.levels.narrower and smallest(whole.model) > whole.model.floor:
-        narrow = _whole(replace(whole.task, levels=whole.task.levels.narrowed()))
+        narrow = _whole(replace(whole.task, levels=replace(whole.task.levels, narrows=True)))
         yield replace(narrow, fastest=whole.fastest)
 
 
 def _splits(whole: _Route, budget: int) -> Iterator[_Route]:
     """Even splits of the batch, the fastest by the block models first."""
     task, rows = whole.task, whole.rows
-    if rows == 1 or not task.splits:
+    if rows == 1 or not task.splits or task.setup.release_gradients:
         return
     many, one = task.measured(rows, 2).model(task.card), task.measured(1, 2)
     error = whole.total(_own(many)) - whole.model.peak(_own(many))
@@ -276,7 +278,7 @@ def _too_small(task: Task, whole: _Route, budget: int, *, approximate: bool) -> 
     fixed = sum(size for part, size in parts.items() if part in _FIXED)
     exchanged = parts.get("communication", 0)
     micro = f" in micro-batches of {rows}" if rows < whole.rows else ""
-    release = "--release-gradients, " * (task.setup.can_release and not task.setup.release_gradients)
+    release = "--release-gradients, " * task.setup.may_release(task.training.precision)
     remedies = {"full": f"{release}another optimizer or LoRA", "lora": "QLoRA or fewer targets"}
     remedy = remedies.get(task.training.train, "fewer targets")
     most, hint = max(
