@@ -176,6 +176,12 @@ class Measured:
             blocks.append(tuple(options))
         return BlockModel(tuple(blocks), self.own.floor, card.nanoseconds(self.own.rest))
 
+    @property
+    def at_once(self) -> int:
+        """Bytes that a block needs while it runs, beside what lives all the time, at the level that needs least."""
+        blocks = (its.values() for its in self.examples[:-1] if its)
+        return max((min(max(there.forward, there.backward) for _, there in its) for its in blocks), default=0)
+
     def levels(self, places: Sequence[int]) -> tuple[int, ...]:
         """The levels that a combination of the options in :meth:`model` stands for."""
         return tuple((0, *its)[place] for place, its in zip(places, self.examples, strict=True))

@@ -36,6 +36,8 @@ TraceOf = Callable[[Recipe, int], Trace]
 _OTHERS = 2
 #: Extra time, as a share, from which on blocks that need less at once are looked at.
 _SLOW = 0.05
+#: Share of the smallest plan that one block at its smallest level has to need for itself, for that.
+_AT_ONCE = 0.2
 #: Parts of a peak that do not depend on the batch.
 _FIXED = ("weights", "gradients", "optimizer states", "optimizer transients")
 
@@ -210,8 +212,9 @@ def _whole(task: Task) -> _Route:
 
 
 def _narrowed(whole: _Route) -> Iterator[_Route]:
-    """The whole batch, where blocks that run again need less at once; nothing where other parts make the peak."""
-    if whole.task.levels.narrower and smallest(whole.model) > whole.model.floor:
+    """The whole batch, where blocks that run again need less at once; nothing where that is a small part of a plan."""
+    least = smallest(whole.model)
+    if whole.task.levels.narrower and least > whole.model.floor and whole.measured.at_once > _AT_ONCE * least:
         narrow = _whole(replace(whole.task, levels=replace(whole.task.levels, narrows=True)))
         yield replace(narrow, fastest=whole.fastest)
 
