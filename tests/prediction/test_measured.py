@@ -16,7 +16,7 @@ from memopt.prediction.peak import predict
 from memopt.prediction.setup import Optimizer, Setup
 from memopt.trace.events import Event, Trace
 from memopt.trace.trace import Step
-from memopt.trace.training import Training
+from memopt.trace.training import Checkpointing, Training
 from tests.trace.builders import named_config, sites_of
 
 FAST = [
@@ -39,11 +39,11 @@ def test_the_predicted_peak_is_that_of_a_real_step(pair: Pair) -> None:
 @pytest.mark.parametrize("recipe", [None, "exact-unfolded"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_released_gradients_leave_what_they_leave_in_a_real_step(
-    name: str, recipe: str | None, checkpointing: str
+    name: str, recipe: str | None, checkpointing: Checkpointing
 ) -> None:
     """GPT-2's head is its embedding, whose gradient is complete at the end of backward alone."""
     config = named_config(name)
-    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)  # type: ignore[arg-type]
+    training = Training(2, 64, precision="fp32", checkpointing=checkpointing, cuda_kernels=False)
     of = Step(config, training, sites_of(config), load_recipe(recipe) if recipe else None)
     real = RealStep(of, Setup())
     release_gradients(real.optimizer)
@@ -57,9 +57,9 @@ def test_an_optimizer_needs_room_for_each_released_gradient() -> None:
     config = named_config("llama")
     of = Step(config, Training(2, 64, precision="fp32", cuda_kernels=False), sites_of(config))
     peaks = {}
-    for name in ("adamw-fused", "adafactor"):
-        optimizer: Optimizer = name  # type: ignore[assignment]
-        found = predict(of, Setup(optimizer, release_gradients=True))
+    optimizers: tuple[Optimizer, ...] = ("adamw-fused", "adafactor")
+    for name in optimizers:
+        found = predict(of, Setup(name, release_gradients=True))
         peaks[name] = found.peak.nbytes - sum(each.nbytes for each in found.resident)
         held = max(each.nbytes for each in found.trace.gradients)
         assert found.parts["gradients"] <= 2 * held

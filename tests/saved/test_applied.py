@@ -32,7 +32,7 @@ def _in_a_variable() -> Tensor:
 
 
 def _of_a_loop() -> list[Tensor]:
-    return [each for each in map(ALIAS, [X])]  # noqa: C416
+    return [each for each in map(ALIAS, [X])]  # noqa: C416 - the loop is what calls
 
 
 class _Pair(torch.autograd.Function):
@@ -47,8 +47,8 @@ class _Module(nn.Module):
         super().__init__()
         self.softmax = ALIAS
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.softmax(x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return self.softmax(x)
 
 
 class _Subclass(Tensor):

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 class Levels:
     """What single blocks and the head may have beyond a recipe. No torch."""
 
+    runs_again: bool = False
+    """Whether a block at one of these levels runs its forward again, so that :meth:`narrower` is about it."""
+
     def levels(self, plan: PlanView) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         """Level, in words -> block that can have it -> the names for its settings. At a level a block saves less than
         under `plan`, exactly and for more work. Each level saves less than the one before."""

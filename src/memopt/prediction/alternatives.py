@@ -66,7 +66,7 @@ def headline(
         step = subject.step(subject.batch())
     setup = setup if card is None else replace(setup_on(card, setup), memory=card.memory)
     if longest and step.training.seq is None:
-        raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out --longest.")
+        raise UsageError("The model reads no tokens, so it has no longest sequence.", "Leave out longest.")
     positions = max_positions(step.config) if longest and has_table_of_positions(step.config) else None
     answer = _Answer(step, setup, card, steps or Steps(""), (positions or _MOST_TOKENS) if longest else 0)
     return answer.headline(str(request.model), traces)
@@ -163,7 +163,7 @@ class _Answer:
                 yield self.candidate("memopt, levels", load_recipe("exact-levels"), "none")
             yield self.candidate("memopt + checkpointing", rules, "full")
         if self.longest and not rules.effects and self.step.sites.blocks:
-            for name, (settings, how) in zip(("long-context", "long-context, keep=none"), _LONG_CONTEXT, strict=True):
+            for name, (settings, how) in _LONG_CONTEXT.items():
                 yield replace(self.candidate(name, load_recipe("long-context", settings), "none"), how=how)
         if rules.name != "int8":
             yield self.candidate("memopt, int8", load_recipe("int8"), self.step.training.checkpointing)
@@ -277,7 +277,7 @@ class _Answer:
         for way in exact:
             if way.fits(memory):
                 return f"{way.name} fits: {gib(way.total)}, {_more(way, now)}, exact; {way.how}"
-        for settings, how in _LONG_CONTEXT if self.step.sites.blocks and not self.step.rules.effects else ():
+        for settings, how in _LONG_CONTEXT.values() if self.step.sites.blocks and not self.step.rules.effects else ():
             found = self.candidate("", load_recipe("long-context", settings), "none").at()
             if found.needs <= memory:
                 host = gib(found.offloaded)
@@ -342,13 +342,13 @@ class _Answer:
 
 
 #: The recipe for long sequences, and what it is with less on the device for more time.
-_LONG_CONTEXT = (
-    ((), 'memopt.patch(model, "long-context")'),
-    (
+_LONG_CONTEXT: dict[str, tuple[tuple[str, ...], str]] = {
+    "long-context": ((), 'memopt.patch(model, "long-context")'),
+    "long-context, keep=none": (
         ("checkpointing.keep=none",),
         'memopt.patch(model, memopt.load_recipe("long-context", ["checkpointing.keep=none"]))',
     ),
-)
+}
 #: Share of the peak from which on a kind of tensors is worth a remedy of its own.
 _MATTERS = 0.02
 

@@ -91,7 +91,7 @@ APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func_
 
 def may_be_a_function(frame: FrameType | None) -> bool:
     """Whether a hook that was called from `frame` may have been given what a `torch.autograd.Function` saves."""
-    return frame is not None and (_is_apply(frame) or (APPLY is None and may_apply(frame)))
+    return APPLY is None if frame is None else _is_apply(frame) or (APPLY is None and may_apply(frame))
 
 
 def may_write_into_saved(frame: FrameType | None) -> bool:

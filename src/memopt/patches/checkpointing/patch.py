@@ -79,6 +79,7 @@ class CheckpointingPatch(Patch, Levels, EngineSettings, Reports, Checks):
         are_selected=False,  # `blocks` says which
     )
     rules = CheckpointingRules
+    runs_again = True
 
     def propose(self, sites: Sites) -> Iterator[tuple[str, str]]:
         return ((block, block) for block in sites.blocks)

@@ -22,11 +22,6 @@ class Level:
     names: Mapping[str, tuple[str, ...]]
     """Block that can have it -> the names that its setting takes."""
 
-    @property
-    def runs_again(self) -> bool:
-        """Whether a whole block does: its patch says how it then needs less."""
-        return type(self.patch).narrower is not capabilities.Levels.narrower
-
 
 @dataclass(frozen=True)
 class Levels:
@@ -79,7 +74,7 @@ class Levels:
 
     def _narrower(self, chosen: Sequence[int]) -> Mapping[str, tuple[str, ...]]:
         levels = (self.beyond[number - 1] for number in chosen[:-1] if number)
-        return self.narrower if self.narrows and any(level.runs_again for level in levels) else {}
+        return self.narrower if self.narrows and any(level.patch.runs_again for level in levels) else {}
 
 
 def levels_of(sites: Sites, recipe: Recipe) -> Levels:

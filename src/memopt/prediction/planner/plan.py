@@ -189,7 +189,8 @@ def frontier_of(task: Task, points: int = 40) -> Frontier:
             found.append(route.plan(chosen, "frontier", round(besides + share * (beside - besides))))
     best: list[Plan] = []
     for plan in sorted(found, key=lambda each: (each.total, each.extra)):
-        best += [plan] * (not best or plan.extra < best[-1].extra)
+        if not best or plan.extra < best[-1].extra:
+            best.append(plan)
     return Frontier(task.model, f"{task.training}, {task.setup}", task.card.rates, tuple(reversed(best)))
 
 
