@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import transformers
 
 import benchmarks.prediction
 import memopt.prediction.peak
@@ -53,6 +54,23 @@ def test_released_gradients_leave_what_they_leave_in_a_real_step(
     assert found <= predict(of).peak.nbytes
 
 
+def test_a_gradient_with_several_terms_is_kept_until_all_are_there() -> None:
+    """ALBERT's layers share their parameters."""
+    config = transformers.AlbertConfig(
+        vocab_size=256, embedding_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=128, max_position_embeddings=64,
+    )  # fmt: skip
+    config.architectures = ["AlbertForMaskedLM"]
+    of = Step(config, Training(2, 16, precision="fp32", cuda_kernels=False), sites_of(config))
+    found = predict(of, Setup(release_gradients=True))
+    freed = {each.storage: at for at, each in enumerate(found.events) if not each.allocated}
+    gradients = found.trace.gradients
+    terms = [each for each in freed if each.part == "gradients" and each not in gradients]
+    assert terms
+    for term in terms:
+        assert all(freed[each] > freed[term] for each in gradients if each.shape == term.shape)
+
+
 def test_an_optimizer_needs_room_for_each_released_gradient() -> None:
     config = named_config("llama")
     of = Step(config, Training(2, 64, precision="fp32", cuda_kernels=False), sites_of(config))
@@ -61,6 +79,9 @@ def test_an_optimizer_needs_room_for_each_released_gradient() -> None:
     for name in optimizers:
         found = predict(of, Setup(name, release_gradients=True))
         peaks[name] = found.peak.nbytes - sum(each.nbytes for each in found.resident)
+        steps = [each for each in found.events if each.storage.part == "optimizer transients"]
+        assert bool(steps) == (name == "adafactor")
+        assert {each.moment for each in steps} <= {"optimizer step"}
         held = max(each.nbytes for each in found.trace.gradients)
         assert found.parts["gradients"] <= 2 * held
         assert sum(event.change for event in found.events) == 0

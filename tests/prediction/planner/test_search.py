@@ -116,6 +116,14 @@ def test_what_lives_beside_the_model_is_learnt_from_the_traces(seed: int) -> Non
         assert model.time(found) == min(map(model.time, fitting))
 
 
+def test_what_a_much_larger_step_reserves_beside_is_not_that_of_a_plan() -> None:
+    model = BlockModel(((Option(100, 110, 1), Option(10, 20, 2), Option(0, 12, 4)),) * 20 + ((Option(0, 0, 0),),))
+    traces = Traces(model, lambda chosen: model.peak(chosen) // 2)
+    found = fastest_that_fits(model, 330, traces)
+    assert found is not None
+    assert model.time(found) <= 40  # with every block at the second level it is 40, and takes 315
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_chosen_fits_by_its_trace(seed: int) -> None:
     model, draw = random_model(seed), random.Random(seed)
