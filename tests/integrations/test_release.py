@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Adafactor
@@ -128,9 +129,46 @@ def test_a_second_backward_before_the_step_is_an_error() -> None:
     memopt.release_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3, 4)).sum().backward()
     before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="cannot be accumulated over several backwards"):
+    with pytest.raises(RuntimeError, match="gradients are not accumulated and steps are not skipped"):
         model(torch.ones(3, 4)).sum().backward()
     assert torch.equal(model.weight, before)
+
+
+def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
+    model = nn.Linear(4, 2)
+    memopt.release_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = model.weight.detach().clone()
+    memopt.release_gradients(optimizer)
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_training_goes_on_after_an_error_in_backward(tmp_path: Path) -> None:
+    model, calls = tiny_model("llama"), []
+
+    def fail_once(gradient: Tensor) -> None:
+        calls.append(gradient)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    model.model.layers[0].mlp.down_proj.weight.register_hook(fail_once)
+    run = trainer(tmp_path, model, memopt.TrainerCallback(release_gradients=True), max_grad_norm=0.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.train()
+    with pytest.warns(UserWarning, match=r"no optimizer.step\(\) followed has stepped \d+ of \d+ parameters"):
+        assert len(losses(run)) > 1
+
+
+def test_an_optimizer_that_accelerate_has_wrapped() -> None:
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    memopt.release_gradients(Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
+    model(torch.ones(3, 4)).sum().backward()
+    assert not torch.equal(model.weight, before)
+    assert model.weight.grad is None
 
 
 def test_removing_it_gives_the_usual_order_back() -> None:

@@ -8,6 +8,8 @@ and settings. PyTorch's tutorial on optimizer steps in backward and LOMO (arXiv 
 from __future__ import annotations
 
 import inspect
+import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from memopt.errors import ModelError
 
 _USUAL = "Step all parameters after backward, as usual."
+_active: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
 
 
 class GradientRelease:
@@ -28,21 +31,33 @@ class GradientRelease:
         self._stepped: set[Tensor] = set()
         self._steps = False
         self._groups = {p: at for at, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for other in [each for each in _active if not each._groups.keys().isdisjoint(self._groups)]:
+            other.remove()
+        _active.add(self)
         trained = (p for p in self._groups if p.requires_grad)
         self._handles = [p.register_post_accumulate_grad_hook(self._release) for p in trained]
         self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def remove(self) -> None:
         """Let the optimizer step all parameters after backward again. Its state stays."""
+        _active.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._stepped:
+            warnings.warn(
+                f"memopt: a backward that no optimizer.step() followed has stepped {len(self._stepped)} of "
+                f"{len(self._groups)} parameters. If it ended in an error, load a checkpoint from before it.",
+                stacklevel=2,
+            )
+            self._stepped.clear()
 
     def _release(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(
-                "A parameter got a second gradient before optimizer.step(): gradients that are released cannot be "
-                "accumulated over several backwards. Use larger batches, or release.remove()."
+                "A parameter got a second gradient before optimizer.step(), and the first one has changed it already: "
+                "with released gradients, gradients are not accumulated and steps are not skipped. Call "
+                "optimizer.step() after every backward, or release.remove()."
             )
         self._steps = True
         try:
@@ -62,11 +77,12 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
 
     The training loop does not change: keep ``loss.backward()``, ``optimizer.step()`` (it finds no gradients) and the
     scheduler. Losses and weights are the same as with steps after backward. No gradient is left after backward, so
-    clipping has no effect. Hooks on the optimizer's step run once for each parameter.
+    clipping has no effect. Hooks on the optimizer's step run once for each parameter. If an earlier release steps any
+    of these parameters, it is removed.
 
     Args:
         optimizer: of a class that steps each parameter by its own gradient and state (AdamW, SGD, Adafactor). This
-            is tested on two small parameters.
+            is tested on two small parameters. An optimizer that accelerate has wrapped will do.
 
     Raises:
         ModelError: the class's step of one parameter depends on others, several processes train, or there are
@@ -80,6 +96,7 @@ def release_gradients(optimizer: Optimizer) -> GradientRelease:
         raise ModelError(
             "Gradients cannot be released while several processes train: they are reduced after backward.", _USUAL
         )
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         raise ModelError("There are gradients already.", "Call optimizer.zero_grad() before.")
     name = type(optimizer).__name__

@@ -92,8 +92,7 @@ class TrainerCallback(transformers.TrainerCallback):
         assert model is not None
         if self._releases:
             _check_released(args)
-            optimizer = kwargs["optimizer"]
-            self._release = release_gradients(getattr(optimizer, "optimizer", optimizer))
+            self._release = release_gradients(kwargs["optimizer"])
         if not is_patched(model):  # it was built by `model_init`
             _check_untouched(model, args)
             self._patch(model, args, state)

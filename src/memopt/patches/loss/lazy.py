@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.environment.partitioned import fetch_before
 from memopt.kernels.base.autograd import DirectFunction, refuse_double_backward
+from memopt.patches.loss.kept import wait
 from memopt.patches.loss.memory import Memory, empty, shares_memory
 from memopt.patches.loss.metadata import FACTORIES, METADATA
 from memopt.patches.loss.source import Source, note
@@ -57,6 +58,8 @@ class LazyLogits(Tensor):
     """Whether :meth:`follow` is running: C++ code reads the class of this tensor meanwhile."""
     is_users: bool
     """Whether a foreign autograd node made this tensor, e.g. a user's function that cloned its input."""
+    is_read: bool
+    """Whether anything was computed from these logits, or made of them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -105,6 +108,8 @@ class LazyLogits(Tensor):
                     each.source.check()
                 answer = handler(*args, **kwargs)
                 if answer is not NotImplemented:
+                    for each in pending:
+                        each.is_read |= answer is not each
                     for found in tree_leaves(answer):
                         if isinstance(found, Tensor) and type(found) is not LazyLogits and found.requires_grad:
                             for each in pending:
@@ -244,10 +249,12 @@ def stand_for(
     else:
         logits = wrapper(LazyLogits, form, source.dtype, source.device or source.x.device)
     logits.source, logits.value, logits.form, logits.made, logits.written = source, None, form, None, ()
-    logits.node, logits.is_users = logits.grad_fn, False
+    logits.node, logits.is_users, logits.is_read = logits.grad_fn, False, False
     logits.memory = Memory(logits)
     if parent is not None and step is not None:
         _make_of(logits, parent, step, is_view)
+    if not source.tracked:
+        wait(logits)
     source.family[:] = [*(reference for reference in source.family if reference() is not None), weakref.ref(logits)]
     return logits
 
