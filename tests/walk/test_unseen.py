@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import memopt
@@ -62,3 +63,21 @@ def test_nothing_is_patched_is_not_said_where_nothing_was_tried() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_models_that_are_seen_whole_say_nothing(name: str) -> None:
     assert not walk_model(tiny_model(name)).unseen
+
+
+ADAPTED = {
+    "copies of head and embedding": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "single tokens": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "weights in a dictionary": LoHaConfig(r=2, target_modules=["q_proj", "down_proj", "up_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_weights_that_adapters_read_or_replace_are_seen(name: str) -> None:
+    assert not walk_model(get_peft_model(tiny_model("llama"), ADAPTED[name])).unseen
+
+
+def test_a_frozen_tower_is_not_taken_for_a_copy() -> None:
+    model = Towers()
+    model.sound.requires_grad_(False)
+    assert "3 modules" in walk_model(model, GIVEN).unseen

@@ -225,12 +225,19 @@ def _hidden_size(config: Any, norms: Sequence[NormSite]) -> int:
 def _unseen(model: nn.Module, observed: Observed) -> str:
     """One sentence on the modules with weights that no call reached, where they have a tenth of the parameters."""
     own = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
-    reached = {id(each) for name in observed.mode.visited for each in own.get(name, ())}  # by another module, if tied
-    # Attention may read the weight of a linear without a call of it.
-    read = {linear.parameter for linear in observed.labels.linear_sites()} if observed.labels else set()
-    reached |= {id(each) for name, each in model.named_parameters(remove_duplicate=False) if name in read}
-    left = {name: sum(each.numel() for each in its if id(each) not in reached) for name, its in own.items()}
-    left_out = [name for name, size in left.items() if size and name not in observed.mode.visited]
+    visited, read = observed.mode.visited, observed.mode.parameters.read
+    reached = read.union(id(each) for name in visited for each in own.get(name, ()))  # by another module, if tied
+
+    def is_left(name: str, parameter: nn.Parameter) -> bool:
+        parent = name.rpartition(".")[0]
+        if id(parameter) in reached or parameter.requires_grad or parent not in visited:
+            return id(parameter) not in reached
+        # A trained copy runs in its place (PEFT's modules_to_save).
+        copies = (each for each in model.get_submodule(parent).parameters() if each.requires_grad)
+        return not any(each.shape == parameter.shape and id(each) in read for each in copies)
+
+    left = {name: sum(each.numel() for each in its if is_left(name, each)) for name, its in own.items()}
+    left_out = [name for name, size in left.items() if size]
     share = sum(left[name] for name in left_out) / max(1, sum(each.numel() for each in model.parameters()))
     if share < _LARGE_PART or not observed.calls:  # without any call, a note says so
         return ""

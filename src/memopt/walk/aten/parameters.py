@@ -59,6 +59,8 @@ class ParameterTable:
         self.by_name = dict(model.named_parameters(remove_duplicate=False))
         self._by_storage: dict[int, nn.Parameter] = {}
         self.overlapping: set[int] = set()
+        self.read: set[int] = set()
+        """Ids of the parameters that operations have read."""
         for parameter in model.parameters():
             key = storage_key(parameter)
             if key is None:
@@ -84,6 +86,7 @@ class ParameterTable:
         parameter = self._by_storage.get(key) if key is not None else None
         if parameter is None:
             return None
+        self.read.add(id(parameter))
         return ParameterView(parameter, _dimensions(tensor, parameter))
 
     def forget_copies(self) -> None:
